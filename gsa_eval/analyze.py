@@ -1,4 +1,4 @@
-"""An analysis of a model's attention on one text, from top to bottom."""
+"""Run an analysis of a model's attention on one text."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
 
 
 def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
-    """Returns the text of --text or --file and its name, before anything is loaded; None without either.
+    """Returns the text of --text or --file and its name, before anything is loaded, or None without either.
 
     Raises:
-        ValueError: it cannot be read, or --max-tokens is out of bounds.
+        ValueError: the text cannot be read, or --max-tokens is out of bounds.
     """
     if not LEAST_TOKENS <= arguments.max_tokens <= MOST_TOKENS:
         raise ValueError(f"--max-tokens {arguments.max_tokens}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
@@ -140,7 +140,6 @@ def read_one_text(evaluated: EvaluatedModel, given: tuple[str, str] | None, most
 
 
 def title_of(evaluated: EvaluatedModel, text: Text) -> str:
-    """Returns the names of the model and the text, for titles."""
     about = evaluated.about
     of_run = evaluated.run_dir.absolute().name if evaluated.run_dir is not None else None
     name = of_run or Path(about.get("hf") or about["checkpoint"]).name

@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts of about one length, in large batches, with CUDA graphs on a GPU."""
+"""Generate greedy answers to many prompts of about one length, in large batches, with CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answer_prompts(
     """
     longest = max(map(len, prompts)) + max_new_tokens
     most = batch_size or (max(1, BATCH_TOKENS // longest) if generator.device.type == "cuda" else 1)
-    # All batches have one size, the last one padded: another size would need other CUDA graphs.
+    # All batches have one size, with padding in the last batch. Another size would need other CUDA graphs.
     rows = math.ceil(len(prompts) / math.ceil(len(prompts) / most))
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     texts = [""] * len(prompts)

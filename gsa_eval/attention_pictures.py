@@ -1,4 +1,4 @@
-"""Draws the attention of a model on one text (attention_record.py) as PNG files."""
+"""Draw the attention of a model on one text (attention_record.py) as PNG files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ NOT_SELECTED = "#dcdfe4"
 def write_pictures(
     record: AttentionRecord, place: str, tokens: Sequence[str], about: str, folder: Path
 ) -> list[str]:
-    """Write the pictures and return their names: attention.png, sink.png, and if the model has them gates.png and
-    keys.png.
+    """Write the pictures and return their names: attention.png and sink.png, and gates.png and keys.png if they apply.
 
     Args:
         place: layer and head of the maps.
@@ -61,8 +60,8 @@ def write_pictures(
 
 
 def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
-    """Draw, for a sparse layer, attention over all keys, the indexer's scores, and the selected keys with their
-    weights; for a dense layer only its attention."""
+    """Draw the attention of a dense layer over all keys. For a sparse layer, also draw the indexer's scores, and the
+    selected keys with their weights."""
     length = len(maps.weights)
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     side = -(-length // CELLS)
@@ -114,8 +113,9 @@ def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
 
 
 def pooled(values: torch.Tensor, counted: torch.Tensor, side: int, shown: torch.Tensor | None = None) -> Any:
-    """Returns the mean of the counted values in each `side` x `side` square: [ceil(L / side)] * 2, masked if none is
-    shown.
+    """Returns the mean of the counted values in each `side` x `side` square: [ceil(L / side)] * 2.
+
+    A square is masked if none of its values is shown.
 
     Args:
         values, counted: [L, L]
@@ -248,7 +248,7 @@ def _figure(
 
 
 def _write_title(figure: Figure, title: str) -> None:
-    """Write the first line of the title on top, the rest below."""
+    """Write the first line of the title on top, and the rest below."""
     first, _, about = title.partition("\n")
     width = int(11 * figure.get_size_inches()[0])  # characters of this size
     figure.suptitle(first, fontsize=13, fontweight="bold")
@@ -256,7 +256,6 @@ def _write_title(figure: Figure, title: str) -> None:
 
 
 def _size_of_table(layers: int, heads: int, beside: float) -> tuple[float, float]:
-    """Returns the size of a figure with a table, in inches."""
     return min(20.0, max(7.0, 2 + 0.45 * heads) + beside), min(9.0, max(3.8, 1.8 + 0.3 * layers))
 
 
@@ -269,7 +268,6 @@ def _draw_table(
     norm: Normalize | None = None,
     percent: bool = False,
 ) -> None:
-    """Draw a table with a row for each layer."""
     norm = norm or Normalize(0, max(float(values.max()), 1e-6))
     image = ax.imshow(values, cmap="viridis", norm=norm, aspect="auto", interpolation="nearest")
     bar = figure.colorbar(image, ax=ax, label=meaning, pad=0.02)

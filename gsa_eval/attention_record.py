@@ -1,6 +1,6 @@
-"""Records the attention of a model on one text, from a forward pass in plain torch.
+"""Record the attention of a model on one text, from a forward pass in plain torch.
 
-Letters in shapes: L tokens, H query heads, D their size, Hkv key-value heads.
+Letters in shapes: L tokens, H query heads, D head size, Hkv key-value heads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GATE_BINS = 20
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """Maps of one head of one layer: [L, L] on the CPU, a row for each query. 0 or False if a key is after the
-    query."""
+    """Holds maps of one head of one layer: [L, L] on the CPU, a row for each query. A key after the query has 0 or
+    False."""
 
     weights: torch.Tensor
     """fp32: the head's attention weights."""
@@ -39,7 +39,8 @@ class HeadMaps:
 
     @property
     def recall(self) -> float | None:
-        """Returns the share of `full` on the selected keys, mean over the queries that omit keys; None if none does."""
+        """Returns the share of `full` on the selected keys, as a mean over queries that omit keys, or None if no query
+        does."""
         if self.selected is None:
             return None
         leaves_out = self.selected.sum(-1) < torch.arange(1, len(self.selected) + 1)
@@ -49,8 +50,6 @@ class HeadMaps:
 
 @dataclass(frozen=True)
 class Gate:
-    """One gate of one layer."""
-
     means: list[float]
     """Mean opening of each head over its channels and all tokens; one value if all heads share the gate."""
     histogram: list[int]
@@ -77,7 +76,7 @@ def record_attention(model: GSAForCausalLM, tokens: list[int], layer: int, head:
     """Run the model once and record its attention.
 
     Args:
-        model: with `attn_implementation` "eager", which alone returns its probabilities.
+        model: with `attn_implementation` "eager", the only one that returns its probabilities.
         tokens: token ids of one document.
         layer, head: place of the maps, from 0.
 
@@ -100,10 +99,6 @@ def record_attention(model: GSAForCausalLM, tokens: list[int], layer: int, head:
 
 
 def check_place(model: GSAForCausalLM, layer: int, head: int) -> None:
-    """
-    Raises:
-        ValueError: the layer or head does not exist.
-    """
     for name, number, count in (
         ("layer", layer, model.config.num_hidden_layers),
         ("head", head, model.config.num_attention_heads),
@@ -113,13 +108,13 @@ def check_place(model: GSAForCausalLM, layer: int, head: int) -> None:
 
 
 class _Recorder:
-    """Hooks that read an attention layer's inputs and outputs."""
+    """Reads an attention layer's inputs and outputs by hooks."""
 
     def __init__(self, model: GSAForCausalLM, count: int, layer: int, head: int) -> None:
         self.layer, self.head = layer, head
         self.leader = model.config.indexer_layer(layer)
         self.scores: torch.Tensor | None = None
-        # As in training. A shorter text has no such query: then its second half counts.
+        # As in training. A shorter text has no such query, and its second half counts instead.
         self.record = AttentionRecord(LEAST_KEYS if count >= LEAST_KEYS else max(1, count // 2))
 
     def of_layer(self, number: int) -> Callable[..., None]:
@@ -153,7 +148,7 @@ class _Recorder:
 
 
 def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Returns the layer's scores: fp32 [1, L, L]; with `gsa.selection_block` a query has the scores of its block's
+    """Returns the layer's scores: fp32 [1, L, L]. With `gsa.selection_block` a query has the scores of its block's
     first query.
 
     Args:
@@ -187,7 +182,7 @@ def full_attention(
 def gate_of(logits: torch.Tensor, config: GSAConfig) -> Gate:
     """
     Args:
-        logits: [L, rows]: one for each head and channel, or fewer if heads or channels share a gate.
+        logits: [L, rows]: one row for each head and channel, or fewer if heads or channels share a gate.
     """
     opened = opening(logits, config)
     channels = 1 if config.gate_granularity == "headwise" else config.head_dim

@@ -1,4 +1,4 @@
-"""Runs an evaluation from the command line's arguments to its results."""
+"""Run an evaluation from the arguments of the command line to its results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Path, str]:
-    """Run an evaluation; returns the folder of results and their table.
+    """Run an evaluation. Returns the folder of results and their table.
 
     Args:
         arguments: parsed by gsa_eval.commands.evaluate.
@@ -76,7 +76,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         _score(evaluated, arguments, results)
         text = write_results(folder, results)
     except BaseException:
-        if results["tables"] or results.get("data"):  # perhaps the work of hours
+        if results["tables"] or results.get("data"):  # the results may be the work of hours
             print(f"{table(results)}\n{folder} was not written; these results were finished")
         raise
     del results["tables"]
@@ -86,7 +86,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
-    """Refuse now what would be refused after hours of scoring.
+    """Refuse now what would otherwise be refused after hours of scoring.
 
     Raises:
         ValueError, WandbRefused: as in `run_evaluation`.
@@ -101,7 +101,7 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _warn_of_length(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> None:
-    """Warn if the model has seen no such positions in training, and its rotary embedding is not scaled."""
+    """Warn if the model has seen no such positions in training and its rotary embedding is not scaled."""
     length = max([arguments.context_length or 0, *arguments.ruler])
     rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
     if length > evaluated.trained_length and not rotary:
@@ -151,7 +151,7 @@ def _score(evaluated: EvaluatedModel, arguments: argparse.Namespace, results: di
 def _requests(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, files: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns task -> its scores and their counts."""
+    """Returns a dict task -> its scores and their counts."""
     found = {}
     for task in read_tasks(files, arguments.limit):
         length = arguments.context_length or evaluated.trained_length
@@ -169,7 +169,7 @@ def _nats(
     length: int,
     where: str,
 ) -> list[float]:
-    """Returns the score of each continuation after its context, both together at most `length` tokens."""
+    """Returns the score of each continuation after its context. Both together have at most `length` tokens."""
     requests = encode_requests(texts, evaluated.tokenizer, length, where)
     sums = np.zeros(len(requests))
     for each in token_losses(evaluated.model, list(map(as_piece, requests)), arguments.batch_size or 1):
@@ -179,7 +179,6 @@ def _nats(
 
 
 def _texts(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name, scores) of each text."""
     places = named_places(arguments.data)
     max_tokens: int | None = arguments.max_tokens
     context_length: int = arguments.context_length or evaluated.trained_length
@@ -208,7 +207,7 @@ def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str,
     """Returns the text's field and reading limits, which together decide which text a folder holds.
 
     Args:
-        config: config of the run whose text it is; None: it belongs to no run.
+        config: config of the run that the text belongs to; None: it belongs to no run.
     """
     if config is None:
         return arguments.text_field or "text", READING
@@ -257,10 +256,10 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
 
 
 def named_places(words: Sequence[str]) -> dict[str, str]:
-    """Parse `[NAME=]PLACE` to name -> place; the default name is the place's last part.
+    """Parse `[NAME=]PLACE` to name -> place. The default name is the place's last part.
 
     Raises:
-        ValueError: two have the same name, or the place is empty, as from an unset shell variable.
+        ValueError: two names are equal, or the place is empty, as from an unset shell variable.
     """
     found: dict[str, str] = {}
     for word in words:

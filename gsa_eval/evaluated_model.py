@@ -1,4 +1,4 @@
-"""Loads the evaluated model, from a run, a checkpoint or a transformers folder."""
+"""Load the evaluated model, from a run, a checkpoint or a transformers folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a model: one of run, checkpoint and hf."""
+    """Names the source of a model: one of run, checkpoint and hf."""
 
     run: Path | None = None
     checkpoint: Path | None = None
@@ -46,8 +46,6 @@ class Source:
 
 @dataclass(frozen=True)
 class Execution:
-    """Device, attention and dtype of the model."""
-
     device: str = ""
     """Empty: cuda if available."""
     attention: str = ""
@@ -172,7 +170,7 @@ def _checkpoints_model(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> GSAForCausalLM | TrainedModel:
-    """Load the transformers model; or, if that lacks a feature of the config, the model that training builds."""
+    """Load the transformers model. If it lacks a feature of the config, load the model that training builds."""
     if problems := not_in_hf(config):
         logger.info("the training model runs, without a cache: %s", "; ".join(problems))
         return load_trained_model(

@@ -1,4 +1,4 @@
-"""Continuations of prompts, in batches."""
+"""Generate continuations of prompts, in batches."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ def continue_prompts(
     batch_size: int = 1,
     **sampling: Any,
 ) -> list[str]:
-    """Returns the text of each continuation up to a token of `tokenizer.stop_ids`, or up to the first of
-    `stops`, excluded. A stop may name a special token; the text has no special tokens. No token
-    outside the tokenizer's, as in a padded vocabulary, is generated.
+    """Returns the text of each continuation up to a token of `tokenizer.stop_ids`, or up to the first of `stops`,
+    excluded.
+
+    A stop may name a special token. The text has no special tokens. No token outside the tokenizer's, as in a padded
+    vocabulary, is generated.
 
     Args:
         prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.

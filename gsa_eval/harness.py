@@ -1,8 +1,8 @@
-"""Our models in lm-evaluation-harness, as its model `gsa_train`.
+"""Register our models in lm-evaluation-harness, as its model `gsa_train`.
 
     python -m gsa_eval.harness run --model gsa_train --model_args run=RUN_DIR,step=N --tasks hellaswag
 
-is the harness' own command line, which knows this model. `gsa-evaluate --tasks` calls `run_tasks`.
+This is the harness' own command line, which then knows the model. `gsa-evaluate --tasks` calls `run_tasks`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GSATrainLM(EncodingLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: give a number of sequences")
         execution.pop("max_batch_size", None)  # passed with batch_size=auto
-        execution.pop("trust_remote_code", None)  # code in a model's folder never runs here
+        execution.pop("trust_remote_code", None)  # Code in a model's folder never runs here.
         known = [each.name for each in dataclasses.fields(Execution)]
         if unknown := sorted(execution.keys() - set(known)):
             names = ", ".join(["run", "checkpoint", "hf", "step", "settings", "max_length", *known])
@@ -79,7 +79,7 @@ class GSATrainLM(EncodingLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score requests; contexts that are too long lose their beginning."""
+        """Score requests. Contexts that are too long lose their beginning."""
         pieces = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -177,7 +177,6 @@ def run_tasks(
 
 
 def task_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of scores for results.table."""
     rows = []
     for task, scores in found["results"].items():
         for key, value in scores.items():

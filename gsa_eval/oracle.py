@@ -1,9 +1,9 @@
-"""Retrieval of a model whose attention reads only the keys that a perfect indexer selects.
+"""Measure retrieval of a model whose attention reads only the keys that a perfect indexer selects.
 
-The selection uses the model's own attention probabilities, so it is the upper bound of every learned indexer of
-the same form: the number of queries that share a selection, and of keys that are selected together.
-Letters in shapes: H query heads, Hkv key-value heads, G heads that share a selection, D their size, L tokens, C queries
-of a chunk.
+The selection uses the model's own attention probabilities. It is therefore the upper bound for a learned indexer of
+the same form. The form is the number of queries that share a selection, and the number of keys that are selected
+together. Letters in shapes: H query heads, Hkv key-value heads, G heads that share a selection, D head size, L tokens,
+C queries of a chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORM = re.compile(r"q(\d+)k(\d+)(?:h(all|kv))?")
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a selection."""
+    """Describes which queries share a selection, and which keys are selected together."""
 
     queries: int = 1
     """Number of neighbouring queries that share the selection of the first one."""
@@ -66,7 +66,7 @@ class Budget:
 
 
 class OracleAttention:
-    """Attention over selected keys, in the interface of transformers' attention functions."""
+    """Runs attention over selected keys, in the interface of transformers' attention functions."""
 
     def __init__(self, form: Form, budget: Budget) -> None:
         if budget.selected % form.keys:
@@ -88,13 +88,13 @@ class OracleAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Returns [1, L, H, D] for query [1, H, L, D], key and value [1, Hkv, L, D]. No padding: the mask is
-        ignored."""
+        """Returns [1, L, H, D] for query [1, H, L, D], key and value [1, Hkv, L, D]. There is no padding, so the mask
+        is ignored."""
         assert query.shape[0] == 1, "one sequence at a time"
         length, kv_heads = query.shape[2], key.shape[1]
         queries = query[0].unflatten(0, (kv_heads, -1))
         keys, values = key[0], value[0]
-        # A chunk begins where a group of queries does.
+        # A chunk begins where a group of queries begins.
         chunk = -(-CHUNK_QUERIES // self.form.queries) * self.form.queries
         out, kept = [], 0.0
         for first in range(0, length, chunk):
@@ -121,11 +121,8 @@ def _probabilities(
 
 
 def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) -> torch.Tensor:
-    """Returns the selection, bool [Hkv or 1, C, L], for probabilities [Hkv, G, C, L] of the queries at `rows`.
-
-    `rows` begin at a multiple of `form.queries`. If a query sees only a part of a group of keys, the part that it
-    sees is selected.
-    """
+    """Returns the selection, bool [Hkv or 1, C, L], for probabilities [Hkv, G, C, L] of the queries at `rows`. `rows`
+    begin at a multiple of `form.queries`. If a query sees only a part of a group of keys, that part is selected."""
     length = probs.shape[-1]
     scores = probs.mean(1) if form.per_kv_head else probs.mean((0, 1))[None]
     leaders = scores[:, :: form.queries]
@@ -143,8 +140,6 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Scores of the answers to some prompts."""
-
     exact: float
     """Percentage of prompts for which all tokens of the answer are the most probable ones."""
     log_probability: float

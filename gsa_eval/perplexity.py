@@ -1,4 +1,4 @@
-"""Perplexity, bits per byte and loss by position of a model on text."""
+"""Compute perplexity, bits per byte and loss by position of a model on text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_BUCKET_TOKENS = 16
 
 
 def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
-    """Returns entries of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`,
+    """Returns entries of results.json. They are `loss` (nats per scored label), `perplexity`, `bits_per_byte`,
     `word_perplexity` (exp(nats of all labels / words)), and `loss_by_position`, by the number of tokens that the model
     sees."""
     begin = time.perf_counter()
@@ -52,8 +52,6 @@ def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") 
 
 
 class Scored(NamedTuple):
-    """The scored labels of one piece."""
-
     number: int
     """Number of the piece, from 0."""
     nats: NDArray[np.float32]
@@ -64,9 +62,7 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
-    """Yields the scores of each piece, the longest first.
-
-    Padding follows a sequence, where no query of it looks.
+    """Yields the scores of each piece, the longest first. Padding follows a sequence, where no query looks.
 
     Raises:
         ValueError: packed documents whose queries share selections.
@@ -96,7 +92,7 @@ def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -
 
 
 def hidden_states(model: ScoredModel, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Returns [B, L, d], after the last norm, for tokens and positions [B, L]."""
+    """Returns the states after the last norm, [B, L, d], for tokens and positions [B, L]."""
     if isinstance(model, TrainedModel):
         return model.hidden_states(tokens, positions)
     found: torch.Tensor = model.model(
@@ -132,7 +128,8 @@ def _score_labels(
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 cross-entropy of logits [N, V]. On a GPU in one pass: torch would write them twice in fp32."""
+    """Returns the fp32 cross-entropy of logits [N, V]. A GPU needs one pass; torch would write the logits twice in
+    fp32."""
     if logits.is_cuda and len(logits) > 0:
         from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton
 
@@ -158,7 +155,7 @@ def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict
 
     Args:
         nats: [labels]
-        seen: [labels] number of tokens seen, the input included.
+        seen: [labels] number of tokens seen, including the input.
     """
     bucket = np.maximum(np.ceil(np.log2(seen / FIRST_BUCKET_TOKENS)), 0).astype(np.int64)
     counts = np.bincount(bucket)
@@ -181,7 +178,7 @@ def exp(loss: float) -> float:
 
 
 def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[np.int64]:
-    """Returns the row padded to [length] with zeros, or with numbers that continue from its last."""
+    """Returns the row padded to [length] with zeros, or with numbers that continue from its last number."""
     filled = np.zeros(length, np.int64)
     filled[: len(row)] = row
     if counts_on:
@@ -190,7 +187,7 @@ def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[
 
 
 def _check_may_pack(model: ScoredModel) -> None:
-    """Refuse packing if it changes blocks: training aligns them to the sequence, transformers to each document."""
+    """Refuse packing if it changes blocks. Training aligns blocks to the sequence, transformers to each document."""
     if not isinstance(model, TrainedModel) and model.config.selection_block > 1:
         raise ValueError(
             f"gsa.selection_block = {model.config.selection_block} with isolated documents in one sequence: blocks of "

@@ -1,4 +1,4 @@
-"""Draws an evaluation's results as PNG files in its folder."""
+"""Draw an evaluation's results as PNG files in its folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def task_bars(results: dict[str, Any]) -> dict[str, float]:
-    """Returns task and score -> value from 0 to 1, for request files and lm-evaluation-harness."""
+    """Returns a dict task and score -> value from 0 to 1, for request files and lm-evaluation-harness."""
     found = {
         f"{task}: {key.replace('_', ' ')}": each[key]
         for task, each in results.get("requests", {}).items()
@@ -66,7 +66,7 @@ def _perplexity_by_position(texts: dict[str, Any], path: Path) -> Path:
 
 
 def _needles(needles: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Draw the mean score by length and depth of a needle, over all tasks with a single one."""
+    """Draw the mean score by length and depth of a needle, over all tasks with a single needle."""
     lengths = sorted({each["tokens"] for each in needles})
     sums, counts = np.zeros((DEPTHS, len(lengths))), np.zeros((DEPTHS, len(lengths)))
     for each in needles:

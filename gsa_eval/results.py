@@ -1,4 +1,4 @@
-"""Writes results of an evaluation to a separate folder, atomically."""
+"""Write results of an evaluation to a separate folder, atomically."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str =
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """Write results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table. Numbers that
+    """Write results.json, table.md and pictures. Returns the table. A kill leaves no folder of that name. Numbers that
     are not finite are written as in metrics.jsonl."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
@@ -59,7 +59,6 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
 
 
 def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> dict[str, Any]:
-    """Returns versions, commit, command and time."""
     versions = {"gsa_train": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -77,7 +76,6 @@ def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> di
 
 
 def table(results: dict[str, Any]) -> str:
-    """Returns the results as a Markdown table."""
     model = results["model"]
     lines = [f"# {results['name']}", "", f"{model.get('checkpoint') or model['hf']}"]
     facts = [

@@ -1,6 +1,6 @@
-"""RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654), by its rules, with our own texts.
+"""Make prompts for RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
-A task makes a prompt with `size` units of filling; `fill` finds the largest size that fits a length.
+A task makes a prompt with `size` units of filling text. `fill` finds the largest size that fits a prompt length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Material:
-    """Texts that are not generated."""
+    """Holds texts that are not generated."""
 
     essay: list[str] = field(default_factory=list)
     """Words of the text that hides needles."""
@@ -52,8 +52,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of a sample."""
-
     length_tokens: int
     """Tokens of the prompt and its answer: some frequencies depend on it."""
     material: Material
@@ -124,7 +122,7 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert needles at their shares of the length, in an essay after the sentence there; also returns the number of
+    """Insert needles at their shares of the length, in an essay after the sentence there. Also returns the number of
     units before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
@@ -171,7 +169,7 @@ def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Frequencies in a list of words: ten common ones, each `common` times, and others, each `other` times."""
+    """Describes a list of words: ten common words, each `common` times, and others, each `other` times."""
 
     common: int
     other: int
@@ -182,10 +180,8 @@ SHORT_TOKENS = 4096
 
 
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make a numbered list with ten common words and `size` others, after an example with its answer.
-
-    Frequencies, and the 10 or 30 other words of the example, follow RULER's `common_words_extraction.py`.
-    """
+    """Make a numbered list with ten common words and `size` others, after an example with its answer. Frequencies, and
+    the 10 or 30 other words of the example, follow RULER's `common_words_extraction.py`."""
     if setting.length_tokens < SHORT_TOKENS:
         example_others, example_times, times = 10, Frequencies(3, 1), Frequencies(6, 1)
     else:
@@ -217,10 +213,8 @@ MOST_FREQUENT = 100
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make coded words whose frequency falls with the square of their rank; the first rank is dots.
-
-    The number of codes, a 50th of the length in tokens, and the rounding down are RULER's (`freq_words_extraction.py`).
-    """
+    """Make coded words whose frequency falls with the square of their rank. Dots have the first rank. As in RULER's
+    `freq_words_extraction.py`, the number of codes is a 50th of the length in tokens, rounded down."""
     codes: list[str] = []
     while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)
@@ -278,14 +272,14 @@ TASKS: dict[str, Task] = {
 def samples(
     name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, material: Material
 ) -> list[Sample]:
-    """Make samples as long as fit `length_tokens`, the answer's tokens included.
+    """Make samples as long as fit `length_tokens`, including the answer's tokens.
 
     Raises:
         ValueError: not even the empty task fits.
     """
     task, setting = TASKS[name], Setting(length_tokens, material)
     found = []
-    size = 64  # the last sample's is a good guess
+    size = 64  # The last sample's size is a good guess.
     for index in range(count):
         own_seed = f"{seed} {name} {length_tokens} {index}"
 
@@ -306,10 +300,9 @@ prose and code alternate in essays, and a long word."""
 def fill(
     make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
 ) -> tuple[int, Sample]:
-    """Returns the most units, to 1%, with which a prompt has at most `room_tokens`; and that sample, with its tokens.
-
-    Prompts far from the limit are judged by linear extrapolation from two tokenized ones, since tokenizing is slow.
-    """
+    """Returns the most units, to 1%, with which a prompt has at most `room_tokens`, and that sample with its tokens.
+    Prompts far from the limit are judged by linear extrapolation from two tokenized prompts, because tokenizing is
+    slow."""
     made: dict[int, Sample] = {}
     without_words: dict[int, TooFewWords] = {}
 
@@ -349,7 +342,7 @@ def fill(
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a file in SQuAD's format; questions without an answer are skipped.
+    """Read a file in SQuAD's format. Questions without an answer are skipped.
 
     Raises:
         ValueError: it is not such a file.

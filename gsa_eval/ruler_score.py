@@ -1,4 +1,4 @@
-"""Scores a model on RULER: tasks by length, and the effective length."""
+"""Score a model on RULER: accuracy by task and length, and the effective length."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class RulerOptions:
 
 
 def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> float:
-    """Returns the share of expected strings in the answer, ignoring case; with `any_answer` 1 if any is in it."""
+    """Returns the share of expected strings in the answer, ignoring case. With `any_answer` one string in it gives
+    1."""
     found = [each.lower() in answer.lower() for each in expected]
     return float(any(found)) if any_answer else sum(found) / len(found)
 
@@ -52,7 +53,7 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     depth of each single needle.
 
     Raises:
-        ValueError: an unknown task, one whose material is missing, or a length too short for one.
+        ValueError: an unknown task, a task whose material is missing, or a length that is too short for a task.
     """
     scores: dict[str, dict[str, float]] = {}
     errors: dict[str, dict[str, float]] = {}
@@ -91,8 +92,9 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 
 
 def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `bits_per_byte` of the expected answers by length and task, and their `mean` by length: a forward pass
-    for each sample, which also distinguishes models that are too small to answer.
+    """Returns `bits_per_byte` of the expected answers by length and task, and their `mean` by length.
+
+    Each sample needs one forward pass. The score also distinguishes models that are too small to answer.
 
     Args:
         score: returns the nats of answers, for prompts with answers and their length.
@@ -122,7 +124,7 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
-    Other processes make them while the model answers earlier ones: fitting a prompt into its length by tokenization
+    Other processes make samples while the model answers earlier ones. Fitting a prompt into its length by tokenization
     takes longer than its answer on a GPU, and holds the interpreter's lock.
 
     Raises:
@@ -138,7 +140,7 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
             yield *cell, samples(*call)
         return
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
-    # Not forked: this process may have threads and a CUDA device.
+    # Not forked, because this process may have threads and a CUDA device.
     with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as processes:
         made = [processes.submit(samples, *call) for call in calls]
         try:
@@ -153,7 +155,6 @@ def _leave_interrupts_to_the_parent() -> None:
 
 
 def gold_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of `score_gold` for results.table."""
     return {
         "title": f"RULER, bits per byte of the expected answers, {found['samples']} samples of each",
         "head": ["tokens", *found["tasks"], "mean"],
@@ -165,7 +166,6 @@ def gold_table(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of `score_ruler` for results.table."""
     effective = found["effective_length"] or "below all of these"
     return {
         "title": f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}",

@@ -1,4 +1,4 @@
-"""Generates the material of RULER's texts: words, numbers, uuids, noise. The same seed gives the same text."""
+"""Generate the material of RULER's texts: words, numbers, uuids, noise. The same seed gives the same text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def word(rng: random.Random) -> str:
 
 
 def list_words(rng: random.Random, count: int) -> list[str]:
-    """Returns different words in random order, single words while they last, since pairs are longer.
+    """Returns different words in random order. Single words come first, because pairs are longer.
 
     Raises:
         TooFewWords: there are fewer words.
@@ -70,7 +70,7 @@ KINDS = {"words": word, "numbers": number, "uuids": uuid_of}
 
 
 def distinct(rng: random.Random, kind: str, count: int, without: set[str] | None = None) -> list[str]:
-    """Returns different ones, none of them in `without`.
+    """Returns different words, numbers or uuids, none of them in `without`.
 
     Raises:
         TooFewWords: there are fewer words than needed.

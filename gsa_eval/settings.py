@@ -1,4 +1,4 @@
-"""Settings that an evaluation may change in a trained model: its attention, not its weights."""
+"""Define the settings of a trained model's attention that an evaluation may change. Weights never change."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         )
     try:
         changed: GSAConfig = GSAConfig.from_dict(content)
-    except StrictDataclassError as error:  # it has several lines; its cause names field and value
+    except StrictDataclassError as error:  # The error has several lines. Its cause names field and value.
         raise ValueError(f"{' '.join(settings)}: {error.__cause__ or error}") from error
     return changed
 
@@ -100,8 +100,9 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:
-    """Apply settings to a run's config, which is then checked. `gsa.attention` is not a field of the config: a model
-    keeps its indexer when it attends to all keys.
+    """Apply settings to a run's config, which is then checked.
+
+    `gsa.attention` is not a field of the config, because a model keeps its indexer when it attends to all keys.
 
     Raises:
         ValueError: an unknown field or value.
@@ -136,8 +137,8 @@ def attends_densely(config: Config, settings: Sequence[str]) -> bool:
 
 
 def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
-    """Returns `rope_parameters` with the settings of `model.rope_scaling`. YaRN extends the model's length unless the
-    model or a setting gives another."""
+    """Returns `rope_parameters` with the settings of `model.rope_scaling`. YaRN extends the model's length, unless the
+    model or a setting gives another length."""
     rope: dict[str, Any] = {**content["rope_parameters"], **scaling}
     if not scaling:
         return rope
@@ -166,7 +167,7 @@ def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(config: GSAConfig, value: str) -> list[str]:
-    """Returns `layer_types` for gsa.attention=dense, or for `sparse`, which keeps the model's."""
+    """Returns `layer_types` for gsa.attention=dense, or for `sparse`, which keeps the model's types."""
     types = list(config.layer_types or ())
     if value == "dense":
         return [DENSE_LAYER] * len(types)

@@ -1,4 +1,4 @@
-"""Text for scoring a model, cut into sequences: packed as in training, or each document by itself in windows."""
+"""Cut text into sequences for scoring a model: packed as in training, or each document separately in windows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
         place: folder or address that training can read, or `wikitext:` and a file or folder.
 
     Raises:
-        ValueError, DataFault: it cannot be read.
+        ValueError, DataFault: the place cannot be read.
     """
     if place.startswith(WIKITEXT):
         return _wikitext(Path(place.removeprefix(WIKITEXT)), tokenizer, options)
@@ -110,7 +110,7 @@ def words_of(
     """Returns at most the first `count` words, separated by white space, of a place that `read_text` can read.
 
     Raises:
-        ValueError, DataFault: it cannot be read, or has none.
+        ValueError, DataFault: the place cannot be read, or has no words.
     """
     if place.startswith(WIKITEXT):
         texts: Iterable[str] = wikitext_articles(Path(place.removeprefix(WIKITEXT)))
@@ -148,7 +148,7 @@ def as_piece(request: Request) -> Piece:
 
 
 def windows(document: Tokens, eos_id: int, context_length: int, stride: int) -> Iterator[Piece]:
-    """Yields windows of one document, preceded by an EOS; each of its tokens is scored once.
+    """Yields windows of one document, preceded by an EOS. Each token of the document is scored once.
 
     Args:
         document: [tokens], without EOS.
@@ -182,7 +182,7 @@ def wikitext_articles(path: Path) -> list[str]:
     """Read the articles of WikiText as published: wiki.*.tokens, wiki.*.raw, or Parquet with one line per row.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no articles.
     """
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Loads a checkpoint as the model that training builds, on one rank, for features that `gsa_hf` lacks."""
+"""Load a checkpoint as the model that training builds, on one rank, for features that `gsa_hf` lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRECISIONS: dict[torch.dtype, Literal["bf16", "fp32"]] = {torch.bfloat16: "bf16"
 
 
 class TrainedModel:
-    """Training's model in evaluation mode, without a cache."""
+    """Runs training's model in evaluation mode, without a KV cache."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Returns [B, L, d], after the last norm.
+        """Returns the states after the last norm, [B, L, d].
 
         Args:
             tokens: int64 [B, L]
@@ -77,7 +77,7 @@ def load_trained_model(
         kernels: run attention with the fused kernels if they support it; else in plain torch.
 
     Raises:
-        ValueError: it cannot run with these arguments or on this device.
+        ValueError: the model cannot run with these arguments or on this device.
     """
     config = dataclasses.replace(
         config,

@@ -1,4 +1,4 @@
-"""Logs an evaluation as a separate W&B run, next to the training run."""
+"""Log an evaluation as a separate W&B run, next to the training run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ logger = logging.getLogger(__name__)
 def log_to_wandb(
     results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
 ) -> str | None:
-    """Log an evaluation; returns the W&B id, or None if W&B is disabled or did not start (logged). The training run
-    stays closed.
+    """Log an evaluation. Returns the W&B id, or None if W&B is disabled or did not start (logged).
 
-    It has the training run's project, owner, group and tags, and the training run's W&B id in its config.
+    The training run stays closed. The new run has its project, owner, group and tags, and its W&B id in the config.
 
     Args:
         results: content of results.json.

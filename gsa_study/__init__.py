@@ -1,1 +1,1 @@
-"""Trains and compares the runs of a study, which differ in a few fields of their config."""
+"""Train and compare the runs of a study, which differ in a few fields of their config."""

@@ -1,5 +1,6 @@
-"""Writes the caveats below a study's tables: arms without a clear difference, missing runs and metrics, runs with
-different commits, devices or texts."""
+"""Write the caveats below a study's tables: arms without a clear difference, missing runs and metrics, and runs with
+different commits, devices or texts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws a study's charts: the metrics of its runs by tokens and by training time."""
+"""Draw a study's charts: the metrics of its runs against tokens and against training time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOSS = "loss"
 
 
 def study_charts(results: Results) -> list[Chart]:
-    """Loss by tokens and by time, then every other metric of training by tokens."""
+    """Draw loss by tokens and by time, then every other metric of training by tokens."""
     keys = [metric.key for metric in results.study.config.metrics if metric.source == "training"]
     found = [_chart(results, LOSS, "tokens"), _chart(results, LOSS, "time")]
     found += [_chart(results, key, "tokens") for key in dict.fromkeys(keys) if key != LOSS]
@@ -24,7 +24,8 @@ def study_charts(results: Results) -> list[Chart]:
 
 
 def _chart(results: Results, key: str, over: str) -> Chart | None:
-    """Returns a chart with a line for each run: a color per arm, a dash per seed. None if no run has a value."""
+    """Returns a chart with a line for each run, or None if no run has a value. Arms have colors, and seeds have
+    dashes."""
     lines: list[dict[str, Any]] = []
     for number, arm in enumerate(results.arms):
         of_arm = [each for each in results.values if each.run.arm == arm]
@@ -56,7 +57,7 @@ def _chart(results: Results, key: str, over: str) -> Chart | None:
         "legend": {"orientation": "h", "y": -0.22}, "showlegend": True,
     }  # fmt: skip
     if over == "time":
-        layout["meta"] = "no steps"  # it does not follow the others' zoom
+        layout["meta"] = "no steps"  # does not follow the others' zoom
     title = f"{key.replace('_', ' ')} by {'tokens' if over == 'tokens' else 'training time'}"
     return Chart(title, {"data": lines, "layout": layout})
 

@@ -1,4 +1,4 @@
-"""Checks a study file, without the configs of its runs, which have their own checks."""
+"""Check a study file. The configs of its runs have their own checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seeds_of(arm: ArmConfig, study: StudyConfig) -> Sequence[int]:
 
 
 def mistakes(study: StudyConfig) -> list[str]:
-    """A line each."""
+    """Return a line for each mistake."""
     return [
         *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_initial_weights(study),
         *_evaluations(study), *_metrics(study),
@@ -187,7 +187,8 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
 
 
 def missing_texts(study: StudyConfig) -> list[str]:
-    """Yield local texts and tasks of evaluations that do not exist; otherwise found only after a training."""
+    """Yield local texts and tasks of evaluations that do not exist. Without this check they are missed after a
+    training."""
     texts = [
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
         for number, each in enumerate(study.evaluations)

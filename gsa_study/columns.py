@@ -1,4 +1,4 @@
-"""Defines the columns of a study's tables: one number per run, at equal tokens, at equal time, or at the end."""
+"""Define the columns of a study's tables: one number per run, at equal tokens, at equal time, or at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class Equal:
-    """Tokens and time at which the runs are compared: the largest that all finished runs reached. Runs that only
+    """The point at which runs are compared: the largest tokens and time that all finished runs reached. Runs that only
     provide initial weights may be shorter, and do not count."""
 
     tokens: int
@@ -31,7 +31,7 @@ class Equal:
 
 
 def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
-    """Returns the point of comparison of all finished runs; None if no run is finished."""
+    """Returns the point of comparison of all finished runs, or None if no run is finished."""
     finished = [each for each in runs if each.finished and each.tokens]
     begun_with = {run.name for each in finished for run in each.run.before}
     ends = [each for each in finished if each.run.name not in begun_with]
@@ -59,8 +59,8 @@ class Column:
 
 
 def columns_of(study: Study, equal: Equal | None) -> list[Column]:
-    """The study's metrics, in its order and without values; without columns at tokens or time where no run is
-    finished."""
+    """Return the study's metrics in its order, without values. If no run is finished, there are no columns at tokens
+    or time."""
     columns: list[Column] = []
     for metric in study.config.metrics:
         found = _of_metric(study, metric, equal)

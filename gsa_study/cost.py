@@ -1,4 +1,4 @@
-"""Estimates the cost of a study before it runs: tokens, operations and GPU-hours per arm and in total."""
+"""Estimate the cost of a study before it runs: tokens, operations and GPU-hours per arm and in total."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArmCost:
 
 
 def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> list[ArmCost]:
-    """In the order of the study.
+    """Return the costs in the order of the study.
 
     Args:
         values: of all runs.
@@ -81,17 +81,18 @@ def _mfu(of_arm: Sequence[RunValues], device: str, mfu: float | None) -> tuple[f
 
 
 def _share_done(each: RunValues) -> float:
-    """Share of the steps; steps after the last checkpoint count, though a start may do them again."""
+    """Return the share of the steps that are done. Steps after the last checkpoint count, though a start may repeat
+    them."""
     return 1.0 if each.complete else (each.records[-1]["step"] / each.run.steps if each.records else 0.0)
 
 
 def describe_cost(
     study: Study, values: Sequence[RunValues], device: str, mfu: float | None, gpus: int
 ) -> str:
-    """The report of a dry run.
+    """Return the report of a dry run.
 
     Args:
-        gpus: on which the runs are spread; 0: CPUs, whose speed nobody has measured.
+        gpus: the number of GPUs for the runs; 0: CPUs, whose speed is unmeasured.
     """
     costs = arm_costs(values, device, mfu)
     head = ["arm", "parameters", "runs", "finished", "tokens", "operations", "GPU-hours", "left", "MFU"]

@@ -1,5 +1,7 @@
-"""Writes the page of time and memory, which compares the benchmarks of one machine with the theory, and efficiency.csv
-with all numbers in full precision."""
+"""Write the page of time and memory, which compares the benchmarks of one machine with the theory.
+
+efficiency.csv receives all numbers in full precision.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Table:
     cases: Sequence[Case]
 
     def rows(self) -> list[list[str]]:
-        """The last column has the commit, where the rows of the bench have several."""
+        """Return the rows. The last column has the commit if the rows of the bench have several."""
         commits = any(case.commit for case in self.cases)
         rows = [[*self.head, *(HEADS[key] for key in self.keys), *["commit"] * commits]]
         for case in self.cases:
@@ -75,10 +77,10 @@ def number(key: str, value: float | None) -> str:
 
 
 def read_benches(folder: Path) -> dict[str, Bench]:
-    """Read the JSON files that the benches wrote with `--out`, as far as they are there.
+    """Read the JSON files that the benches wrote with `--out`. Missing files are left out.
 
     Raises:
-        ConfigError: one is damaged.
+        ConfigError: a file is damaged.
     """
     found = {}
     for name in BENCHES:
@@ -133,8 +135,8 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
 
 
 def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench], out: Path) -> list[Path]:
-    """Write the CSV of all numbers, with the columns of a study's CSV. Returns the written files: none without a
-    bench's file."""
+    """Write the CSV of all numbers, with the columns of a study's CSV. Returns the written files, none without
+    benches."""
     rows: list[Sequence[object]] = []
     for case in (case for table in tables for case in table.cases):
         bench = benches[case.bench]

@@ -1,4 +1,5 @@
-"""Converts benchmark results to rows of the page of time and memory: GSA over the standard model, and the theory."""
+"""Convert benchmark results to rows of the page of time and memory: GSA relative to the standard model, and the
+theory."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """One model at one length: a row of a table."""
+    """Describes one model at one length: a row of a table."""
 
     name: str
     """Name of the arm in the CSV."""
@@ -88,7 +89,8 @@ def random_inputs(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) ->
 
 
 def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
-    """A length and a selection a row: made ones, each with its r, and the selections of a trained indexer."""
+    """Yield a row for each length and selection: made selections, each with its r, and selections of a trained
+    indexer."""
     for bench in ("bench_long", "bench_long_trained"):
         rows = [row for row in _rows(benches, bench) if "attention" in row]
         dense = {(row["shape"], row["length"]): row for row in rows if row["attention"] == DENSE}
@@ -110,8 +112,8 @@ def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
 
 
 def forward_ratio(config: Config | None, length: int, block: int) -> float | None:
-    """Operations of GSA's attention over dense attention's, forward: scores of all keys and products with the
-    selected ones; with blocks one score for all their queries."""
+    """Return the operations of GSA's attention divided by dense attention's, in a forward pass. GSA computes scores of
+    all keys and products with the selected keys. A block computes one score for all its queries."""
     if config is None:
         return None
     model, gsa = config.model, config.gsa
@@ -132,17 +134,17 @@ def steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def _run(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Equal for rows whose models were measured side by side."""
+    """Return a value that is equal for rows whose models were measured side by side."""
     return row["gpu"], row["commit"], row.get("micro_batch")
 
 
 def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Equal for rows of the same model."""
+    """Return a value that is equal for rows of the same model."""
     return row["shape"], row["length"], row.get("layers"), row["model"]
 
 
 def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Steps of models with few layers or all, the newest row of each model. The page shows the deepest."""
+    """Yield steps of models with few layers or all, the newest row of each model. The page shows the deepest."""
     rows = _rows(benches, STEPS)
     whole = {(_run(row), _model(row)) for row in rows if "whole_ms" in row}
     steps = {(_run(row), _model(row)): row for row in rows if row.get("step_ms") is not None}
@@ -168,7 +170,7 @@ def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Whole models that were not measured, scaled from two depths; the newest row of each."""
+    """Yield whole models that were not measured, scaled from two depths. Each has its newest row."""
     rows = _rows(benches, STEPS)
     measured = {_model(row) for row in rows if row.get("step_ms") is not None}
     whole = {_model(row): row for row in rows if "whole_ms" in row}
@@ -181,7 +183,7 @@ def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
-    """Operations of GSA's forward pass over the standard model's, both without the logits."""
+    """Return the operations of GSA's forward pass divided by the standard model's, both without the logits."""
     if config is None:
         return None
     gsa = config.gsa
@@ -189,14 +191,14 @@ def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float 
         gsa = replace(gsa, selection_block=SHARED_BLOCK, local_window=SHARED_WINDOW)
     phase = PhaseConfig(attention="sparse", train="base")
     found = flops_per_token(config.model, gsa, config.moe, phase, length)
-    # A third of a trained part is the forward pass. The indexer is not trained, and has no other pass.
+    # The forward pass is a third of a trained part. The indexer is not trained, and has only a forward pass.
     trained = found.projections + found.gates + found.mlp + found.attention
     ours = trained / 3 + found.indexer_projections + found.indexer_scores
     return ours / ((found.dense_equivalent - found.output - found.gates) / 3)
 
 
 def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
-    """Prefill, and a token of decoding. The theory of decoding is the time to read weights and caches."""
+    """Yield prefill, and a token of decoding. In theory decoding takes the time to read weights and caches."""
     bench, same = "bench_generate", ("prefill", "batch", "length")
     rows = [row for row in _rows(benches, bench) if "prefill" in row or "step_ms" in row]
     for row in rows:
@@ -212,7 +214,7 @@ def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
                 "ms": row["ms"],
                 "time": row["ms"] / standard["ms"],
                 "theory": 1.0 if model == "standard" else theory,
-                "gib": row.get("peak_gib"),  # rows of earlier versions have none
+                "gib": row.get("peak_gib"),  # absent in rows of earlier versions
                 "memory": _over(row.get("peak_gib"), standard.get("peak_gib")),
             }
             yield Case(_name("prefill", length, model), ("prefill", length, 1, model), values, bench, commit)

@@ -1,4 +1,4 @@
-"""Defines the facts about a run in tables and figures, from its local folder or from the record in docs/results."""
+"""Define the facts about a run in tables and figures, read from its local folder or from the record in docs/results."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class RunFacts:
 
     @property
     def all_seconds(self) -> float | None:
-        """None: the time of a part is not known."""
+        """Return the time of all parts, or None if the time of a part is not known."""
         known = self.seconds is not None and self.seconds_before is not None
         return (self.seconds_before or 0.0) + (self.seconds or 0.0) if known else None
 
 
 def facts_of(values: RunValues, failures: Mapping[str, str]) -> RunFacts:
-    """Read a run whose folder is here, or which has none.
+    """Read a run with or without a local folder.
 
     Args:
         failures: job -> why it failed.

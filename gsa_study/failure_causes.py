@@ -1,4 +1,4 @@
-"""Extracts the reason of a job's failure from its output, in one line."""
+"""Extract the reason of a job's failure from its output, in one line."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ TRACEBACK = "Traceback (most recent call last):"
 LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 """torchrun's own error where a rank has failed; the rank's error comes before it."""
 WARNING = re.compile(
-    r"^(\[rank\d+\]:)?\s*\[?W\d{4} "  # of torch, `W1126 09:00:00 ...`: a process group that was not destroyed
-    r"|:\d+: \w*Warning: |^\s*warnings\.warn\("  # of Python, and the line of code below it
+    r"^(\[rank\d+\]:)?\s*\[?W\d{4} "  # torch's `W1126 09:00:00 ...`: a process group that was not destroyed
+    r"|:\d+: \w*Warning: |^\s*warnings\.warn\("  # Python's, and the line of code below
 )
 
 
 def reason_in(printed: str, crashed: bool) -> str:
-    """The error of the last Python traceback, or else the last line with text that is not a warning; empty where there
-    is none.
+    """Return the error of the last Python traceback, or else the last line with text that is not a warning, or "".
 
     Args:
-        crashed: it may have ended by an uncaught error. Otherwise its last line says why, and an earlier traceback is
-            from an error that it survived.
+        crashed: an uncaught error may have ended the job. Otherwise its last line says why, and an earlier traceback
+            is from an error that the job survived.
     """
     lines = printed.splitlines()
     found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")
@@ -38,8 +37,8 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """The first line after the frames, which are indented. Each line may begin with the rank's name, as torch has
-    it (`[rank0]: `); lines of other ranks may come in between."""
+    """Return the first line after the frames, which are indented. Each line may begin with the rank's name, as in
+    torch (`[rank0]: `). Lines of other ranks may come in between."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Draws the figure of a study's page: the first metric of each arm, and losses by tokens and by training time."""
+"""Draw the figure of a study's page: the first metric of each arm, and losses against tokens and training time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ LOG_FROM = 2.0
 
 @dataclass(frozen=True)
 class ArmDots:
-    """An arm's row."""
-
     arm: str
     runs: tuple[RunFacts, ...]
     """Finished ones with a value that is a number, in the order of the seeds."""
@@ -39,7 +37,8 @@ class ArmDots:
 
 
 def arm_dots(results: Results, column: Column) -> list[ArmDots]:
-    """A row for each arm that has a finished run with this value; the smallest mean (the best loss) comes first."""
+    """Return a row for each arm that has a finished run with this value. The smallest mean (the best loss) comes
+    first."""
     found = []
     for arm in results.arms:
         runs = [each for each in results.finished if each.run.arm == arm]
@@ -51,8 +50,8 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has. Where the losses
-    of half the arms are recorded they follow to the right, by tokens and by training time. Without such a metric the
+    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has. If the losses of
+    half the arms are recorded, they follow to the right, by tokens and by training time. Without such a metric the
     figure is empty."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
@@ -88,7 +87,7 @@ def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label
 
 
 def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], by_time: bool) -> None:
-    """Draw the losses of each arm's first seed that has recorded ones; the best arm is drawn last."""
+    """Draw the losses of each arm's first seed that has recorded losses. The best arm is drawn last."""
     lines, is_first = [], True
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         drawn = next((run for run in row.runs if run.losses), None)

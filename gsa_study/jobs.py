@@ -1,4 +1,4 @@
-"""Lists the jobs of a study as commands that a user could type: train, evaluate, save selections."""
+"""List the jobs of a study as commands that a user could type: train, evaluate, save selections."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Yield name and arguments of the evaluation for each length and key budget; none for arms without evaluation."""
+    """Yield name and arguments of the evaluation for each length and key budget. Arms without evaluation yield none."""
     if evaluation.arms and run.arm not in evaluation.arms:
         return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]

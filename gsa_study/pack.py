@@ -1,4 +1,4 @@
-"""Packs a study into one small file without checkpoints, to continue it on another machine."""
+"""Pack a study into one small file without checkpoints, to continue it on another machine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ OF_RUN = (
 
 
 def pack_study(study: Study, failures: Collection[str], out: Path) -> int:
-    """Write a .tar.gz whose top folder is the study's; returns how many runs it has.
-
-    Only runs with all jobs finished or failed are packed. Other runs would need their large checkpoints, so they start
-    again from the beginning.
-    """
+    """Write a .tar.gz whose top folder is the study's. Returns the number of its runs. Only runs with all jobs
+    finished or failed are packed. Other runs would need their large checkpoints, so they start again from the
+    beginning."""
     runs = packed_runs(study, failures)
     _write(study, _files(study, runs), out, "w:gz")
     return len(runs)
 
 
 def pack_weights(study: Study, failures: Collection[str], out: Path) -> list[str]:
-    """Write a .tar, to be unpacked at the same place, of the checkpoints with which runs begin that are still to do;
-    returns their runs and steps. They belong to runs that `pack_study` packs: any other run starts again itself."""
+    """Write a .tar of the checkpoints from which runs still to do begin. Returns the checkpoints' runs and steps.
+    Unpack the file at the same place. The checkpoints belong to runs that `pack_study` packs, because any other run
+    starts again."""
     packed = {run.name for run in packed_runs(study, failures)}
     needed = {
         str(run.source.checkpoint): run.source
@@ -50,7 +49,7 @@ def pack_weights(study: Study, failures: Collection[str], out: Path) -> list[str
     files = (
         path for each in needed.values() for path in sorted(each.checkpoint.rglob("*")) if path.is_file()
     )
-    _write(study, files, out, "w")  # floating-point numbers do not become smaller
+    _write(study, files, out, "w")  # not compressed, because floating-point numbers do not become smaller
     return [f"{each.run.name} at step {each.step}" for each in needed.values()]
 
 
@@ -63,7 +62,7 @@ def packed_runs(study: Study, failures: Collection[str]) -> list[StudyRun]:
 
 
 def _write(study: Study, files: Iterable[Path], out: Path, mode: Literal["w", "w:gz"]) -> None:
-    """Their names in the file begin with the study's."""
+    """Write the files, whose names in the archive begin with the study's."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     with tarfile.open(temporary, mode) as file:

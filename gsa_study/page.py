@@ -1,4 +1,4 @@
-"""Writes a study's report from the run folders: one HTML page, and the tables as Markdown and CSV."""
+"""Write a study's report from the run folders: one HTML page, and the tables as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 
 
 def write_study_report(results: Results, folder: Path) -> list[Path]:
-    """Write index.html, tables.md, arms.csv and values.csv into the folder; returns the files."""
+    """Write index.html, tables.md, arms.csv and values.csv into the folder, and return the files."""
     files = {"index.html": _page(results, folder), "tables.md": markdown(results, folder)}
     return _write(folder, {**files, **_csvs(results)})
 
@@ -45,10 +45,10 @@ def write_tables(results: Results, folder: Path) -> list[Path]:
 
 
 def tables(results: Results, folder: Path | None) -> dict[str, tuple[Rows, list[str]]]:
-    """Title -> the table, and the lines below it.
+    """Return a dict title -> the table, and the lines below it.
 
     Args:
-        folder: run folders are linked from this one; None: they are named only.
+        folder: run folders are linked relative to this folder; None: they are only named.
     """
     head, *rows = run_rows(results, folder)
     if folder:
@@ -71,7 +71,7 @@ def tables(results: Results, folder: Path | None) -> dict[str, tuple[Rows, list[
 
 
 def markdown(results: Results, folder: Path | None = None) -> str:
-    """All tables, with the run folders as `tables` has them."""
+    """Return all tables, with the run folders as in `tables`."""
     parts = [f"# {results.study.title}"]
     for title, (rows, said) in tables(results, folder).items():
         parts += [f"## {title}", markdown_table(rows), bullets(said)]
@@ -106,7 +106,7 @@ def _page(results: Results, folder: Path) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """All but the first column are numbers to the right."""
+    """Format a table. All columns except the first are numbers, aligned to the right."""
     head, *body = rows
     lines = [_line("th", head), *(_line("td", row) for row in body)]
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'

@@ -1,4 +1,4 @@
-"""Decides from the states of the jobs which are finished, which run next, and which are refused."""
+"""Decide from the states of the jobs which jobs are finished, which run next, and which are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StudyError(ValueError):
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """All jobs by state, each list in the order of the study."""
+    """Lists all jobs by state, each list in the order of the study."""
 
     finished: tuple[Job, ...]
     failed: tuple[tuple[Job, str], ...]
@@ -33,13 +33,13 @@ class StudyPlan:
 
 
 def check_unchanged(states: Sequence[JobState]) -> None:
-    """No job began with another config or command than the study file now asks for.
+    """Check that no job began with another config or command than the study file now has.
 
     Args:
-        states: of all jobs of the study, also where only some are asked for: the report is of all.
+        states: of all jobs of the study, because the report is of all, even if the user asks for some.
 
     Raises:
-        StudyError: one did; names each field.
+        StudyError: a job did; names each field.
     """
     changed: dict[str, list[Path]] = {}
     for state in states:
@@ -62,7 +62,7 @@ def plan_study(
 
     Args:
         failures: job -> why it failed.
-        retry_failed: what failed is due again.
+        retry_failed: failed jobs are due again.
     """
     finished, failed, due, blocked, lacking = [], [], [], [], []
     without_training = {
@@ -87,14 +87,14 @@ def plan_study(
 
 
 def in_words(folders: Sequence[Path]) -> str:
-    """The first folder, and how many more there are: all runs of a study may have a change in common."""
+    """Return the first folder, and the number of others, because all runs of a study may have a change in common."""
     more = len(set(folders)) - 1
     return f"{folders[0]} and {more} more" if more else str(folders[0])
 
 
 def needed_trainings(job: Job) -> list[str]:
-    """Names of the runs that must be trained before the job: the runs with whose weights its run begins, and its own
-    run unless the job is that training."""
+    """Return the names of the runs that must be trained before the job. They are the runs with whose weights its run
+    begins, and its own run unless the job is that training."""
     own = [] if job.kind == "train" else [job.run]
     return [run.name for run in (*own, *job.run.before)]
 
@@ -102,7 +102,7 @@ def needed_trainings(job: Job) -> list[str]:
 def chosen(
     states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
 ) -> list[JobState]:
-    """The states of some arms and seeds, and of the trainings with whose weights they begin; None: all.
+    """Return the states of some arms and seeds (None: all), and of the trainings with whose weights they begin.
 
     Raises:
         StudyError: the study has no such arm or seed.
@@ -156,8 +156,6 @@ def next_job(
 
 @dataclass(frozen=True)
 class Ended:
-    """Describes the end of a job's process."""
-
     code: int
     """Exit code of the main rank if known, else of the process; negative for a signal."""
     complete: bool
@@ -180,7 +178,6 @@ class Verdict:
 
 
 def judge(ended: Ended) -> Verdict:
-    """Decide what follows after a job has ended."""
     code, said = ended.code, f": {ended.error}" if ended.error else ""
     if ended.complete:
         return Verdict("finished")
@@ -190,7 +187,7 @@ def judge(ended: Ended) -> Verdict:
         return Verdict("failed", f"refused, exit code {code}{said}")
     if code == exit_codes.SAVE_FAILED:
         return Verdict("failed", f"checkpoints cannot be written, exit code {code}{said}")
-    if ended.stopping:  # torchrun ends with 1, whatever its ranks did
+    if ended.stopping:  # torchrun ends with 1 in any case
         return Verdict("interrupted", "stopped")
     stopped = code == exit_codes.STOPPED
     how = f"killed by {reason_in_words(-code)}" if code < 0 else "stopped" if stopped else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""Starts and ends a study's child processes, and assigns devices to them."""
+"""Start and end a study's child processes, and assign devices to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_STOP_SECONDS = 600
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them; empty where there is none."""
+    """Return the GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them, or an empty list."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
@@ -32,7 +32,8 @@ def find_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def count_gpus() -> int | None:
-    """GPUs of this machine, whatever CUDA_VISIBLE_DEVICES shows; None where its driver does not say."""
+    """Return the number of GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES, or None if its driver does not
+    say."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -42,11 +43,11 @@ def count_gpus() -> int | None:
 
 
 def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
-    """Raises StudyError where a GPU is not there, as its jobs would run on CPUs, or where a run needs more GPUs
-    than there are; None: CPUs, where ranks share the cores."""
+    """Raise StudyError if a GPU is missing, because its jobs would run on CPUs, or if a run needs more GPUs than
+    exist. `gpus=None` means CPUs, where ranks share the cores."""
     there = count_gpus() if gpus else None
     for name in gpus or ():
-        by_id = name.startswith(("GPU-", "MIG-"))  # as nvidia-smi -L has them
+        by_id = name.startswith(("GPU-", "MIG-"))  # as `nvidia-smi -L` prints them
         if not by_id and not (name.isdecimal() and (there is None or int(name) < there)):
             known = "" if there is None else f", which has {there}"
             raise StudyError(
@@ -62,10 +63,10 @@ def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
 
 
 def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Path) -> dict[str, str]:
-    """The environment of a job on these GPUs, or on CPUs.
+    """Return the environment of a job on these GPUs, or on CPUs.
 
     Args:
-        notes: the folder into which the main rank writes its exit code: torchrun's own is 1 for all.
+        notes: folder for the main rank's exit code, because torchrun always exits with 1.
     """
     own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), SUBMISSION: str(notes)}
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LONGEST_STOP_SECONDS), "PYTHONUNBUFFERED": "1"}
@@ -75,10 +76,8 @@ def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Pa
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own, so that Ctrl-C in a terminal reaches the study alone, which passes it on.
-
-    If the study itself dies, the system sends the child SIGTERM, and a run stops as gracefully as by any other.
-    """
+    """Start a child in a separate session, so that Ctrl-C in a terminal reaches only the study, which passes it on. If
+    the study itself dies, the system sends SIGTERM to the child, and a run stops as after any SIGTERM."""
     with open(log, "ab", opener=own_file) as file:
         return subprocess.Popen(
             list(command),
@@ -99,7 +98,7 @@ def end_with(parent: int) -> Callable[[], None]:
 
     def ask() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it has died already
+        if os.getppid() != parent:  # the parent has already died
             os.kill(os.getpid(), signal.SIGTERM)
 
     return ask
@@ -107,8 +106,6 @@ def end_with(parent: int) -> Callable[[], None]:
 
 @dataclass
 class Running:
-    """A running job."""
-
     job: Job
     process: subprocess.Popen[bytes]
     gpus: tuple[str, ...]
@@ -120,7 +117,8 @@ class Running:
     """Time of `time.monotonic`."""
 
     def exit_code(self) -> int | None:
-        """Returns the main rank's exit code if it recorded one, else the process's; None while the job runs."""
+        """Returns the main rank's exit code if it recorded one, else the process's code. Returns None while the job
+        runs."""
         code = self.process.poll()
         if code is None or code <= 0:
             return code

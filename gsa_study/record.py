@@ -1,8 +1,8 @@
-"""Reads and writes the record of a study in docs/results: CSVs from which its page can be made without run folders.
+"""Read and write the record of a study in docs/results: CSVs from which its page can be made without run folders.
 
-`<study>.csv` has each value of each finished run, `records/<study>_runs.csv` a row for each finished run, and
-`records/<study>_curves.csv` its losses, all in full precision. A run that is finished in a local folder replaces its
-record; the records of other runs are kept.
+`<study>.csv` has each value of each finished run. `records/<study>_runs.csv` has a row for each finished run, and
+`records/<study>_curves.csv` has its losses. All numbers have full precision. A finished run in a local folder replaces
+its record; the records of other runs are kept.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def files_of(study: Study, out: Path) -> Files:
 
 
 def recorded_results(study: Study, out: Path) -> Results:
-    """Results from the record alone.
+    """Return results from the record alone.
 
     Raises:
-        ConfigError: a damaged file of it.
+        ConfigError: a file of the record is damaged.
     """
     record = read_record(study, out)
     columns = (
@@ -78,17 +78,18 @@ def recorded_results(study: Study, out: Path) -> Results:
 
 
 def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
-    """Write the record with the runs that are finished in folders here. Returns its files, none where no run is
-    finished, and a line for each run or metric that is not or no longer in it.
+    """Write the record with the runs that are finished in local folders.
 
-    A run that began with another config than the study now asks for is left out, because it is not that arm. So is a
-    run whose records are cut off.
+    Returns its files (none if no run is finished), and a line for each run or metric that is missing or was removed.
 
-    A recorded run whose folder is not here has its recorded values only. While there is such a run, all runs are
-    compared at its point: a new run that ended earlier has no value there.
+    A run that began with another config than the study now has is left out, because it is not that arm. A run whose
+    records are cut off is left out too.
+
+    A recorded run without a local folder has only its recorded values. While there is such a run, all runs are
+    compared at its point. A new run that ended earlier has no value there.
 
     Raises:
-        ConfigError: a damaged file of the record.
+        ConfigError: a file of the record is damaged.
     """
     record, files = read_record(study, out), files_of(study, out)
     finished = (values for run in study.runs if (values := RunValues(run)).complete and values.tokens)
@@ -112,7 +113,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     ]
     in_order = tuple(runs[run.name] for run in study.runs if run.name in runs)
     files.runs.parent.mkdir(parents=True, exist_ok=True)
-    # Values last: each value needs the row of its run.
+    # Values come last, because each value needs the row of its run.
     write_atomically(files.runs, csv_text([RUNS_HEAD, *(_run_row(each, equal) for each in in_order)]))
     write_atomically(files.curves, csv_text([CURVES_HEAD, *_curve_rows(in_order)]))
     write_atomically(files.values, values_csv(Results(study, in_order, tuple(columns), {})))
@@ -124,8 +125,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
-    """Runs with records up to their end that began with the configs the study asks for, as did the runs with whose
-    weights they began; paths of texts may differ. Also a line for each run that is left out."""
+    """Return the runs with records up to their end and with the study's configs, and a line for each run left out. The
+    runs with whose weights a run begins must have the study's configs too. Paths of texts may differ."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:
@@ -171,13 +172,13 @@ def _cell(value: float | None) -> str:
 
 
 def read_record(study: Study, out: Path) -> Record:
-    """Read the record; empty if no file exists.
+    """Read the record, which is empty if no file exists.
 
     Raises:
-        ConfigError: a damaged file; names the line.
+        ConfigError: a file is damaged; names the line.
     """
     files, asked = files_of(study, out), {run.name: run for run in study.runs}
-    equals: dict[str, Equal | None] = {}  # by run, those that are no longer asked for as well
+    equals: dict[str, Equal | None] = {}  # by run, including runs that are no longer part of the study
     runs: dict[str, RunFacts] = {}
     values: dict[tuple[str, str, str], float] = {}
     curves: dict[str, list[LossPoint]] = {}
@@ -233,7 +234,7 @@ def _number(cell: str) -> float | None:
 
 
 def _read(path: Path, head: Sequence[str], add: Callable[[Mapping[str, str]], None]) -> None:
-    """Call `add` with each row of a CSV; with none where there is no such file.
+    """Call `add` with each row of a CSV. A missing file has no rows.
 
     Raises:
         ConfigError: the first line that is damaged, or that `add` refuses with a ValueError.

@@ -1,8 +1,8 @@
-"""Pages of results for the documentation, from one template: question, setup, one table, one figure, verdict.
+"""Write pages of results for the documentation from one template: question, setup, one table, one figure, verdict.
 
 All numbers above the verdict come from the record of the study (`record.py`). A person writes the verdict in the page:
-the text from `## Verdict` on is kept. Its first paragraph goes into the table of all studies in README.md, where a
-person writes the text above `## Studies`.
+the text from `## Verdict` on is kept. The verdict's first paragraph goes into README.md, the table of all studies. A
+person also writes the text above `## Studies` in README.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ VERDICT, STUDIES = "## Verdict", "## Studies"
 
 @dataclass(frozen=True)
 class Standing:
-    """A row of the table of all pages."""
-
     page: str
     title: str
     runs: str
@@ -32,11 +30,11 @@ class Standing:
 
 
 def write_figure(results: Results, out: Path) -> Path | None:
-    """Write a study's figure; None where it stays as it is because no losses are recorded."""
+    """Write a study's figure. Return None if it stays unchanged because no losses are recorded."""
     path = out / f"{results.study.config.name}.png"
     if path.is_file() and not any(each.losses for each in results.finished):
         return None
-    # Here: matplotlib takes half a second, and only pages and reports need it.
+    # Imported here, because matplotlib takes half a second and only pages and reports need it.
     from gsa_study.figure import write_study_figure
 
     return write_study_figure(results, path)
@@ -97,14 +95,14 @@ def setup(results: Results) -> str:
 
 
 def on_page(results: Results) -> Results:
-    """The results with one column for each metric that the page shows, at its last point."""
+    """Return the results with one column for each metric that the page shows, at its last point."""
     last = {column.key: column for column in results.columns}
     shown = results.study.config.table or list(last)
     return replace(results, columns=tuple(last[key] for key in shown if key in last))
 
 
 def with_paper(results: Results) -> Rows:
-    """The table of the arms, with what the paper says of a metric to the right of it."""
+    """Return the table of the arms, with the paper's value of a metric to the right of it."""
     head, *rows = arm_rows(results)
     first = len(head) - len(results.columns)
     places = [first + number for number, column in enumerate(results.columns) if column.paper]
@@ -117,7 +115,7 @@ def with_paper(results: Results) -> Rows:
 
 
 def write_overview(standings: Sequence[Standing], out: Path) -> Path:
-    """README.md: the text that a person writes, and the table of all verdicts."""
+    """Write README.md: the text that a person writes, and the table of all verdicts."""
     path = out / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
     rows = [["study", "runs", "verdict"]]

@@ -1,4 +1,4 @@
-"""Runs the jobs of a study, one at a time or in parallel, until all have ended or a stop is requested."""
+"""Run the jobs of a study, one at a time or in parallel, until all have ended or a stop is requested."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StudyRunner:
-    """The jobs of one start of a study."""
-
     folder: Path
     due: Sequence[Job]
     """In the order in which they start."""
@@ -58,7 +56,6 @@ class StudyRunner:
         self._waited_for: list[Job] = []
 
     def run(self) -> None:
-        """Run until all jobs are finished, failed or stopped."""
         before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         try:
             while True:
@@ -75,8 +72,8 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start what can start now. True where the next job waits for a process that still writes its run's folder:
-        a run whose study was killed saves before it ends."""
+        """Start what can start now. Return True if the next job waits for a process that still writes its run's
+        folder. A run whose study was killed saves before it ends."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self._due, [each.job for each in self._running], free, self._fits)
@@ -91,8 +88,9 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """A guess does not prevent the first training of a start: otherwise it might never be measured. Evaluations
-        always fit: they were counted with the training before them, whose checkpoint they need."""
+        """Whether there is time for a job. A guess does not prevent the first training of a start, which might
+        otherwise never be measured. Evaluations always fit, because they were counted with the training whose
+        checkpoint they need."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))
@@ -160,7 +158,6 @@ class StudyRunner:
 
     @property
     def left(self) -> list[Job]:
-        """Returns the due jobs that have not been started."""
         return list(self._due)
 
     # ---- stops
@@ -190,10 +187,10 @@ def say(text: str) -> None:
 
 
 def lock_study(folder: Path) -> IO[str]:
-    """Hold the study's folder until this process ends, or the file is closed.
+    """Lock the study's folder until this process ends, or the file is closed.
 
     Raises:
-        StudyError: another process holds it.
+        StudyError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (the caller's)

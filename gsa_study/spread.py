@@ -1,4 +1,4 @@
-"""Computes mean and standard deviation of a value over the seeds of an arm."""
+"""Compute mean and standard deviation of a value over the seeds of an arm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spread:
 
 
 def spread_of(values: Iterable[float | None]) -> Spread:
-    """Compute the spread of the runs' values; None for a run without a value."""
+    """Compute the spread of the runs' values. A run without a value is None."""
     known = [value for value in values if value is not None]
     finite = [value for value in known if math.isfinite(value)]
     return Spread(
@@ -34,11 +34,9 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """Compute the spread of one arm's values minus another's, seed by seed, over the seeds that both have.
-
-    Arms of one seed read the same text and begin with the same weights, as far as their shapes agree. What a seed does
-    to both cancels in their difference.
-    """
+    """Compute the spread of one arm's values minus another's, seed by seed, over the seeds that both have. Arms of one
+    seed read the same text, and begin with the same weights as far as their shapes agree. The effect of a seed on both
+    arms cancels in their difference."""
     return spread_of(
         value - beside
         for seed, value in one.items()
@@ -47,7 +45,7 @@ def difference(one: Mapping[int, float | None], other: Mapping[int, float | None
 
 
 def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[str, str, Spread]]:
-    """Each pair of arms whose mean difference is at most the deviation of the seeds' differences, with that difference.
+    """Return each pair of arms whose mean difference is at most the deviation of the seeds' differences.
 
     Args:
         arms: arm -> seed -> value
@@ -61,7 +59,8 @@ def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[st
 
 
 def written(spread: Spread) -> str:
-    """`3.521 ± 0.012`: the deviation with two digits that count, the mean with as many places. Without one: five."""
+    """Format as `3.521 ± 0.012`: the deviation with two significant digits, and the mean with the same number of
+    places. Without a deviation the mean has five digits."""
     lost = f"{spread.not_finite} diverged" if spread.not_finite else ""
     if spread.mean is None:
         return lost or "–"
@@ -71,7 +70,7 @@ def written(spread: Spread) -> str:
 def number_with(mean: float, deviation: float | None) -> str:
     if not deviation:
         five_digits = f"{mean:.5g}"
-        # Not 3.7572e+05: tokens/s and largest activations are read, and compared, as whole numbers.
+        # Not 3.7572e+05, because tokens/s and largest activations are compared as whole numbers.
         alone = f"{float(five_digits):.0f}" if abs(mean) >= 1e5 else five_digits
         return alone + (" ± 0" if deviation == 0 else "")
     places = 1 - math.floor(math.log10(deviation))

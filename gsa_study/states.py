@@ -1,4 +1,4 @@
-"""Reads the states of a study's jobs (finished, changed, failed) from the run folders and from failures.jsonl."""
+"""Read the states of a study's jobs (finished, changed, failed) from the run folders and from failures.jsonl."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def _changed_evaluation(job: Job) -> Iterator[str]:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Returns the options after the leading `--run DIR`."""
     return list(words[2:])
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content; {} if the file is missing or damaged. The job's next start writes a damaged file again."""
+    """Returns the content, or {} if the file is missing or damaged. The job's next start writes a damaged file
+    again."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(run_folder: Path) -> str:
-    """Returns the name of the newest checkpoint; empty without one."""
+    """Returns the name of the newest checkpoint, or "" without one."""
     path = run_folder / "checkpoints" / "latest"
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -118,12 +118,11 @@ def newest_checkpoint(run_folder: Path) -> str:
 
 
 def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
-    """Append a failure of this job; with None, the job no longer counts as failed."""
+    """Append a failure of this job. With `reason=None`, the job no longer counts as failed."""
     append_note(study_folder / FAILURES, {"job": key, "reason": reason, "unix_seconds": time.time()})
 
 
 def read_failures(study_folder: Path) -> dict[str, str]:
-    """Returns job -> reason of its failure."""
     failures: dict[str, str] = {}
     for note in read_notes(study_folder / FAILURES):
         if not {"job", "reason"} <= note.keys():
@@ -135,12 +134,11 @@ def read_failures(study_folder: Path) -> dict[str, str]:
 
 
 def append_note(path: Path, note: dict[str, Any]) -> None:
-    """A line of JSON."""
     append_line(path, json.dumps(note, ensure_ascii=False))
 
 
 def read_notes(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the notes; a line that a kill cut off is left out."""
+    """Yield the notes. A line that a kill cut off is left out."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             note = parse_json(line)

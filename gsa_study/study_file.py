@@ -1,4 +1,4 @@
-"""Reads a study file and lists its runs; reports all mistakes at once."""
+"""Read a study file and list its runs. All mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from gsa_train.planning.choices import unknown_choices
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a study."""
-
     arm: str
     seed: int
     config_path: str
@@ -50,7 +48,6 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens of its own training."""
         return self.steps * self.tokens_a_step
 
     @property
@@ -76,7 +73,7 @@ class RunSource:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all runs up to here."""
+        """Return the tokens of all runs up to here."""
         before = self.run.source.tokens if self.run.source else 0
         return before + self.step * self.run.tokens_a_step
 
@@ -102,10 +99,10 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
 
     Args:
         overrides: `section.field=value` of all arms, before the file's own.
-        need_data: also check that the text of each run is there.
+        need_data: also check that the text of each run exists.
 
     Raises:
-        ConfigError: lists everything that is wrong with the file, or with an arm's config, a line each.
+        ConfigError: lists every mistake in the file or in an arm's config, a line each.
     """
     tree = read_yaml(path, "study")
     problems = Problems(StudyConfig)
@@ -120,7 +117,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     wrong: dict[str, list[str]] = {}
     for arm in in_order_of_weights(study.arms):
         if arm.initial_weights and arm.initial_weights not in runs:
-            continue  # report the mistakes of that arm first
+            continue  # Report the mistakes of that arm first.
         try:
             sources = _sources_of(arm, runs, config_path)
             runs[arm.name] = _runs_of(arm, study, (config_path, *overrides), need_data, sources)
@@ -144,13 +141,13 @@ def _arms_in_words(names: Sequence[str]) -> str:
 
 
 def base_config(study_path: str | Path, config: str) -> str:
-    """The file beside the study file, if there is one of this name; else the text as it is."""
+    """Return the file of this name beside the study file, if it exists, else the text unchanged."""
     beside = Path(study_path).parent / config
     return str(beside) if beside.is_file() else config
 
 
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """A list of a `set`'s fields, as all phases, becomes the text that follows `phases=` on a command line."""
+    """Convert a list in a `set`, such as all phases, to the text that follows `phases=` on a command line."""
     arms = tree.get("arms")
     for part in (tree, *(arms if isinstance(arms, list) else [])):
         fields = part.get("set") if isinstance(part, dict) else None
@@ -163,7 +160,7 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
 def _sources_of(
     arm: ArmConfig, runs: Mapping[str, Sequence[StudyRun]], config_path: str
 ) -> dict[int, RunSource]:
-    """Returns seed -> source of the initial weights; empty if they come from no other arm.
+    """Returns a dict seed -> source of the initial weights, empty if they come from no other arm.
 
     Raises:
         ConfigError: that arm never saves this step.
@@ -188,11 +185,11 @@ def _runs_of(
     need_data: bool,
     sources: Mapping[int, RunSource],
 ) -> list[StudyRun]:
-    """A run for each seed; the configs differ in nothing else, so one is read and checked.
+    """Return a run for each seed. The configs differ in nothing else, so only one is read and checked.
 
     Args:
         base: path of the base config, and fields of all arms.
-        sources: seed -> with whose weights its run begins.
+        sources: seed -> source of the run's initial weights.
     """
     config_path, *of_all_arms = base
     if sources:
@@ -207,7 +204,7 @@ def _runs_of(
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
     found = [*check_config(config, max(ranks, 1)), *unknown_choices(config), *_wrong_layers(config, study)]
     if need_data:
-        # Another arm's checkpoint is there once that one has been trained.
+        # Another arm's checkpoint exists only after that arm has been trained.
         files = [*check_data(config.data), *check_tasks(config)] if sources else check_files(config)
         found += [*files, *check_packages(config)]
     if found:
@@ -228,7 +225,7 @@ def _runs_of(
 
 
 def _wrong_layers(config: Config, study: StudyConfig) -> list[str]:
-    """Mistakes in `selections` that would be found only once the run has been trained."""
+    """Return mistakes in `selections` that would otherwise be found only after the training."""
     layers = config.model.num_layers
     beyond = [layer for layer in study.selections.layers if layer >= layers]
     if not beyond or config.gsa.attention == "dense" or study.selections.seq_len_tokens == 0:

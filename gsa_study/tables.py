@@ -1,4 +1,4 @@
-"""Formats a study's results as tables of arms, values and runs, in Markdown and CSV."""
+"""Format a study's results as tables of arms, values and runs, in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Results:
 
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
-    """Read the results from the run folders."""
     values = tuple(RunValues(run) for run in study.runs)
     runs = tuple(facts_of(each, failures) for each in values)
     finished = [each for each in values if each.complete and each.tokens]
@@ -63,7 +62,8 @@ def read_results(study: Study, failures: Mapping[str, str]) -> Results:
 
 
 def arm_rows(results: Results) -> Rows:
-    """An arm a row, a metric a column, which a page shows `narrow`: mean and deviation over its finished runs."""
+    """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows
+    `narrow`."""
     head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
     return [head, *([arm, *_facts(results, arm), *_means(results, arm)] for arm in results.arms)]
 
@@ -80,7 +80,7 @@ def _means(results: Results, arm: str) -> list[str]:
 
 
 def value_rows(results: Results) -> Rows:
-    """A run a row: each number that goes into the means."""
+    """Return a row per run, with each number that goes into the means."""
     head = ["run", *(column.title for column in results.columns)]
     rows = []
     for each in results.finished:
@@ -90,12 +90,12 @@ def value_rows(results: Results) -> Rows:
 
 
 def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
-    """A run a row: where it is, and what it ran.
+    """Return a row per run, with its place and its settings.
+
+    Tokens and time of a run that begins with another run's weights are written as `the other's + its own`.
 
     Args:
-        folder_of: folders are relative to this one; None: as the study has them.
-
-    Tokens and time of a run that begins with another one's weights are written as `that one's + its own`.
+        folder_of: folders are relative to this folder; None: as the study has them.
     """
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
@@ -120,8 +120,8 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """An arm a row: the study's first metric less the first arm's with the same seed; without arms that share
-    fewer than two seeds with it. Empty where there is none."""
+    """Return a row per arm: the study's first metric minus the first arm's with the same seed. Arms that share fewer
+    than two seeds with the first arm are left out."""
     if not results.columns:
         return []
     first, column = results.arms[0], results.columns[0]
@@ -157,12 +157,12 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def narrow(rows: Rows) -> Rows:
-    """Transposed where it has more columns than rows: few arms with many metrics are a column each."""
+    """Transpose a table with more columns than rows, so that few arms with many metrics have a column each."""
     return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > len(rows) else rows
 
 
 def markdown_table(rows: Rows) -> str:
-    """Names and words begin on the left, numbers end on the right."""
+    """Format a table. Names and words are aligned to the left, numbers to the right."""
     head, *body = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     columns = list(zip(*body, strict=True))[1:] or [()] * (len(head) - 1)
     rules = ["---:" if all(map(_is_number, cells)) else "---" for cells in columns]
@@ -171,12 +171,12 @@ def markdown_table(rows: Rows) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Or the sign for a missing one."""
+    """Whether the cell is a number or the sign for a missing number."""
     return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
 
 
 def arms_csv(results: Results) -> str:
-    """n, mean and deviation of each arm and column, in full."""
+    """Return n, mean and deviation of each arm and column, in full precision."""
     rows: list[Sequence[object]] = [("arm", "metric", "key", "at", "n", "mean", "deviation", "not_finite")]
     for column in results.columns:
         for arm in results.arms:
@@ -191,7 +191,7 @@ VALUES_HEAD = ("arm", "seed", "metric", "key", "at", "value", "folder", "config"
 
 
 def values_csv(results: Results) -> str:
-    """The value of each finished run and column, in full, with folder, config and commit."""
+    """Return the value of each finished run and column in full precision, with folder, config and commit."""
     rows: list[Sequence[object]] = [VALUES_HEAD]
     for column in results.columns:
         for each in results.finished:
@@ -209,15 +209,15 @@ FORMULA = tuple("=+-@\t\r")
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Text that a spreadsheet would compute, such as a device's name from a run folder, gets an apostrophe in front,
-    which spreadsheets do not show."""
+    """Write CSV. Text that a spreadsheet would compute, such as a device's name from a run folder, gets an apostrophe
+    in front, which spreadsheets do not show."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()
 
 
 def word_of(cell: str) -> str:
-    """The text that `csv_text` was given."""
+    """Return the text that `csv_text` was given."""
     return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA) else cell
 
 

@@ -1,4 +1,4 @@
-"""Records the times of a study's jobs in `times.jsonl`, and predicts which jobs a start can finish."""
+"""Record the times of a study's jobs in `times.jsonl`, and predict which jobs a start can finish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY_ARMS, BESIDE_MANY = 2, 1.25
 
 @dataclass(frozen=True)
 class WallTimes:
-    """Seconds by the key of the job."""
+    """Holds seconds by the key of the job."""
 
     ended: dict[str, float] = field(default_factory=dict)
     """Jobs that ended in the start that began them."""
@@ -33,7 +33,6 @@ def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None
 
 
 def read_times(study_folder: Path) -> WallTimes:
-    """The newest note of each job."""
     times = WallTimes()
     for note in read_notes(study_folder / TIMES):
         key, seconds, ended = note.get("job"), note.get("seconds"), note.get("ended")
@@ -50,13 +49,12 @@ class Expected:
 
 
 def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:
-    """Time of the job; of a training together with its evaluations, which need its checkpoint.
+    """Return the time of the job, or None if nothing like it was measured.
+
+    A training counts together with its evaluations, which need its checkpoint.
 
     Args:
         jobs: all of the study.
-
-    Returns:
-        None where nothing like it was measured.
     """
     own = _of_one(job, jobs, times)
     if own is None or job.kind != "train":

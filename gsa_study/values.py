@@ -1,4 +1,4 @@
-"""Reads the values that a study compares from the folders of its runs."""
+"""Read the values that a study compares from the folders of its runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ class LossPoint(NamedTuple):
 
 
 class RunValues:
-    """Values that a run has logged so far.
-
-    If it begins with another run's weights, its tokens, time and curves continue from that run.
-    """
+    """Holds values that a run has logged so far. If it begins with another run's weights, its tokens, time and curves
+    continue from that run."""
 
     def __init__(self, run: StudyRun) -> None:
         self.run = run
@@ -46,34 +44,33 @@ class RunValues:
 
     @property
     def records_end_at(self) -> int | None:
-        """Step at which the records of a finished run end before its last one, as in a copy that was cut off; None
-        where they do not."""
+        """Return the step at which the records of a finished run end too early, as in a copy that was cut off, else
+        None."""
         last = int(self.records[-1]["step"]) if self.records else 0
         return last if self.complete and last < self.run.steps else None
 
     @cached_property
     def own_tokens(self) -> Points:
-        """(step, tokens trained on) of this run alone."""
+        """Return (step, tokens trained on) of this run alone."""
         return token_knots(self.records)
 
     @cached_property
     def own_seconds(self) -> Points:
-        """(step, seconds of training) of this run alone."""
+        """Return (step, seconds of training) of this run alone."""
         return time_knots(self.records)
 
     @cached_property
     def tokens(self) -> Points:
-        """(step, tokens trained on)"""
+        """Return (step, tokens trained on)."""
         return raised(self.tokens_before, self.own_tokens)
 
     @cached_property
     def seconds(self) -> Points:
-        """(step, seconds of training); empty where they are not known of a run before."""
+        """Return (step, seconds of training), or nothing if the time of an earlier run is unknown."""
         return raised(self.seconds_before, self.own_seconds)
 
     @property
     def tokens_before(self) -> float:
-        """Tokens of the runs before."""
         return self.run.source.tokens if self.run.source else 0
 
     @cached_property
@@ -83,7 +80,7 @@ class RunValues:
         return interpolate(self.before.seconds, self.run.source.step)
 
     def curve(self, key: str, over: Over) -> list[tuple[float, float]]:
-        """(tokens or seconds, value) of each record with the key."""
+        """Return (tokens or seconds, value) of each record with the key."""
         knots, start = self.tokens, self.tokens_before
         if over == "seconds":
             knots, start = self.seconds, self.seconds_before or 0.0
@@ -96,7 +93,6 @@ class RunValues:
         return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
 
     def losses(self) -> list[LossPoint]:
-        """The loss by tokens and by seconds."""
         own = [
             LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
             for record in self.records
@@ -107,8 +103,8 @@ class RunValues:
         return [point for point in before if point.tokens <= self.tokens_before] + own
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """The largest, the median or the last value that this run itself has logged. Largest and median are NaN where
-        any step is."""
+        """Return the largest, the median or the last value that this run itself has logged. Largest and median are NaN
+        if any step is NaN."""
         records = self.records
         if statistic != "last":
             records = [record for record in records if "event" not in record]
@@ -122,7 +118,7 @@ class RunValues:
         return max(values) if statistic == "max" else statistics.median(values)
 
     def of_evaluation(self, name: str, key: str) -> float | None:
-        """`data.validation.loss` of the evaluation's results; None where there is none."""
+        """Return a value such as `data.validation.loss` of the evaluation's results, or None."""
         found: Any = read_json(self.run.folder / "evaluations" / name / "results.json")
         for part in key.split("."):
             if isinstance(found, list):
@@ -133,8 +129,8 @@ class RunValues:
 
 
 def with_means(record: Record) -> Record:
-    """Entries of dicts as keys of their own, `eval_bits_per_byte: piqa`; and the mean of each score over all tasks
-    under the score's own key."""
+    """Return the record with entries of dicts as separate keys, `eval_bits_per_byte: piqa`. The score's own key has
+    its mean over all tasks."""
     means = {
         key: statistics.fmean(value.values())
         for key, value in record.items()
@@ -151,17 +147,16 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """A number of summary.json or results.json, which have what is not finite as text; None where it is no number."""
+    """Return a number of summary.json or results.json, which have what is not finite as text, or None for other
+    values."""
     number = numbers_back(value)
     return float(number) if is_number(number) else None
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """(step, seconds of training so far) at the ends of the phases, between which time grows evenly with the steps.
-
-    Each step counts the median `step_seconds` of its phase: compilation, a busy machine, validation, saves and
-    restarts are not in it.
-    """
+    """Return (step, seconds of training so far) at the ends of the phases, between which time grows linearly. Each
+    step counts the median `step_seconds` of its phase. Compilation, a busy machine, validation, saves and restarts are
+    therefore excluded."""
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []
@@ -175,15 +170,13 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def raised(start: float | None, points: Points) -> Points:
-    """The points, raised by the value at their start; none where that is not known."""
+    """Return the points, raised by the value at their start, or nothing if that value is unknown."""
     return [] if start is None else [(x, start + y) for x, y in points]
 
 
 def interpolate(points: Points, x: float) -> float | None:
-    """y at x, on the straight line between its neighbours; None outside of the points.
-
-    Of several points at one x, as a step and the validation after it, the last counts.
-    """
+    """Return y at x, on the straight line between the neighbours, or None outside of the points. If several points
+    have one x, such as a step and the validation after it, the last counts."""
     known = dict(points)
     if x in known:
         return known[x]

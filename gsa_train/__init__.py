@@ -1,3 +1,3 @@
-"""Pretraining of Gated Sparse Attention language models."""
+"""Pretrain Gated Sparse Attention language models."""
 
 __version__ = "0.1.0"

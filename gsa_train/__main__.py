@@ -1,9 +1,9 @@
-"""`python -m gsa_train --config NAME`: the same as `gsa-pretrain`, and as launch/pretrain.py of a checkout."""
+"""Run `python -m gsa_train --config NAME`, which does the same as `gsa-pretrain`."""
 
 import sys
 
 from gsa_train.commands.pretrain import main
 
-# The guard is needed: readers of text may be started as processes that import this file again.
+# Processes that read text import this file again; the guard keeps them from training.
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,9 +25,9 @@ HEAD_START_SECONDS = 10.0
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Parse the arguments of `pretrain.py`; wrong use prints the cause and exits with code 2.
+    """Parse the arguments of `pretrain.py`. Wrong use prints the cause and exits with code 2.
 
-    `load_config` checks the overrides, together with the file.
+    `load_config` checks the overrides together with the file.
 
     Args:
         argv: the words after the script's name; None: `sys.argv[1:]`.
@@ -126,7 +126,7 @@ def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | 
 
 
 def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Returns the error for unknown words, each with the option or form that may be meant."""
+    """Returns one error line per unknown word, with the option or form that the user may have meant."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     reasons = []
     for word in words:
@@ -165,8 +165,8 @@ def announced_world_size(needs_rank: bool = True) -> int:
 def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
-    Usually all ranks find the same error: rank 0 reports it, and torchrun ends the others. A rank that is still alive
-    after HEAD_START_SECONDS reports its own error, such as a tokenizer that is missing on its node.
+    Usually all ranks find the same error. Rank 0 reports the error, and torchrun ends the others. A rank that is still
+    alive after HEAD_START_SECONDS reports its own error, such as a tokenizer that is missing on its node.
 
     Args:
         request: if it has recorded a signal, this rank prints nothing. Without it, a signal ends this process.

@@ -22,7 +22,8 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Read the text of a file that the user names by an option, without a byte order mark.
 
     Raises:
-        ValueError: the file is missing, not UTF-8 text, not a regular file, or too large; names option and remedy.
+        ValueError: the file is missing, not UTF-8 text, not a regular file, or too large. The error names the option
+            and the remedy.
     """
     try:
         return read_whole(path, most_bytes).decode("utf-8-sig")
@@ -37,8 +38,10 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a regular file of the run folder (`opener` of `open`). Refuses a symbolic link, whose target may be any file
-    of the user, and a pipe, which would block. Parent folders may be links.
+    """Open a regular file of the run folder (`opener` of `open`). Parent folders may be links.
+
+    A symbolic link is refused because its target may be any file of the user. A pipe is refused because it would
+    block.
 
     Raises:
         OSError: the path is a link, or not a regular file.
@@ -59,8 +62,10 @@ def own_file(path: str, flags: int) -> int:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Open a file unbuffered for reading and appending. Appends a line break if the last line was cut off by a kill or
-    a full disk. A file with hard links (as from `cp -l`) is copied first, so that the other links stay unchanged.
+    """Open a file unbuffered for reading and appending.
+
+    A line break is appended if a kill or a full disk cut off the last line. A file with hard links (as from `cp -l`)
+    is copied first, so that the other links stay unchanged.
 
     Raises:
         OSError: see `own_file`; or the file cannot be written.
@@ -86,8 +91,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically: after a crash it has either the old content or the new content. A link at the path is
-    replaced; its target stays unchanged."""
+    """Replace a file atomically: after a crash the file has either the old or the new content. A link at the path is
+    replaced, and its target stays unchanged."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as file:
@@ -103,7 +108,7 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Read a file of `write_checked`, without the checksum. Old files may lack the checksum.
+    """Read a file that `write_checked` wrote, and remove the checksum. Old files may lack the checksum.
 
     Raises:
         ValueError: the content is not an object with exactly `keys`, or does not match its checksum.

@@ -1,4 +1,4 @@
-"""The loss of a training step: the objective over the scored tokens + lambda * the indexer loss.
+"""Compute the loss of a training step: the objective over the scored tokens, plus lambda times the indexer loss.
 
 To add an objective, write a function and add a row to OBJECTIVES; `train.objective` chooses. Validation always uses
 cross-entropy. Each layer injects its indexer loss into the backward pass (distributed/loss_injection.py), scaled by
@@ -31,8 +31,9 @@ terms of them before, from `logits.clone()` (`logits.float()` copies nothing whe
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup, fused: bool, train: TrainConfig
 ) -> torch.Tensor:
-    """-log p(label). The fused one overwrites the logits with their gradient in the backward pass. megatron-core's
-    overwrites fp32 logits with their softmax in the forward pass, and takes an fp32 copy of bf16 logits."""
+    """Compute -log p(label) of each token. The fused kernel overwrites the logits with their gradient in the backward
+    pass. megatron-core's version overwrites fp32 logits with their softmax in the forward pass, and copies bf16 logits
+    to fp32."""
     if not fused:
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -58,10 +59,12 @@ def masked_loss(
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
-    """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
+    """Return the factor that makes the global loss a mean over scored tokens; it multiplies a micro-batch's summed
+    loss.
 
-    megatron-core's schedule divides the loss by `count`, the number of micro-batches, multiplies it by the
-    context-parallel size, and averages gradients over context- and data-parallel ranks; the factor undoes all three.
+    megatron-core's schedule divides the loss by `count`, the number of micro-batches, and multiplies it by the
+    context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes all
+    three.
     """
     return count * data_parallel_size / loss_tokens
 
@@ -69,10 +72,10 @@ def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -
 def indexer_kl_grad_scale(
     kl_coeff: float, num_indexers: int, rows_per_step: torch.Tensor, data_parallel_size: int
 ) -> torch.Tensor:
-    """Return the factor from a layer's KL sum to lambda times the mean over tokens and layers: fp32, 0-d.
+    """Return lambda over the number of indexers and counted rows, which scales a layer's KL sum: fp32, 0-d.
 
-    The mean excludes queries with one causal key: their KL is always 0. `data_parallel_size` undoes the averaging of
-    gradients.
+    Scaled sums add up to lambda times the mean KL over tokens and layers. The mean excludes queries with one causal
+    key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
 
     Args:
         kl_coeff: lambda of eq. 15.

@@ -1,4 +1,4 @@
-"""Phases of a run: which steps they cover, what learns in them and how fast, and how the attention works."""
+"""Define the phases of a run: their steps, trained parameters, learning rates and form of attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class PhaseRange:
 
 
 def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
-    """Lay the phases end to end."""
     ranges, start = [], 0
     for index, phase in enumerate(phases):
         ranges.append(PhaseRange(index, phase, start, start + phase.steps))
@@ -32,11 +31,9 @@ def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
 
 
 def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
-    """Learning rate of the base at one step of a phase, counted from 0.
-
-    Linear learning-rate warm-up from 0 to `lr` over `warmup_steps`, then the phase's schedule up to its last step. The
-    one step of a phase of one has `lr`.
-    """
+    """Return the phase's learning rate at one of its steps, counted from 0. Groups may multiply this rate. The rate
+    rises linearly from 0 to `lr` over `warmup_steps`, then follows the phase's schedule up to the last step. A phase
+    of one step uses `lr`."""
     if phase_step < phase.warmup_steps:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
     decay_steps = phase.steps - 1 - phase.warmup_steps
@@ -47,7 +44,7 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
-    """Learning rate of each trained group over the phase's learning rate, under the names of the metrics."""
+    """Return each trained group's learning rate divided by the phase's learning rate, by the names of the metrics."""
     if phase.train == "indexer":
         return {"indexer": 1.0}
     multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}
@@ -57,10 +54,8 @@ def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
 
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:
-    """Freeze what the phase does not train, and set the kind of pass that its steps make.
-
-    train=indexer: the base runs without autograd, so only the indexer can be trained.
-    """
+    """Freeze the parameters that the phase does not train, and set the kind of forward pass for its steps. With
+    train=indexer the base runs without autograd, so only the indexer can be trained."""
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         is_indexer = getattr(parameter, "gsa_indexer", False)
         trained = {"all": True, "base": not is_indexer, "indexer": is_indexer}[phase.train]

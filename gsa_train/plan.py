@@ -1,4 +1,6 @@
-"""Plan what a step does before it begins. The plan depends on the step number, so a resumed run makes the same one."""
+"""Plan what a step does before it begins. The plan depends only on the step number, so a resumed run makes the same
+plan.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: pure functions, without state in checkpoints.
+"""Compute learning rates as pure functions, which need no state in checkpoints.
 
-To add one, write a function and add a row to SCHEDULES; `phases.decay` chooses.
+To add a schedule, write a function and add a row to SCHEDULES; `phases.decay` chooses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Schedule = Callable[[float, PhaseConfig], float]
 
 
 def cosine(progress: float, phase: PhaseConfig) -> float:
-    """Half a cosine from `lr` down to `min_lr`."""
+    """Follow half a cosine from `lr` down to `min_lr`."""
     return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress))
 
 

@@ -1,5 +1,7 @@
-"""Defines a step's plan and the base class of services, which the training loop calls at its events. `services_of` in
-train.py lists the services in call order."""
+"""Define a step's plan and the base class of services, which the training loop calls at its events.
+
+`services_of` in train.py lists the services in call order.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,11 @@ class StepPlan:
 
     @property
     def pauses(self) -> bool:
-        """Returns True if training pauses after the step."""
         return self.validates or self.scores_tasks or self.saves or self.ends_phase
 
     @property
     def reads_monitor(self) -> bool:
-        """Returns True if the step is logged or training pauses: both wait for the monitor's verdict on the step."""
+        """Returns True if the step is logged or training pauses. Both wait for the monitor's verdict on the step."""
         return self.logs or self.pauses
 
     @property
@@ -44,8 +45,8 @@ class StepPlan:
 
 
 class Service:
-    """Base class: each event does nothing by default. All ranks reach the events in the same order, but not at the
-    same time: only `on_validate` and `on_tasks` may use collectives."""
+    """Base class of services: each event does nothing by default. All ranks reach the events in the same order, but
+    not at the same time. Only `on_validate` and `on_tasks` may use collectives."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         """Called before the phase's first step. `start` is the last step before the phase."""
@@ -54,22 +55,22 @@ class Service:
         """Called before the step's batch is read."""
 
     def on_batch(self, plan: StepPlan, micro_batches: Sequence[Any], wait_seconds: float) -> None:
-        """Called after the step's list of `data.batches.MicroBatch` was read, which took `wait_seconds`."""
+        """Called after the step's list of `data.batches.MicroBatch` was read. The read took `wait_seconds`."""
 
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
         """Called before a logged step's record is written; a service may add values. On GPUs the next step is already
         launched.
 
         Args:
-            numbers: the `metrics.record.Reduced` from which the record was made.
+            numbers: the `metrics.record.Reduced` that the record was made from.
         """
 
     def after_step(self, plan: StepPlan) -> None:
-        """Called after the step is trained or skipped and logged, before it is saved."""
+        """Called after the step was trained (or skipped) and logged, and before a save."""
 
     def on_validate(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
         """Called after the validation sets are scored, before their results are logged. Call `stop_if_asked` during
-        long work; it raises to end the validation."""
+        long work. It raises to end the validation."""
 
     def on_save(self, step: int) -> None:
         """Called when a save begins."""

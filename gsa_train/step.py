@@ -34,8 +34,6 @@ from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 
 @dataclass(frozen=True)
 class Training:
-    """Objects that all steps of a phase share."""
-
     model: Model
     optimizer: PhaseOptimizer
     config: Config
@@ -76,12 +74,16 @@ def train_step(
     saves: bool = False,
     measures: bool = False,
 ) -> StepResult:
-    """Run forward and backward over all micro-batches, reduce and clip gradients, update weights, variance averages and
-    router loads.
+    """Run one optimizer step: forward and backward over all micro-batches, gradient reduction and clipping, and
+    updates.
 
-    On a GPU the host waits for the device only in the first step that measures, when it captures a graph, and when
-    experts are sharded or have a capacity: the all-to-all needs token counts. A step that the detector rejects, or
-    whose loss or gradient is not finite, leaves model and optimizer unchanged.
+    The step updates weights, variance averages and router loads. A step that the detector rejects, or whose loss or
+    gradient is not finite, leaves model and optimizer unchanged.
+
+    On a GPU the host waits for the device in three cases only:
+    - the first step that measures;
+    - the step that captures a CUDA graph;
+    - experts that are sharded or have a capacity, because their all-to-all needs token counts.
 
     Args:
         step: optimizer steps of the whole run before this one; seeds the sampled rows.
@@ -98,7 +100,7 @@ def train_step(
             micro_batches, config.gsa.selection_block, least_keys_to_choose(config.gsa.indexer_pool)
         )
     counts = torch.stack([loss_tokens, rows])
-    model.work_time.end()  # waiting for other ranks is not this rank's work
+    model.work_time.end()  # waits for other ranks are not this rank's work
     dist.all_reduce(counts, group=groups.dp)
     loss_tokens, rows = counts.unbind()
     loss_tokens = loss_tokens.clamp(min=1)  # without scored tokens the loss is 0, not 0 / 0
@@ -164,12 +166,12 @@ def _compute(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> Computed:
-    """Run forward and backward over all micro-batches and reduce the gradients, which stay in their buffers."""
+    """Run forward and backward over all micro-batches and reduce the gradients. The gradients stay in their buffers."""
     model, optimizer = training.model, training.optimizer
     config, parallel = training.config, training.parallel
     local = optimizer.local_backward
     optimizer.begin_step()
-    # In the indexer warm-up the base needs no autograd graph: each layer runs the indexer's backward pass itself, and
+    # In the indexer warm-up the base needs no autograd graph. Each layer runs the indexer's backward pass itself, and
     # the schedule runs forward only.
     with model.work_time.part("forward_backward"):
         with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():
@@ -180,7 +182,7 @@ def _compute(
                 losses = _run_schedule(optimizer.modules, micro_batches, loss_tokens, config, parallel, local)
         if local:
             optimizer.reduce_gradients()
-        model.runtime.stats.sum_up()  # while the device still runs the backward pass
+        model.runtime.stats.sum_up()  # meanwhile the device runs the backward pass
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
@@ -217,11 +219,12 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return this rank's share of each owner's summed loss, fp64 [count]; all-reduce it for the total.
+    """Return this rank's share of the loss that each owner's labels sum to, fp64 [count]. An all-reduce gives the
+    totals.
 
     Args:
-        batches: micro-batches of one shape, not necessarily the training shape, each with the owner of every label:
-            int64 [B, L] from 0 to count - 1, or negative for no owner.
+        batches: micro-batches of one shape, not necessarily the training shape. With each comes the owner of every
+            label: int64 [B, L] from 0 to count - 1, or negative for no owner.
     """
     micro_batch_size, seq_len_tokens = batches[0][0].tokens.shape
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
@@ -240,7 +243,7 @@ def owners_losses(
     if parallel.is_last_stage and parallel.tensor_rank == 0:  # tensor-parallel ranks hold equal losses
         losses = torch.cat([each["losses"].flatten() for each in found]).double().cpu().numpy()
         owners = torch.cat([local_part(each, cut).flatten() for _, each in batches]).cpu().numpy()
-        # on the host, for a fixed order of summation
+        # summed on the host, in a fixed order
         sums = np.bincount(owners[owners >= 0], losses[owners >= 0], count)
     return torch.from_numpy(sums).to(parallel.device)
 
@@ -294,11 +297,12 @@ def _run_graph(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
-    """Do what the schedule without pipelining does: one pass per micro-batch, then the gradient reduction."""
+    """Replay the CUDA graph for each micro-batch, then reduce the gradients. The schedule without pipelining does the
+    same."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
-    # rows are not sampled here (`check_graphs`, config/train.py)
+    # Graphs exclude sampled rows (`check_graphs`, config/train.py).
     of_all = replace(attention_pass, kl_grad_scale=0.0, row_key="")
     run_pass, losses = partial(_pass_over_one, training, count, of_all), []
     for batch in micro_batches:
@@ -342,7 +346,8 @@ def _forward_step(
 
 
 def _sum_of(losses: list[dict[str, torch.Tensor]], parallel: Parallel) -> torch.Tensor:
-    """Sum the losses on the first tensor-parallel rank of the last stage, 0 elsewhere: each token counts once."""
+    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere: each token counts
+    once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry["loss_sum"] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

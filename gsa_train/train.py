@@ -1,9 +1,9 @@
-"""Runs pretraining from start to end:
+"""Run pretraining from start to end:
 
 config -> parallel groups -> where to start -> data, model, optimizer, checkpoint, run folder (run/open.py) -> services
     -> for each phase: a new optimizer, the steps (trainer.py) -> end
 
-After a loss spike, `go_back` may reload an earlier checkpoint; training then continues as after a restart.
+After a loss spike, `go_back` may reload an earlier checkpoint. Training then continues as after a restart.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from gsa_train.trainer import run_phase
 
 
 def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
-    """Train a checked config to the end, from step 0 or from a checkpoint. `Stopped`, `MonitorStop` and
-    `CorruptionFound` are raised after this process has left its process group.
+    """Train a checked config to the end, from step 0 or from a checkpoint.
+
+    This process has left its process group when `Stopped`, `MonitorStop` or `CorruptionFound` is raised.
 
     Raises:
         Stopped: a rank received a stop request; a checkpoint of the current step is saved.
@@ -62,10 +63,10 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     if config.run.health_check_seconds > 0:
         clock.begin("health")
         check_health(parallel, config.run.health_check_seconds)
-    request.listen()  # not earlier: a signal must end a rank that waits here for a missing peer; nothing to save yet
+    request.listen()  # until here a signal ends this process: nothing to save, and a peer may be missing
     ranges = phase_ranges(config.phases)
     lock = RunLock(run_dir(config), parallel)
-    lock.take()  # before the checkpoints are read: another run that held the lock may have written new ones
+    lock.take()  # before checkpoints are read: the previous holder may have written new ones
     with ExitStack() as refused:
         refused.callback(lock.take_back)
         clock.begin("checkpoint")
@@ -88,7 +89,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         give_up_corrupted(run, fault)
         raise
     finally:
-        run.services.saver.close()  # finish the current save, after an error too
+        run.services.saver.close()  # also after an error: finish the current save
         for service in run.listening:
             service.on_stop()
     run.services.stop_vote.close()
@@ -99,7 +100,6 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
 
 
 def services_of(run: Run) -> list[Service]:
-    """Returns the services that the training loop calls, in call order."""
     config, services = run.config, run.services
     ratio = config.logging.straggler_ratio
     warnings = [StragglerWarning(ratio), DenseQueriesWarning(run), BlindIndexerWarning()]
@@ -121,7 +121,7 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
     kept: MainWeights | None = None
     for phase_range in ranges[run.start.phase_index :]:
         if kept is not None:
-            # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
+            # Phases train different parameters, so each phase has its own gradient buffers and optimizer.
             run.phase_optimizer = build_optimizer(run.model, phase_range.phase, run.config)
             carry_over(kept, run.phase_optimizer)
             kept = None  # free their memory before the phase
@@ -140,8 +140,8 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
             kept = keep_main_weights(run.model, run.phase_optimizer)
         run.services.saver.hold_update()
         close_optimizer(run.model, run.phase_optimizer)
-        # In fp32 the optimizer's shards are views of the weights: they keep autograd nodes alive, and with them the
-        # hooks of this phase's gradient buffers. Free the optimizer before the next phase registers its hooks.
+        # In fp32 the optimizer's shards are views of the weights. They keep autograd nodes alive, and with the nodes
+        # the hooks of this phase's gradient buffers. Free the optimizer before the next phase registers its hooks.
         run.phase_optimizer = None
         gc.collect()
         if spike is not None:

@@ -1,5 +1,7 @@
-"""Runs the training loop of one phase: plans each step (gsa_train/plan.py), trains it, and calls the services
-(`run.listening`) at each event."""
+"""Run the training loop of one phase.
+
+The loop plans each step (gsa_train/plan.py), trains it, and calls the services (`run.listening`) at each event.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,6 @@ from gsa_train.step import StepResult, Training, train_step
 
 @dataclass
 class _ActivePhase:
-    """State that all steps of the current phase share."""
-
     range: PhaseRange
     optimizer: PhaseOptimizer
     monitor: Monitor
@@ -50,7 +50,7 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
         run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph, saver.hold_update
     )
     saver.reserve(run.model, optimizer)
-    run.model.work_time.reset()  # drop the time of earlier steps, which were not logged
+    run.model.work_time.reset()  # Drop the time of earlier steps, which were not logged.
     phase = _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
     for service in run.listening:
         service.begin_phase(phase_range.phase, phase_range.start)
@@ -76,7 +76,7 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         for service in run.listening:
             service.before_step(plan)
         result = _train(run, phase, plan)
-        _write_late(run)  # write the previous step's record while the device computes this step
+        _write_late(run)  # write the previous step's record while the device computes
         if plan.reads_monitor and (spike := phase.monitor.read(plan.step)) is not None:
             return spike
         if plan.logs and result is not None:
@@ -112,9 +112,9 @@ def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
 
 
 def _read_or_stop(run: Run, phase: _ActivePhase) -> SpikeFound | None:
-    """Read the monitor's verdicts on earlier steps and return a spike; stop if the ranks agreed on a stop."""
+    """Read the monitor's verdicts on earlier steps and return a spike. If the ranks agreed on a stop, stop here."""
     step, reason = run.state.step, run.services.stop_vote.ask()
-    # Verdicts are read some steps late, so that the host does not wait for the device; before a stop, all are read.
+    # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
     spike = phase.monitor.read(step if reason else step - READ_DELAY_STEPS)
     if spike is None and reason:
         _stop(run, phase, reason)
@@ -127,7 +127,7 @@ def _write_late(run: Run) -> None:
 
 
 def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
-    """Train one step, or read its batch and skip it (returns None). Increments the step in both cases."""
+    """Train one step, or read its batch and skip the step (returns None). Increment the step in both cases."""
     if not plan.trains:
         _leave_out(run, phase, plan)
         return None
@@ -153,7 +153,7 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
 
 
 def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
-    """Read a step's batch and skip it; increments the step."""
+    """Read a step's batch without training, and increment the step."""
     with phase.clock.paused(), run.services.goodput.clock.during("other"):
         run.data.batches.next_step()
         run.state.step += 1
@@ -163,7 +163,7 @@ def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
 
 
 def _log(run: Run, phase: _ActivePhase, result: StepResult) -> None:
-    """Log the newest step, after its verdict has been read, and the saves that have ended. Collective."""
+    """Log the newest step, whose verdict has been read, and the saves that have ended. Collective."""
     with trace_span("logging"):
         make_and_log = _late_record(run, phase, result)
         with run.services.watchdog.during("logging"):
@@ -172,7 +172,7 @@ def _log(run: Run, phase: _ActivePhase, result: StepResult) -> None:
 
 
 def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[[], None]:
-    """Start to copy the step's numbers to the host. Returns a function that makes and logs their record. Collective."""
+    """Start to copy the step's numbers to the host. Return a function that builds and logs their record. Collective."""
     config, parallel, model, batches = run.config, run.parallel, run.model, run.data.batches
     interval = phase.clock.read_and_reset()
     run.state.task_clock.train_seconds += interval.seconds
@@ -200,7 +200,7 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
 
 
 def _validate(run: Run, phase: _ActivePhase) -> None:
-    """Validate between two steps if validation is due; ends early if the ranks agree on a stop."""
+    """Validate between two steps if validation is due. The validation ends early if the ranks agree on a stop."""
     if run.state.validation_due:
         stop_if_asked = partial(_stop_if_asked, run, phase, "validating")
         with phase.clock.paused(), run.services.goodput.clock.during("validation"):
@@ -209,7 +209,7 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
 
 
 def _score_tasks(run: Run, phase: _ActivePhase) -> None:
-    """Score `evaluate.tasks` between two steps if they are due; ends early if the ranks agree on a stop."""
+    """Score `evaluate.tasks` between two steps if they are due. Scoring ends early if the ranks agree on a stop."""
     if run.state.tasks_due:
         stop_if_asked = partial(_stop_if_asked, run, phase, "scoring tasks")
         with phase.clock.paused(), run.services.goodput.clock.during("tasks"):

@@ -1,10 +1,10 @@
-"""Draw what a model's attention does on a text: launch/analyze.py of a checkout, `gsa-analyze` of an installation.
+"""Draw a model's attention on a text: launch/analyze.py of a checkout, `gsa-analyze` of an installation.
 
     python launch/analyze.py --run RUN_DIR [--step N] --name NAME [--layer N] [--head N] [--text TEXT | --file FILE]
     python launch/analyze.py --checkpoint DIR | --hf DIR --name NAME --out DIR --text TEXT [key=value ...]
 
-Pictures and numbers go to RUN_DIR/analysis/NAME, or to DIR/NAME with --out; the run's report shows them. Nothing else
-of a run is touched. key=value as in evaluate.py. Exit code 2: wrong use, or a model or text that cannot be read.
+Pictures and numbers go to RUN_DIR/analysis/NAME, or to DIR/NAME with --out. The run's report shows them. No other file
+of the run is changed. key=value works as in evaluate.py. Exit code 2: wrong use, or an unreadable model or text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_data.faults import DataFault
     from gsa_eval.analyze import run_analysis
 

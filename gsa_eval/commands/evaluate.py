@@ -6,10 +6,10 @@
     python launch/evaluate.py --run RUN_DIR --name NAME --ruler 4096,8192
     python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
 
-The model is read into memory from a checkpoint of any layout; nothing of a run is touched. Results go to
-RUN_DIR/evaluations/NAME, or to DIR/NAME with --out. key=value: gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max,
-gsa.local_window, gsa.dense_below, gsa.adaptive_k, model.rope_base, model.rope_scaling.*. Exit code 2: wrong use, or a
-model or text that cannot be read.
+The model is read into memory from a checkpoint of any layout. Results go to RUN_DIR/evaluations/NAME, or to DIR/NAME
+with --out. No other file of the run is changed. key=value sets gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max,
+gsa.local_window, gsa.dense_below, gsa.adaptive_k, model.rope_base or model.rope_scaling.*. Exit code 2: wrong use, or
+an unreadable model or text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation
     from gsa_train.config import ConfigError
@@ -174,7 +174,7 @@ MOST_SAMPLES = 10_000
 
 
 def lengths(text: str) -> tuple[int, ...]:
-    """Of 4096,8192."""
+    """Parse 4096,8192."""
     return tuple(positive(each, LONGEST_TOKENS) for each in text.split(","))
 
 

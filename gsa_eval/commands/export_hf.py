@@ -4,8 +4,9 @@ installation.
     python launch/export_hf.py --run RUN_DIR [--step N] --out DIR [--dtype bf16|fp32]
     python launch/export_hf.py --checkpoint DIR --out DIR
 
-DIR gets weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card. The
-checkpoint may be of any layout. Exit code 2: wrong use, a damaged checkpoint, or a tokenizer that cannot be converted.
+DIR receives weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card.
+The checkpoint may have any layout. Exit code 2: wrong use, a damaged checkpoint, or a tokenizer that cannot be
+converted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_eval.convert.export_hf import Exported, export_hf
     from gsa_eval.convert.read_source import read_source
 
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def size_in_bytes(text: str) -> int:
-    """5000000000 of `5GB`, as transformers writes sizes."""
+    """Return 5000000000 for `5GB`, as transformers writes sizes."""
     match = re.fullmatch(r"(\d+)\s*(KB|MB|GB|)", text)
     if match is None or int(match[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 5GB or 500MB")

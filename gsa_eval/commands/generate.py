@@ -3,10 +3,10 @@
     python launch/generate.py --run RUN_DIR [--step N] --prompt TEXT [--prompt TEXT ...] --max-new-tokens N
     python launch/generate.py --checkpoint DIR | --hf DIR  --prompts FILE | --interactive ...
 
-Greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may be of any layout; nothing is
-written. On a CUDA device the kernels run, on others plain torch, which is slow for long texts; --attention names
-another one. Texts go to the standard output, rates and choices to the standard error. Exit code 2: wrong use, no such
-checkpoint, an empty prompt, or one longer than the model's context. 130: Ctrl-C.
+Decoding is greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may have any layout; no
+file is written. A CUDA device runs the kernels; other devices run plain torch, which is slow for long texts.
+--attention selects another implementation. Texts go to the standard output, rates and choices to the standard error.
+Exit code 2: wrong use, no such checkpoint, an empty prompt, or a prompt longer than the model's context. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_hf.generation import Generator
 
     try:
@@ -56,7 +56,7 @@ def main() -> int:
         if arguments.interactive:
             return interact(generator, text_model, arguments.max_new_tokens, sampling)
         write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
-    except BrokenPipeError:  # the reader of the texts has left
+    except BrokenPipeError:  # the reader of the texts has ended
         raise
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """
     Raises:
-        ValueError: a prompt is empty or no UTF-8, there is none, or no such file.
+        ValueError: a prompt is empty or not UTF-8, there is no prompt, or the file is missing.
     """
     if arguments.interactive:
         return []
@@ -150,7 +150,6 @@ def write(
     max_new_tokens: int,
     sampling: Sampling | None,
 ) -> None:
-    """Print the texts with their prompts, and the rates."""
     encoded = [text_model.encode(prompt) for prompt in prompts]
     made = generator.generate(encoded, max_new_tokens, sampling)
     for number, (prompt, tokens, new) in enumerate(zip(prompts, encoded, made.tokens, strict=True), start=1):
@@ -169,7 +168,7 @@ def write(
 def interact(
     generator: Generator, text_model: TextModel, max_new_tokens: int, sampling: Sampling | None
 ) -> int:
-    """Until the end of the standard input. A line that cannot be gone on with is refused, and the next one read."""
+    """Answer the lines of the standard input until its end. A line that the model cannot continue is refused."""
     for line in sys.stdin:
         prompt = line.rstrip("\n")
         if not prompt.strip():

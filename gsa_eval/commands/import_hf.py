@@ -1,10 +1,11 @@
-"""Import a model of Hugging Face's transformers: launch/import_hf.py of a checkout, `gsa-import-hf` of an installation.
+"""Import a model of Hugging Face's transformers: launch/import_hf.py of a checkout, `gsa-import-hf` of an
+installation.
 
     python launch/import_hf.py --hf DIR --out DIR [--gates none|open] [--seq-len-tokens L]
 
 --hf is a folder that export_hf.py wrote, or a dense model: Llama, Mistral, Qwen2, Qwen3, or layers of Qwen3-Next and
-Qwen3.5 with full attention. --out gets the weights for `checkpoint.initial_weights`, the tokenizer, and a config.yaml
-to start from. Exit code 2: wrong use, or a model that cannot be represented.
+Qwen3.5 with full attention. --out receives the weights for `checkpoint.initial_weights`, the tokenizer, and a first
+config.yaml. Exit code 2: wrong use, or a model that cannot be represented.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_eval.convert.import_hf import TokenizerChoice, import_hf
 
     choice = TokenizerChoice(arguments.tokenizer, arguments.eos_token)

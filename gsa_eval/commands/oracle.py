@@ -1,10 +1,10 @@
-"""What a selection of keys retrieves at best: launch/oracle.py of a checkout.
+"""Measure the best retrieval that a selection of keys allows: launch/oracle.py of a checkout.
 
     python launch/oracle.py --hf DIR --haystack PLACE --lengths 4096,8192 --out FILE.json
 
-The model, any decoder of transformers with plain attention, answers RULER's needles while each layer reads only the
-keys that its own attention probabilities select, in blocks of keys, for each query or for groups of them. Answers are
-given token by token. Exit code 2: wrong use, or a model or text that cannot be read.
+The model may be any decoder of transformers with plain attention. It answers RULER's needle tasks token by token. Each
+layer reads only the keys that its own attention probabilities select. The keys are selected in blocks, for each query
+or for groups of queries. Exit code 2: wrong use, or an unreadable model or text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     import torch
     from transformers import AutoModelForCausalLM
 

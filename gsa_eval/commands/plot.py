@@ -2,8 +2,8 @@
 
     python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
 
-With --html one page that needs no server and no network, with all figures to zoom into, config, events and restarts:
-RUN_DIR/report.html of one run, comparison.html in the first one's folder of several.
+--html writes one page that needs no server and no network: all figures, which can be zoomed, config, events and
+restarts. The page of one run is RUN_DIR/report.html. The page of several runs is comparison.html in the first folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def draw(run_dirs: list[Path], out: Path | None, html: bool) -> list[Path]:
-    """Returns the files; --html makes a single one.
+    """Draw the figures and return their files. --html makes a single file.
 
     Args:
         out: folder of the comparison.

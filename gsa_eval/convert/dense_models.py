@@ -1,4 +1,4 @@
-"""Dense models of other architectures as GSA models: known architectures, their sizes, and the source of each weight.
+"""Describe dense models of other architectures as GSA models: their sizes, and the source of each weight.
 
 Features that a GSA model cannot represent are refused.
 """
@@ -37,7 +37,7 @@ HAS_NOT = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor of a GSA model is made from one tensor of the dense model, or from none."""
+    """Says how one tensor of a GSA model is made from one tensor of the dense model, or from none."""
 
     source: str | None
     make: Callable[[torch.Tensor], torch.Tensor]
@@ -45,10 +45,10 @@ class Recipe:
 
 
 def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
-    """Returns `model`, `gsa` and `train.seq_len_tokens` for a dense model's configuration (transformers').
+    """Returns `model`, `gsa` and `train.seq_len_tokens` for transformers' configuration of a dense model.
 
     Raises:
-        ValueError: a GSA model cannot represent it; lists field, value and reason of each cause.
+        ValueError: a GSA model cannot represent it. The error lists field, value and reason of each cause.
     """
     problems = _problems(found, seq_len_tokens or found.max_position_embeddings)
     if problems:
@@ -120,7 +120,6 @@ def _problems(found: Any, length: int) -> list[str]:
 
 
 def _has_experts(found: Any) -> bool:
-    """Whether some layer has experts."""
     layers = set(range(found.num_hidden_layers)) - set(getattr(found, "mlp_only_layers", None) or ())
     every = getattr(found, "decoder_sparse_step", 1)
     return any((layer + 1) % every == 0 for layer in layers)
@@ -135,7 +134,6 @@ def _short(value: Any) -> str:
 
 
 def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
-    """Returns the recipe of the GSA model's tensor `name` with `shape`."""
     if model_type not in ARCHITECTURES:  # already a GSA model
         return Recipe(name, lambda weight: weight)
     if model_type in OUTPUT_GATED:
@@ -157,13 +155,13 @@ def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -
 
 
 def _half_of_heads(weight: torch.Tensor, head_dim: int, half: int) -> torch.Tensor:
-    """Take half of q_proj, whose rows are for each head its query's, then its gate's: [2 n_h d_k, d] -> [n_h d_k,
-    d]."""
+    """Take the query or gate half of q_proj: [2 n_h d_k, d] -> [n_h d_k, d]. q_proj has the rows of each head's query,
+    then of its gate."""
     return weight.unflatten(0, (-1, 2, head_dim))[:, half].flatten(0, 1)
 
 
 def unused(names: set[str], config: Config) -> set[str]:
-    """Returns the unused tensors without information: tied output layers, tables of the rotary embedding."""
+    """Returns the unused tensors, which carry no information: tied output layers, tables of the rotary embedding."""
     return {
         name
         for name in names

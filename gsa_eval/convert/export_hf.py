@@ -1,4 +1,4 @@
-"""Exports a checkpoint of any layout as a folder that transformers loads."""
+"""Export a checkpoint of any layout as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def export_hf(
     them.
 
     Args:
-        checkpoint: a step_* folder, or one that `import_hf` wrote.
+        checkpoint: a step_* folder, or a folder that `import_hf` wrote.
         out: the new folder, created atomically.
         run_dir: the run's folder, for the model card.
         dtype: dtype of the weights; None: unchanged.
 
     Raises:
-        ValueError: `out` exists, the checkpoint is damaged or does not fit its config, the model has
-            features that `gsa_hf` lacks, or the tokenizer is missing, differs, or has no counterpart.
+        ValueError: `out` exists, the checkpoint is damaged or does not fit its config, the model has features that
+            `gsa_hf` lacks, or the tokenizer is missing, differs, or has no counterpart.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
@@ -104,7 +104,7 @@ def export_hf(
 
 
 def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None) -> tuple[Path, Path | None]:
-    """Returns the checkpoint that the options name, and its run's folder if it lies in one.
+    """Returns the checkpoint that the options name, and the folder of its run if it lies in one.
 
     Raises:
         ValueError: there is no such checkpoint.
@@ -137,7 +137,7 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `out` when it is complete; a kill leaves none of that name.
+    """Yield a folder that is renamed to `out` when it is complete. A kill leaves no folder `out`.
 
     Raises:
         ValueError: `out` exists and is not empty.
@@ -185,7 +185,7 @@ def _plan(
         for number, (name, shape) in enumerate(zip(pair.theirs, pair.shapes(), strict=True)):
 
             def tensor(pair: Pair = pair, number: int = number, kind: torch.dtype = kind) -> torch.Tensor:
-                # A copy, since a view would keep its whole storage.
+                # A copy is needed, because a view would keep its whole storage.
                 return pair.split(read(pair.ours))[number].to(kind, copy=True)
 
             planned.append(PlannedTensor(name, math.prod(shape) * kind.itemsize, tensor))
@@ -193,8 +193,8 @@ def _plan(
 
 
 def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
-    """Write it as it was imported, except the tokens that end a text. transformers' own class is not used, since it
-    refuses sampling settings that its older versions wrote."""
+    """Write the generation config as it was imported, except the tokens that end a text. transformers' own class is
+    not used, because it refuses sampling settings that its older versions wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
     pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:
@@ -204,11 +204,12 @@ def _write_generation_config(folder: Path, eos_ids: int | list[int], companions:
 
 
 def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer:
-    """Returns the checkpoint's copy of the tokenizer, or for an older checkpoint the config's file. It knows the
-    tokens at which the model stops.
+    """Returns the checkpoint's copy of the tokenizer, or for an older checkpoint the config's file.
+
+    The tokenizer knows the tokens at which the model stops.
 
     Raises:
-        ValueError: it is missing, or differs from the run's.
+        ValueError: the tokenizer is missing, or differs from the run's.
     """
     tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
     if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
@@ -222,8 +223,8 @@ def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer
 
 
 def companions_of(checkpoint: Path, config: Config, state: RunState) -> Companions:
-    """Returns the checkpoint's copies; for an older checkpoint of conversations the template that wrote them, if its
-    file still exists.
+    """Returns the checkpoint's copies. For an older checkpoint of conversations, returns the template that wrote them,
+    if its file still exists.
 
     Raises:
         ValueError: a copy is damaged.
@@ -246,14 +247,13 @@ def _tokenizer_path(checkpoint: Path, config: Config) -> str:
 
 
 def _copy_code(folder: Path) -> None:
-    """Copy gsa_hf's modules, which import each other relatively."""
     package = Path(inspect.getfile(gsa_hf)).parent
     for path in sorted(package.glob("*_gsa.py")):
         shutil.copyfile(path, folder / path.name)
 
 
 def _warnings(config: Config, state: RunState, companions: Companions) -> list[str]:
-    """Returns what a user of the model should know about the time of its saving."""
+    """Returns what a user of the model should know about the state in which it was saved."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
     if config.gsa.attention == "sparse" and phase is not None and phase.attention == "dense":

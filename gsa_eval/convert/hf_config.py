@@ -1,4 +1,4 @@
-"""Converts our config to `gsa_hf.GSAConfig`, and back."""
+"""Convert our config to `gsa_hf.GSAConfig`, and back."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _experts(config: Config) -> dict[str, Any]:
 
 
 def not_in_hf(config: Config) -> list[str]:
-    """Returns what `gsa_hf` cannot express of a config, as `field = value: reason; remedy`."""
+    """Returns the fields of a config that `gsa_hf` cannot express, as `field = value: reason; remedy`."""
     lines = []
     for section, names in NOT_IN_HF.items():
         part = getattr(config, section)
@@ -139,8 +139,8 @@ def from_hf_config(found: GSAConfig) -> Config:
 
 
 def _moe_section(found: GSAConfig) -> MoEConfig:
-    """Returns the section `moe`. Routers without biases get our default balance, the loss of the global batch: how
-    they were balanced is not part of the model."""
+    """Returns the section `moe`. The model does not say how its routers were balanced. Routers without biases
+    therefore get our default, the loss of the global batch."""
     if found.num_experts == 0:
         return MoEConfig()
     layers = found.num_hidden_layers
@@ -169,7 +169,7 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def other_rope(rope: dict[str, Any]) -> str | None:
-    """Returns an error for `rope_parameters` of transformers that a training model lacks; None if it has all."""
+    """Returns an error if a training model lacks something in transformers' `rope_parameters`, else None."""
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         return f"rope_parameters.rope_type = {kind}: a GSA model has the default and yarn; give such a model"
@@ -188,7 +188,7 @@ def rope_scaling(rope: dict[str, Any]) -> RopeScalingConfig:
         return RopeScalingConfig()
     factor = float(rope["factor"])
     attention_factor = rope.get("attention_factor")
-    if attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):  # DeepSeek's form
+    if attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):  # the form of DeepSeek
         attention_factor = _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
     return RopeScalingConfig(
         rope_type="yarn",
@@ -205,5 +205,4 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Imports a Hugging Face folder as a checkpoint of weights, for `checkpoint.initial_weights` or `export_hf`."""
+"""Import a Hugging Face folder as a checkpoint of weights, for `checkpoint.initial_weights` or `export_hf`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def import_hf(
     """Write `out`: a checkpoint with weights only, the tokenizer and its companions, and a config.yaml for a run.
 
     Args:
-        folder: folder of a GSA model (`gsa_hf`) or of a dense one (`dense_models.ARCHITECTURES`).
+        folder: folder of a GSA model (`gsa_hf`) or of a dense model (`dense_models.ARCHITECTURES`).
         out: the new folder, created atomically.
-        gates: for a dense model: `none`, or `open`, which multiply by 1.
+        gates: for a dense model: `none`, or `open` gates, which multiply by 1.
         seq_len_tokens: sequence length of later training; None: the longest that the model supports.
 
     Raises:
-        ValueError: a GSA model cannot represent a field; a shard is missing, damaged or
-            differs from the index; the tokenizer is missing or larger than the embedding.
+        ValueError: a GSA model cannot represent a field; a shard is missing, damaged or differs from the index; the
+            tokenizer is missing or larger than the embedding.
     """
     found = read_hf_config(folder, (*ARCHITECTURES, GSAConfig.model_type))
     if found.model_type == GSAConfig.model_type:
@@ -74,7 +74,7 @@ def import_hf(
     with new_folder(out) as unfinished:
         files = {text.file_name: text.file, **companions.files()}
         write_weights(unfinished, tensors, _state(config, text), files)
-        # Not in the manifest, since users edit it.
+        # not in the manifest, because users edit it
         (unfinished / "config.yaml").write_text(_start_from(config, out), encoding="utf-8")
     return config
 
@@ -82,7 +82,7 @@ def import_hf(
 def _tensors(
     folder: Path, source: SafetensorsFolder, config: Config, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields our tensors one by one, after checking that all of theirs exist with their shapes."""
+    """Yields our tensors one by one, after checking that all tensors of the folder exist with their shapes."""
     found = pairs(config)
     recipes: dict[str, Recipe] = {}
     for pair in found:
@@ -127,7 +127,7 @@ def _check_shape(
 def _shape_of(make: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     try:
         return tuple(make(torch.empty(shape, device="meta")).shape)
-    except RuntimeError:  # torch raises it for a size that does not divide
+    except RuntimeError:  # torch raises it if a size does not divide
         return None
 
 

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any layout, or an exported folder, as a transformers model in memory."""
+"""Load a checkpoint of any layout, or an exported folder, as a transformers model in memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model with its tokenizer."""
-
     model: GSAForCausalLM
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -46,12 +44,12 @@ def chosen_attention(asked: str, device: torch.device) -> str:
 def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str) -> TextModel:
     """
     Args:
-        checkpoint: a step_* folder, or one that `import_hf` wrote
+        checkpoint: a step_* folder, or a folder that `import_hf` wrote
         attention: result of `chosen_attention`
 
     Raises:
-        ValueError: it cannot run with this attention, the checkpoint is damaged or does not fit its config, or its
-            tokenizer is missing.
+        ValueError: the model cannot run with this attention, the checkpoint is damaged or does not fit its config, or
+            its tokenizer is missing.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
@@ -112,7 +110,6 @@ def model_in_memory(
 
 
 def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausalLM:
-    """Move the model to a device for evaluation."""
     module: torch.nn.Module = model  # transformers' own `to` has another signature
     module.to(device).eval().requires_grad_(False)
     return model
@@ -124,7 +121,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
         attention: result of `chosen_attention`
 
     Raises:
-        ValueError: it cannot run with this attention, the folder has no GSA model, or its files do not fit together.
+        ValueError: the model cannot run with this attention, the folder has no GSA model, or its files do not fit.
     """
     if not folder.is_dir():
         raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
@@ -137,7 +134,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     model = read_gsa_model(folder, found, found, attention)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # for damaged files tokenizers raises this class
+    except Exception as error:  # tokenizers raises this class for damaged files
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:  # transformers asks for it
             raise ValueError(
@@ -154,7 +151,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    # Its ids may have gaps, so their number may differ from the largest + 1.
+    # Ids may have gaps, so their number may differ from the largest + 1.
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     named: Any = model
     named.generation_config.eos_token_id = list(folder_tokenizer(folder, found).stop_ids)

@@ -1,4 +1,4 @@
-"""Writes README.md of an exported model: its architecture, its training, and how to load it."""
+"""Write README.md of an exported model: its architecture, its training, and how to load it."""
 
 from __future__ import annotations
 

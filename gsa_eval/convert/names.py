@@ -1,6 +1,6 @@
-"""Maps tensors of a checkpoint to tensors of a Hugging Face folder (`gsa_hf`), with conversions both ways.
+"""Map tensors of a checkpoint to tensors of a Hugging Face folder (`gsa_hf`), with conversions in both directions.
 
-n_h query heads, n_kv key-value heads, g = n_h / n_kv, d_k head size, d hidden size, f width of the feed-forward layer.
+Symbols: n_h query heads, n_kv key-value heads, g = n_h / n_kv, d_k head size, d hidden size, f feed-forward width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """One tensor of a checkpoint, and the tensors of a Hugging Face folder that together hold the same values."""
+    """Names one tensor of a checkpoint, and the tensors of a Hugging Face folder that together hold the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -34,7 +34,6 @@ class Pair:
     """Kept in fp32 in every model: no `--dtype` rounds it."""
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of their tensors."""
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
 
 
@@ -107,8 +106,8 @@ def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
 
 
 def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
-    """Returns the gates' pairs. In training the gates on heads are one matrix: for each key-value head the rows of all
-    gates."""
+    """Returns the gates' pairs. In training the gates on heads are one matrix, which has for each key-value head the
+    rows of all gates."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
     on_heads = {f"{name}_gate_proj": rows[name] for name in ON_HEADS if rows[name]}
@@ -187,7 +186,8 @@ def _first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _by_kv_head(
     ours: str, theirs: Sequence[str], rows: Sequence[int], kv_heads: int, columns: tuple[int, ...]
 ) -> Pair:
-    """Returns a pair whose tensor of ours interleaves theirs by key-value head: [n_kv * sum(rows), ...]."""
+    """Returns a pair whose checkpoint tensor interleaves the folder's tensors by key-value head: [n_kv * sum(rows),
+    ...]."""
 
     def split(whole: torch.Tensor) -> Tensors:
         per_head = whole.unflatten(0, (kv_heads, sum(rows)))

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face folder as a transformers model: complete, or refused; no code in the folder runs.
+"""Read a Hugging Face folder as a complete transformers model, or refuse the folder. No code in the folder runs.
 
-transformers itself loads a model whose weights and config.json do not fit together, with random weights in the
-place of missing ones. So the weights are read and checked here.
+transformers itself fills missing weights with random values if weights and config.json do not fit together. This
+module therefore reads and checks the weights itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         known: known architectures, by `model_type`.
 
     Raises:
-        ValueError: it is missing, damaged, of an unknown architecture, or names weights that are not
-            read here; or a file of the folder must not be read.
+        ValueError: the config is missing, damaged, of an unknown architecture, or names weights that are not read
+            here; or a file of the folder must not be read.
     """
     check_files(folder)
     path = folder / "config.json"
@@ -60,18 +60,18 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing.
-    # TypeError: a value of another type, if the class does not check it.
+    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing. TypeError: the
+    # class does not check a value, and it has another type.
     except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error.__cause__ or error}") from error
-    # We choose it: transformers would download a kernel of such a name.
+    # We choose the attention, because transformers would download a kernel of such a name.
     found._attn_implementation = None
     found._experts_implementation = None
     return found
 
 
 def check_files(folder: Path) -> None:
-    """Check files before transformers opens them, since it blocks on a pipe, and parses JSON of any depth.
+    """Check files before transformers opens them, because it blocks on a pipe and parses JSON of any depth.
 
     Raises:
         ValueError: a file of the folder must not be read.
@@ -129,7 +129,7 @@ def read_gsa_model(
     ) as error:  # torch raises it for an invalid size
         raise ValueError(f"{folder / 'config.json'}: no model can be built from it: {error}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-    if found.tie_word_embeddings:  # it may be present or absent
+    if found.tie_word_embeddings:  # the weight may be present or absent
         expected.pop("lm_head.weight")
         check_tied(folder, source)
         stored = {name: shape for name, shape in stored.items() if name != "lm_head.weight"}
@@ -171,7 +171,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 def check_tied(folder: Path, source: SafetensorsFolder) -> None:
     """
     Raises:
-        ValueError: config.json ties the output layer to the embedding, but the weights have a separate one.
+        ValueError: config.json ties the output layer to the embedding, but the weights have a separate output layer.
     """
     if HEAD not in source.shapes or EMBEDDING not in source.shapes:
         return

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of a running run, which may delete it meanwhile (checkpoint.keep_last), or set it aside."""
+"""Read a checkpoint of a running run, which may meanwhile delete (checkpoint.keep_last) or set aside the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def read_source(
     checkpoint: Path | None,
     read: Callable[[Path, Path | None], Result],
 ) -> Result:
-    """Returns `read` of the checkpoint that the options name; if it is deleted meanwhile, of the then newest one.
+    """Returns `read` of the checkpoint that the options name. If it is deleted meanwhile, reads the newest checkpoint.
 
     There is no lock: a run neither waits for readers nor keeps a checkpoint for them.
 
     Args:
         run_dir, step, checkpoint: arguments of `find_source`.
-        read: called with the checkpoint and its run's folder, perhaps several times; raises OSError or ValueError
-            if something is missing or damaged.
+        read: called with the checkpoint and its run's folder, perhaps several times; raises OSError or ValueError if
+            something is missing or damaged.
 
     Raises:
         ValueError: the checkpoint does not exist, the one named by step or path was deleted, or the newest one was
@@ -69,7 +69,8 @@ def read_source(
 
 
 def _inode(folder: Path) -> int | None:
-    """Returns the folder's inode, which changes if another folder takes the name; None if it does not exist."""
+    """Returns the folder's inode, which changes if another folder takes the name, or None if the folder does not
+    exist."""
     try:
         return folder.stat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""Weights in transformers' format: safetensors, in one file or in shards with an index."""
+"""Read and write weights in transformers' format: safetensors, in one file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, read one by one.
+    """Reads the tensors of a folder one by one.
 
     Raises:
-        ValueError: there are none, or a shard is missing, truncated, or differs from the index.
+        ValueError: there are no weights, or a shard is missing, truncated, or differs from the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class SafetensorsFolder:
     def read(self, name: str) -> torch.Tensor:
         """
         Raises:
-            ValueError: its dtype is not one of weights, or it holds NaN or infinity.
+            ValueError: the tensor's dtype is not one of weights, or it holds NaN or infinity.
         """
         file_name = self._file_of[name]
         tensor: torch.Tensor = self._files[file_name].get_tensor(name)
@@ -80,8 +80,8 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Returns tensor -> file; empty if one file holds all. If both exist, the single file counts, as for
-    transformers."""
+    """Returns a dict tensor -> file, or an empty dict if one file holds all. If both exist, the single file counts, as
+    in transformers."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
             listed = parse_json(read_whole(folder / INDEX))["weight_map"]
@@ -110,16 +110,14 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to write."""
-
     name: str
     bytes: int
     read: Callable[[], torch.Tensor]
 
 
 def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int) -> None:
-    """Write the tensors in order, one shard in memory at a time; shards have at most `largest_bytes` unless
-    a single tensor has more."""
+    """Write the tensors in order, with one shard in memory at a time. Shards have at most `largest_bytes`, unless a
+    single tensor has more."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in planned:
@@ -152,7 +150,7 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
 
 
 def last_read(read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Wrap `read` with a cache of the last tensor, since several in a row are made from one."""
+    """Wrap `read` with a cache of the last tensor, because several tensors in a row are made from one."""
     kept: dict[str, torch.Tensor] = {}
 
     def reader(name: str) -> torch.Tensor:

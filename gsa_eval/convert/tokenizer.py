@@ -1,4 +1,4 @@
-"""Converts a run's tokenizer to a form that transformers' AutoTokenizer loads, with the same ids."""
+"""Convert a run's tokenizer to a form that transformers' AutoTokenizer loads, with the same ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROBES = (
 """Text on which tokenizers with different rules differ: white space, newlines, characters spelled only by bytes,
 compatibility characters, long repetitions."""
 
-# Kinds of sentencepiece's pieces.
+# These are the kinds of sentencepiece's pieces.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 UNIGRAM, BPE = 1, 2
 
@@ -56,13 +56,13 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         found: the folder's configuration.
 
     Raises:
-        ValueError: it is missing, of an unsupported kind, or its accompanying files are damaged.
+        ValueError: the tokenizer is missing, of an unsupported kind, or its accompanying files are damaged.
     """
     choice = choice or TokenizerChoice()
     is_ours = found.model_type == GSAConfig.model_type
     path = choice.file
     if path is None:
-        # A run's own file; else tokenizer.json, which includes tokens added later.
+        # A run's own file comes first, else tokenizer.json, which includes tokens added later.
         names = (SENTENCEPIECE_MODEL, TOKENIZER_JSON)
         order = names if is_ours else names[::-1]
         path = next((folder / name for name in order if (folder / name).is_file()), None)
@@ -74,14 +74,15 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         )
     tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
     if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):
-        # The first of the exported list ends a document; the one in tokenizer_config.json may end turns.
+        # The first token of the exported list ends a document. The token in tokenizer_config.json may end turns.
         tokenizer = _with_eos(path, tokenizer.name_of(found.eos_token_id[0]))
     set_up_tokenizer(tokenizer, read_companions(str(folder / TOKENIZER_JSON)))
     return tokenizer
 
 
 def _with_eos(path: Path, named: str | None) -> Tokenizer:
-    """Load the tokenizer, without the name if it is the file's own choice, so that the fingerprint is the file's."""
+    """Load the tokenizer. The name is left out if it is the file's own choice, so that the fingerprint is the
+    file's."""
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:
@@ -106,7 +107,7 @@ def write_tokenizer(
     Args:
         max_length: tokens of a training sequence.
         companions: the template of the training conversations, and the special tokens.
-        was_trained: trained here, where no token is added to a text; False for an imported model, whose
+        was_trained: the model was trained here, where no token is added to a text. False for an imported model, whose
             tokenizer keeps the tokens that it adds to a text.
 
     Raises:
@@ -126,7 +127,7 @@ def write_tokenizer(
         "clean_up_tokenization_spaces": False,
     }
     if was_trained and loaded.num_special_tokens_to_add(is_pair=False):
-        # The file adds tokens to each text, as Llama's <|begin_of_text|> in front. Training did not.
+        # The file adds tokens to each text, such as Llama's <|begin_of_text|> in front. Training did not.
         content = json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
         plain = json.dumps({**content, "post_processor": None}, ensure_ascii=False)
         (folder / TOKENIZER_JSON).write_text(plain, encoding="utf-8")
@@ -142,7 +143,7 @@ def check_same_ids(
     """Compare ids, also of AutoTokenizer's default call, and of a conversation of two turns.
 
     Raises:
-        ValueError: AutoTokenizer gives other ids than training; names the text.
+        ValueError: AutoTokenizer gives other ids than training. The error names the text.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     calls: list[dict[str, Any]] = [{"add_special_tokens": False}, *([{}] if was_trained else [])]
@@ -190,7 +191,7 @@ def convert_sentencepiece(file: bytes, path: str) -> str:
     Raises:
         ValueError: its kind of model has no counterpart.
     """
-    messages: Any = sentencepiece_model_pb2  # whose classes are created at import
+    messages: Any = sentencepiece_model_pb2  # its classes are created at import
     proto = messages.ModelProto()
     proto.ParseFromString(file)
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
@@ -234,7 +235,7 @@ def _normalizers(rules: Any) -> list[Any]:
     found: list[Any] = []
     if rules.precompiled_charsmap:
         found.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:  # of spaces only
+    if rules.remove_extra_whitespaces:  # removes spaces only
         found.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""))
         found.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
     if rules.add_dummy_prefix:

@@ -1,4 +1,4 @@
-"""The report's section of analyses: pictures that `gsa-analyze` wrote into a run's folder."""
+"""Render the report's section of analyses: pictures that `gsa-analyze` wrote into a run's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICTURES: Mapping[str, str] = {
 
 
 def section_of_analyses(runs: Mapping[str, Path]) -> str:
-    """Returns HTML with the embedded pictures; empty if no run has any.
+    """Returns HTML with the embedded pictures, or "" if no run has any.
 
     Args:
         runs: name -> folder.

@@ -1,9 +1,9 @@
-"""Draws plots and report of a complete run, in a process that the run starts at its end:
+"""Draw plots and report of a complete run, in a process that the run starts at its end:
 
     python -m gsa_eval.report.at_end RUN_DIR
 
-So the trainer does not depend on drawing, and its errors cannot affect the run. Prints a line for each file, or why
-there is none.
+The separate process keeps the trainer independent of drawing and its errors. It prints a line for each file, or the
+reason why a file is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Charts of the HTML report: figures as dicts, which plotly's JavaScript draws."""
+"""Build the charts of the HTML report as dicts, which plotly's JavaScript draws."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def chart_of(panel: Panel, runs: list[RunFiles]) -> Chart | None:
 
 
 def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
-    """Returns pictures with a row per layer, and a column for one logged step or the mean of several."""
+    """Returns pictures with a row per layer. A column is one logged step, or the mean of several."""
     found = []
     for key, label in LAYERS.items():
         if not has(run.records, key):
@@ -95,7 +95,7 @@ def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
         size = -(-len(table) // MOST_COLUMNS)
         parts = [table[at : at + size] for at in range(0, len(table), size)]
         ends = [having[min(at + size, len(having)) - 1]["step"] for at in range(0, len(table), size)]
-        # One edge more than columns: each column reaches back to the previous one.
+        # There is one more edge than columns. Each column reaches back to the previous one.
         edges = _places(run, [first_step(having), *ends], runs)
         rows = [[_mean(each[layer] for each in part) for part in parts] for layer in range(num_layers)]
         known = [value for row in rows for value in row if value is not None]
@@ -136,15 +136,15 @@ def pictures(run: RunFiles, runs: list[RunFiles], section: str) -> list[Chart]:
             "height": 260, "margin": {"l": 60, "r": 20, "t": 10, "b": 40}, "hovermode": "closest",
             "xaxis": {"title": {"text": shown.columns}, "zeroline": False},
             "yaxis": {"title": {"text": "layer"}, "zeroline": False},
-            "meta": "no steps",  # on its x axis: it does not follow the others' zoom
+            "meta": "no steps",  # A separate x axis does not follow the others' zoom.
         }  # fmt: skip
         found.append(Chart(f"{shown.label}{of}", {"data": [picture], "layout": layout}))
     return found
 
 
 def marks_of(run: RunFiles) -> list[tuple[int, str]]:
-    """Returns (step, kind): one mark of each kind per section of the axis, so that a long spike is not a thousand
-    marks in every chart."""
+    """Returns (step, kind) with one mark of each kind per section of the axis. A long spike is then not a thousand
+    marks."""
     width = max(1, run.last_step) / MOST_MARKS
     found = {
         (event.step // width, event.kind): event for event in reversed(run.events) if event.step is not None
@@ -173,8 +173,8 @@ def thin(values: list[float], most: int) -> list[int]:
 
 
 def _look(number: int, kind: int, runs: int) -> Figure:
-    """Returns the look of a line: for one run a color for each line, for several a color for each run and a dash for
-    each line."""
+    """Returns the look of a line. One run has a color for each line. Several runs have a color for each run and a dash
+    for each line."""
     color, dash = (number, kind) if runs > 1 else (kind, kind // len(COLORS))
     return {"color": COLORS[color % len(COLORS)], "dash": DASHES[dash % len(DASHES)], "width": 1.6}
 
@@ -191,8 +191,8 @@ def _line(run: RunFiles, key: str, name: str, runs: list[RunFiles], look: Figure
 
 
 def _band(run: RunFiles, edges: tuple[str, str], runs: list[RunFiles], color: str) -> list[Figure]:
-    """Returns two invisible lines with the area between them filled. Gaps are left out: plotly would fill across
-    them."""
+    """Returns two invisible lines with the area between them filled. Gaps are left out, because plotly would fill
+    across them."""
     found = []
     for edge in edges:
         steps, values = series(run.records, edge)
@@ -207,7 +207,7 @@ def _band(run: RunFiles, edges: tuple[str, str], runs: list[RunFiles], color: st
 
 
 def _not_finite(run: RunFiles, key: str, runs: list[RunFiles]) -> list[Figure]:
-    """Returns a red cross for each non-finite value; a missing value is a gap."""
+    """Returns a red cross for each value that is not finite. A missing value is a gap."""
     values = {record["step"]: record[key] for record in run.records if record.get(key) is not None}
     bad = [step for step, value in values.items() if not math.isfinite(value)][:MOST_POINTS]
     return [_symbols(run, bad, "not finite", "x", "#c62828", runs)] if bad else []
@@ -246,7 +246,6 @@ def _symbols(
 
 
 def _places(run: RunFiles, steps: list[int], runs: list[RunFiles]) -> list[float]:
-    """Returns the x coordinates of these steps."""
     return [float(x) for x in tokens_at(run.token_knots, steps)] if x_axis(runs) == "tokens" else list(steps)
 
 

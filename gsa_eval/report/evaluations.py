@@ -1,4 +1,4 @@
-"""The report's section of evaluations: a table of all, and the tables and pictures of each."""
+"""Render the report's section of evaluations: one table of all, and the tables and pictures of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def _table_in(results: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns a table of the results; empty if absent, as in a damaged file."""
+    """Returns a table of the results, or {} if absent, as in a damaged file."""
     found = results.get(key)
     return found if isinstance(found, dict) else {}
 
@@ -48,7 +48,7 @@ def _tables(results: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]
 
 
 def evaluations_in_html(runs: list[RunFiles]) -> str:
-    """Returns the section; empty if no run has evaluations."""
+    """Returns the section, or "" if no run has evaluations."""
     parts = []
     for run in runs:
         found = [(folder, results) for folder in _folders(run.folder) if (results := _read(folder))]
@@ -60,14 +60,14 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Returns the folders in order of creation; a running evaluation has none yet."""
+    """Returns the folders in order of creation. A running evaluation has no folder yet."""
     found = (run_dir / EVALUATIONS).glob("[!.]*")
     folders = [path for path in found if path.is_dir() and not (path / "results.json").is_fifo()]
     return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Read results.json; empty if it is damaged, with a warning."""
+    """Read results.json. A damaged file gives {} and a warning."""
     try:
         found = numbers_back(parse_json((folder / "results.json").read_text(encoding="utf-8")))
         model = found.get("model") if isinstance(found, dict) else None

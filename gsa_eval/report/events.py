@@ -1,4 +1,4 @@
-"""Events of a run: restarts, spikes and the reaction to them, faults."""
+"""List the events of a run: restarts, spikes and the reaction to them, faults."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
         words = report.read_text(encoding="utf-8", errors="replace")
         if not words.strip():  # a full disk left an empty file
             continue
-        # The line of a rank that blocks the others ends in an arrow (gsa_train.reliability.hang_watchdog).
+        # An arrow ends the line of a rank that blocks the others (gsa_train.reliability.hang_watchdog).
         named = re.search(r"after step (\d{1,15})\b.*<--", words)
         step = int(named[1]) if named else None
         phase = "" if step is None else _phase_at(step, phases)

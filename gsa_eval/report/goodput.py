@@ -1,4 +1,6 @@
-"""Renders two tables for the report: a run's lost time by category, and its starts with the fault that ended each."""
+"""Render two tables for the report: a run's lost time by category, and the run's starts with the fault that ended
+each.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from gsa_train.metrics.goodput.words import STARTS_HEAD, rows_of_losses, rows_of
 
 
 def goodput_in_html(run: RunFiles) -> str:
-    """Returns the tables; empty for a run of a version that did not record its time."""
+    """Returns the tables, or "" for a run of a version that did not record its time."""
     if run.goodput is None:
         return ""
     losses = _table(("wall time", "time", "share"), rows_of_losses(run.goodput))

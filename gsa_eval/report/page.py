@@ -1,7 +1,7 @@
-"""Writes one HTML page about one or several runs: configs, events, and every panel of gsa_train.metrics.panels.
+"""Write one HTML page about one or several runs: configs, events, and every panel of gsa_train.metrics.panels.
 
-The page needs no server and no network: style, numbers and plotly's JavaScript, which draws the charts, are inside. It
-is made from the run folders only: during a run, after it, or after a kill.
+The page needs no server and no network, because it contains its style, its numbers and plotly's JavaScript. It is made
+from the run folders only: during a run, after a run, or after a kill.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ pictures.</p></noscript>{plots}
 
 
 def document(title: str, body: str) -> str:
-    """Returns a whole page, with style and plotly's JavaScript inside; its charts zoom together.
+    """Returns a whole page, with style and plotly's JavaScript inside. Its charts zoom together.
 
     Args:
         title: plain text.
         body: HTML; charts as made by `chart_html`.
     """
-    # Imported here: a slow import that only pages with charts need.
+    # Imported here, because the import is slow and only pages with charts need it.
     from plotly.offline import get_plotlyjs
 
     return f"""<!DOCTYPE html>
@@ -127,7 +127,7 @@ def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
 def chart_html(chart: Chart) -> str:
     from plotly.io import to_html
 
-    # Not validated: plotly would check each number in Python.
+    # Not validated, because plotly would check each number in Python.
     drawn = to_html(chart.figure, PLOTLY, include_plotlyjs=False, full_html=False, validate=False)
     return f"<figure><figcaption>{_text(chart.title)}</figcaption>{drawn}</figure>"
 
@@ -241,8 +241,8 @@ def _table_of_events(run: RunFiles, count: int) -> str:
 
 
 def _samples(runs: list[RunFiles]) -> str:
-    """Returns the models' texts after fixed prompts: the newest validation of each run, the others folded. Empty if
-    no run has any."""
+    """Returns the models' texts after fixed prompts, or "" if no run has any. The newest validation of each run is
+    open, and the others are folded."""
     parts = []
     for run in runs:
         if not run.samples:

@@ -1,4 +1,4 @@
-"""Draws figures of a run from its metrics.jsonl alone: during the run, after it, or after a kill."""
+"""Draw figures of a run from its metrics.jsonl alone: during the run, after the run, or after a kill."""
 
 from __future__ import annotations
 
@@ -89,8 +89,6 @@ Line = tuple[Sequence[float], list[float]]
 
 @dataclass(frozen=True)
 class Curves:
-    """A panel that compares runs."""
-
     y_label: str
     lines: Mapping[str, Line]
     """In the order of the legend. An empty line also takes a color, so that a run has the same color in all panels."""
@@ -113,7 +111,7 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
         ax.set_xlim(left=0)
         if panel.counts:
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    # One legend for all panels: a run looks the same in each.
+    # One legend serves all panels, because a run looks the same in each.
     looks = {label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if len(looks) > 1:
         order = [label for label in map(_words, panels[0].lines) if label in looks]
@@ -172,7 +170,7 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
 
 
 def _legend(ax: Axes) -> None:
-    """Draw a legend beside the axes; a single line needs none, since the y axis has its name."""
+    """Draw a legend beside the axes. A single line needs none, because the y axis has its name."""
     if len(ax.get_legend_handles_labels()[0]) > 1:
         ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
@@ -205,7 +203,7 @@ def _draw_baselines(ax: Axes, run_dir: Path) -> None:
 
 
 def _draw_layers(figure: Figure, ax: Axes, key: str, label: str, records: list[Record]) -> None:
-    """Draw a row per layer; the column of a record reaches back to the previous record."""
+    """Draw a row per layer. The column of a record reaches back to the previous record."""
     having = [record for record in with_key(records, key) if "event" not in record]
     num_layers = max(len(record[key]) for record in having if record.get(key) is not None)
     rows = (record.get(key) or [None] * num_layers for record in having)

@@ -1,4 +1,4 @@
-"""Reads one run for a report: its records, starts, config and events, and values derived from them."""
+"""Read one run for a report: its records, starts, config and events, and values derived from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFiles:
-    """A running, complete or killed run; unknown values are None."""
+    """Holds a running, complete or killed run. Unknown values are None."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -56,7 +56,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> Config | None:
-        """Returns the config; None if it is missing, or of a version with other fields."""
+        """Returns the config, or None if it is missing or of a version with other fields."""
         if not self.config_yaml:
             return None
         try:
@@ -66,7 +66,6 @@ class RunFiles:
 
     @cached_property
     def goodput(self) -> Account | None:
-        """Returns the account of the run's time."""
         return read_account(self.folder)
 
     @property
@@ -79,7 +78,7 @@ class RunFiles:
 
     @property
     def planned_tokens(self) -> int | None:
-        """Returns the tokens of all phases: those trained so far, and one batch of the config for each step left."""
+        """Returns the tokens of all phases: tokens trained so far, and one batch of the config for each step left."""
         if self.config is None or self.planned_steps is None:
             return None
         done = min(self.last_step, self.planned_steps)
@@ -89,8 +88,8 @@ class RunFiles:
 
     @property
     def wall_seconds(self) -> float | None:
-        """Returns the sum of times from each start to the last record before the next: with loading and validating,
-        but without waiting for a start."""
+        """Returns the sum of times from each start to the last record before the next start. Loading and validating
+        count, but waiting for a start does not."""
         times = [record["time"] for record in self.records if "time" in record]
         begins = [start["unix_seconds"] for start in self.starts]
         if not times or not begins:
@@ -121,7 +120,7 @@ class RunFiles:
         return values[-1] if values else None
 
     def median(self, key: str) -> float | None:
-        """Returns the median over the logged steps; None if none has a value."""
+        """Returns the median over the logged steps, or None if no step has a value."""
         values = [record[key] for record in self.steps if record.get(key) is not None]
         return statistics.median(values) if values else None
 
@@ -131,7 +130,7 @@ def _read_samples(path: Path) -> list[Record]:
 
 
 def read_summary(folder: Path) -> Record:
-    """Read summary.json; empty before the end of the run."""
+    """Read summary.json, which is {} before the end of the run."""
     return read_json(folder / "summary.json", {"steps": int})
 
 
@@ -146,7 +145,7 @@ def baselines_of(summary: Record) -> dict[str, float]:
 
 
 def read_json(path: Path, needed: Mapping[str, type]) -> Record:
-    """Read a JSON file; empty if it is missing, or damaged (with a warning).
+    """Read a JSON file. The result is {} if the file is missing, or damaged (with a warning).
 
     Args:
         needed: the keys of an intact file, and their types.

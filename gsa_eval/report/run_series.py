@@ -1,4 +1,4 @@
-"""Series from a run's metrics.jsonl, for charts."""
+"""Extract series from a run's metrics.jsonl, for charts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def records_of(run_dir: Path) -> list[Record]:
-    """Read metrics.jsonl, in order of the steps: the end of a save is logged some steps later, perhaps in the
-    next phase."""
+    """Read metrics.jsonl, in order of the steps. The end of a save is logged some steps later, perhaps in the next
+    phase."""
     path = run_dir / "metrics.jsonl"
     records = read_records(path, fault_of_record)
     damaged = of_other_lengths(records)
@@ -38,7 +38,7 @@ def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
 
 
 def phase_starts(records: list[Record]) -> list[tuple[int, str]]:
-    """Returns (step, name): a phase starts with the last logged step before it, the first one at `first_step`."""
+    """Returns (step, name). A phase starts with the last logged step before it, and the first phase at `first_step`."""
     starts: list[tuple[int, str]] = []
     previous = first_step(records)
     for record in records:
@@ -49,14 +49,15 @@ def phase_starts(records: list[Record]) -> list[tuple[int, str]]:
 
 
 def first_step(records: list[Record]) -> int:
-    """Returns the first step of the series: a record covers the steps since the previous one, so the first starts
+    """Returns the first step of the series. A record covers the steps since the previous record, so the first starts
     earlier."""
     steps = list(dict.fromkeys(record["step"] for record in records))
     return max(0, 2 * steps[0] - steps[1]) if len(steps) > 1 else max(0, steps[0] - 1)
 
 
 def with_key(records: list[Record], key: str) -> list[Record]:
-    """Returns records that have a value, and records of phases that never have one: a gap that no line may cross."""
+    """Returns records that have a value, and records of phases that never have a value. No line may cross such a
+    gap."""
     phases = {record["phase"] for record in records if record.get(key) is not None}
     return [record for record in records if record.get(key) is not None or record["phase"] not in phases]
 
@@ -75,7 +76,8 @@ def flat(record: Record) -> Record:
 
 @dataclass(frozen=True)
 class Known:
-    """Keys in a run's records. Computed once for all panels, since a long run has tens of thousands of records."""
+    """Lists the keys in a run's records. They are computed once for all panels, because a long run has tens of
+    thousands of records."""
 
     keys: Collection[str]
     validation_sets: Mapping[str, str]
@@ -107,8 +109,8 @@ def has(records: list[Record], key: str) -> bool:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """Returns (step, tokens) between which tokens grow linearly: the ends, and where the batch size changed at a
-    resume or batches were skipped. Empty: unknown."""
+    """Returns (step, tokens) between which tokens grow linearly, or an empty list if unknown. They are the ends, and
+    the steps where the batch size changed at a resume or batches were skipped."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }
@@ -124,7 +126,8 @@ def token_knots(records: list[Record]) -> list[tuple[int, int]]:
 
 
 def tokens_at(knots: list[tuple[int, int]], steps: Sequence[float]) -> list[float]:
-    """Returns the tokens seen after each of these steps; beyond the last knot, extrapolated from the last two."""
+    """Returns the tokens seen after each of these steps. Beyond the last knot, tokens are extrapolated from the last
+    two."""
     (step_0, tokens_0), (step_1, tokens_1) = knots[-2:]
     slope = (tokens_1 - tokens_0) / (step_1 - step_0)
     xs, ys = zip(*knots, strict=True)
@@ -143,8 +146,8 @@ def names_of(run_dirs: list[Path]) -> dict[str, Path]:
 
 
 def is_own(path: Path, folder: Path) -> bool:
-    """Whether a path lies in this run's folder, which may itself be a link. The target of another link may be
-    any file of the user's: it is skipped with a warning."""
+    """Whether a path lies in this run's folder, which may itself be a link. The target of another link may be any file
+    of the user, so the path is skipped with a warning."""
     own = path.resolve().is_relative_to(folder.resolve())
     if not own:
         logger.warning("%s is a link that leads out of %s; left out", path, folder)
@@ -154,10 +157,10 @@ def is_own(path: Path, folder: Path) -> bool:
 def shown_range(
     lines: Sequence[tuple[Sequence[float], Sequence[float | None]]],
 ) -> tuple[float, float] | None:
-    """Returns bounds of a linear y axis that ignore the first steps and outliers; None: the range of all values.
+    """Returns bounds of a linear y axis that ignore the first steps and outliers, or None for the range of all values.
 
-    They cover the values after the first tenth of the x axis that lie no further than half their distance
-    outside the 2nd and the 98th percentile. A chart's whole range is one double-click away.
+    They cover values after the first tenth of the x axis. Values may lie outside the 2nd and 98th percentile by half
+    the distance between these. A double-click shows a chart's whole range.
 
     Args:
         lines: x and y of each.

@@ -1,9 +1,9 @@
-"""The page of every config field, `docs/reference/config.md`, made from the dataclasses.
+"""Write the page of every config field, `docs/reference/config.md`, from the dataclasses.
 
     python -m gsa_study.commands.config_reference > docs/reference/config.md
 
-Types and defaults come from the fields, meanings from the text under each field, ranges from `checks.py`. torch is not
-imported.
+Types and defaults come from the fields, meanings from the text under each field, ranges from `checks.py`. The command
+does not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page, as Markdown: a chapter for each section of `Config`, a row for each field."""
+    """Return the whole page as Markdown: a chapter for each section of `Config`, a row for each field."""
     parts = [HEAD]
     for name, hint in typing.get_type_hints(Config).items():
         (item,) = typing.get_args(hint) or (None,)
@@ -70,10 +70,10 @@ SECTIONS_OF_A_STUDY = {
 
 
 def _chapter(section: type, prefix: str, meaning: str = "") -> str:
-    """One section of the config. Sections inside it have their own chapters.
+    """Return one section of the config. Sections inside it have their own chapters.
 
     Args:
-        prefix: what stands before a field on the command line.
+        prefix: the text before a field on the command line.
         meaning: empty: as the section's file says.
     """
     module = sys.modules[section.__module__]
@@ -100,7 +100,7 @@ def _chapter(section: type, prefix: str, meaning: str = "") -> str:
 
 
 def field_texts(section: type) -> dict[str, str]:
-    """Field name -> the text under it in the source, on one line.
+    """Return a dict field name -> the text under it in the source, on one line.
 
     Raises:
         ValueError: a field has no text.
@@ -135,7 +135,7 @@ def _type_in_words(hint: Any) -> str:
 
 
 def _range_in_words(name: str, hint: Any) -> str:
-    """What `checks.py` holds this field to by itself; checks between fields may ask for more."""
+    """Return the range that `checks.py` requires of this field alone. Checks between fields may require more."""
     if name in AT_LEAST_ZERO | study.AT_LEAST_ZERO:
         return ", 0 or more"
     if name in ABOVE_ZERO:

@@ -66,7 +66,7 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of the lines has left
+    except BrokenPipeError:  # the reader of the lines has ended
         raise
     except OSError as error:
         print(f"not all was written: {error}; make room, or give another --out", file=sys.stderr)
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def check_names(studies: Sequence[Study]) -> None:
-    """Two studies of one name would share a page and a record, and each would drop the other's arms.
+    """Refuse two studies of one name, which would share a page and a record and drop each other's arms.
 
     Raises:
         ConfigError: there are two.
@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
         help="as launch/study.py had them: fields of the configs of all runs that are here",
     )
     arguments = parser.parse_intermixed_args()
-    for name in ("studies", "benches"):  # without it the pages would say that nothing has run
+    for name in ("studies", "benches"):  # Without the folder the pages would say that nothing has run.
         folder = getattr(arguments, name)
         if not folder.is_dir():
             parser.error(

@@ -5,11 +5,12 @@
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
 
-Trains the arms of a study file with each of its seeds, evaluates them, packs what another machine needs, and writes
-the report that compares them. The same command goes on after any end. Exit code 2: wrong use, a mistake in the file, a
-package that is not installed, a run that began with another config, or no room on the disk. 1: a job has failed, and
-the others are done. 75: stopped, or a job was interrupted: the same command goes on. 130: a second Ctrl-C. 0: all is
-done.
+The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
+them. --pack also packs what another machine needs to continue. After any end, the same command continues.
+
+Exit code 0: all jobs are finished. 1: a job has failed, and the others are finished. 2: wrong use, a mistake in the
+file, a package that is not installed, a run that began with another config, or no room on the disk. 75: stopped, or a
+job was interrupted; the same command continues. 130: a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def main() -> int:
 
 
 def check_packages(study: Study, only_report: bool) -> None:
-    """Look for the packages that are imported only once the GPUs have done their work.
+    """Look for packages that would be imported only after the GPUs have done their work.
 
     Raises:
-        StudyError: one is missing.
+        StudyError: a package is missing.
     """
     needs = [("plotly", "the report", "pip install plotly")]
     if study.config.evaluations and not only_report:
@@ -105,10 +106,10 @@ def check_packages(study: Study, only_report: bool) -> None:
 def run(
     study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace, began: float
 ) -> int:
-    """Do what is due, pack it, write the report, and say how it stands.
+    """Run what is due, pack it, write the report, and print the state.
 
     Args:
-        began: this command, by `time.time`.
+        began: start of this command, by `time.time`.
     """
     if arguments.retry_failed:
         for job in plan.due:
@@ -134,7 +135,7 @@ def run(
 
 
 def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argparse.Namespace) -> int:
-    """Say what is finished, what failed and why, and what is left; returns the exit code."""
+    """Print what is finished, what failed and why, and what is left. Returns the exit code."""
     states = chosen(states_of(study), arguments.arms, arguments.seeds)
     failures = read_failures(study.folder)
     finished = sum(state.finished for state in states)
@@ -164,7 +165,7 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
 
 
 def say_what_is_too_long(study: Study, runner: StudyRunner, within_seconds: float) -> None:
-    """Name the trainings that did not start because there was no time for them."""
+    """Print the trainings that did not start because there was no time for them."""
     jobs, times = jobs_of(study), read_times(study.folder)
     for job in runner.left:
         expected = expected_time(job, jobs, times)
@@ -178,7 +179,7 @@ def states_of(study: Study) -> list[JobState]:
 
 
 def report(study: Study, arguments: argparse.Namespace) -> None:
-    """Write page and tables of what the run folders have, the tables also into a folder that the user names."""
+    """Write page and tables of what the run folders have. The tables also go into a folder that the user names."""
     results = read_results(study, read_failures(study.folder))
     written = write_study_report(results, study.folder / "report")
     for path in [*written, *(write_tables(results, arguments.tables) if arguments.tables else [])]:
@@ -186,8 +187,8 @@ def report(study: Study, arguments: argparse.Namespace) -> None:
 
 
 def pack(study: Study, arguments: argparse.Namespace) -> None:
-    """Write the packs that were asked for. They come before the report: they keep what GPUs have done, and a report can
-    be repeated."""
+    """Write the packs that the user asked for. They come before the report, because they keep the work of GPUs and a
+    report can be repeated."""
     failures = read_failures(study.folder)
     if arguments.pack is not None:
         runs = pack_study(study, failures, arguments.pack)
@@ -200,10 +201,10 @@ def pack(study: Study, arguments: argparse.Namespace) -> None:
 
 
 def gpus_at_hand(asked: str | None) -> list[str] | None:
-    """The GPUs to use; None: CPUs.
+    """Return the GPUs to use, or None for CPUs.
 
     Raises:
-        StudyError: `--gpus` names none, or one twice.
+        StudyError: `--gpus` names none, or names a GPU twice.
     """
     if asked is None:
         return find_gpus(os.environ) or None

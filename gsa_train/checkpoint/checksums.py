@@ -1,4 +1,4 @@
-"""CRC-32 of files, computed by several threads over parts whose checksums are then combined."""
+"""Compute the CRC-32 of files: several threads process parts, whose checksums are then combined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ POLYNOMIAL = 0xEDB88320
 
 
 def crc32_of(path: Path) -> tuple[int, int]:
-    """Returns the file's size in bytes, and its checksum."""
     size = path.stat().st_size
     starts = range(0, size, PART_BYTES)
     if len(starts) <= 1:
@@ -35,7 +34,7 @@ def crc32_of_range(path: Path, start: int, end: int) -> int:
     """Returns the checksum of the bytes [start, end).
 
     Raises:
-        OSError: they cannot be read, or the file has become shorter.
+        OSError: the bytes cannot be read, or the file has become shorter.
     """
     checksum = 0
     with path.open("rb", buffering=0) as file:
@@ -54,10 +53,8 @@ def threads_at_hand() -> int:
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """Returns the checksum of concatenated parts, given the (checksum, length in bytes) of each.
-
-    A part's checksum is a polynomial over GF(2), and n bytes that follow multiply it by x^8n (zlib's crc32_combine).
-    """
+    """Returns the checksum of concatenated parts, given the (checksum, length in bytes) of each. A part's checksum is
+    a polynomial over GF(2). n further bytes multiply it by x^8n (zlib's crc32_combine)."""
     whole = 0
     for checksum, length in parts:
         whole = _product(_power_of_bytes(length), whole) ^ checksum

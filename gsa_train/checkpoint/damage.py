@@ -1,4 +1,4 @@
-"""Checks that a checkpoint's files are intact and belong to the step and the run that its folder names."""
+"""Check that a checkpoint's files are intact, and belong to the step and the run that its folder names."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 def find_damage(
     checkpoint: Path, parallel: Parallel, checksums: bool, run_id: str = "", tensors_later: bool = False
 ) -> str | None:
-    """Returns one line about what is wrong with a checkpoint's files; None if nothing is. Collective.
+    """Returns one line about the fault in a checkpoint's files, or None if they are intact. Collective.
 
-    The ranks share the files, so that together they read the checkpoint once. The main rank also looks for files that
+    The ranks divide the files, so that together they read the checkpoint once. The main rank also looks for files that
     were made to harm, which checksums cannot detect.
 
     Args:
         checksums: read the files; otherwise only check that all exist with their sizes.
-        run_id: ID of the run that it must belong to; "" for any.
+        run_id: ID of the run that the checkpoint must belong to; "" for any.
         tensors_later: leave the checksums of files with tensors to the load (`tensor_files`).
     """
     manifest: Manifest | None = None
@@ -67,8 +67,8 @@ def find_damage(
 
 
 def tensor_files(checkpoint: Path) -> dict[str, FileRecord]:
-    """Returns the manifest's records of the files with tensors, for a checkpoint that was found intact; empty for one
-    written before manifests existed."""
+    """Returns the manifest's records of the files with tensors, for an intact checkpoint. The result is empty for a
+    checkpoint without a manifest, which is an old format."""
     try:
         files = read_manifest(checkpoint).files
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def _faults_in(
 
 
 def find_damage_alone(checkpoint: Path) -> str | None:
-    """Like `find_damage` with checksums, in one process without process groups."""
+    """Run `find_damage` with checksums in one process without process groups."""
     fault, manifest = _read_manifest(checkpoint)
     if fault is None and manifest is not None:
         fault = faults_in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
@@ -93,8 +93,8 @@ def find_damage_alone(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
-    """Returns what is wrong with the manifest, or None; and the manifest. A checkpoint without one, of an old format,
-    is not verified."""
+    """Returns the fault of the manifest, or None, and the manifest. A checkpoint without a manifest has an old format
+    and is not verified."""
     try:
         manifest = read_manifest(checkpoint)
     except FileNotFoundError:
@@ -108,19 +108,19 @@ def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
 
 
 def _refused(checkpoint: Path, manifest: Manifest | None, run_id: str = "") -> str | None:
-    """Returns why intact files are refused: one was made to harm, or belongs to another checkpoint."""
+    """Returns why intact files are refused: a file was made to harm, or belongs to another checkpoint."""
     files = None if manifest is None else manifest.files
     return refused_content(checkpoint, files or None) or _other_identity(checkpoint, manifest, run_id)
 
 
 def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) -> str | None:
-    """Returns one line about why an intact checkpoint is not the one that its folder names; None if it is."""
+    """Returns one line if an intact checkpoint is not the one that its folder names, else None."""
     try:
         state = read_run_state(checkpoint)
     except (KeyError, TypeError) as error:
         return f"{COMMON_STATE_FNAME} is damaged: it holds no run state ({error})"
     except ValueError:
-        return None  # another version is not damage: the load reports it
+        return None  # another version is not damage, and the load reports it
     numbers = (state.step, state.tokens, state.phase_index, state.phase_start, *state.layout)
     if any(type(each) is not int for each in numbers) or not isinstance(state.data, dict):
         return f"{COMMON_STATE_FNAME} is damaged: it holds no run state"

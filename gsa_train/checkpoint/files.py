@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: listing them, making them durable, and checking that they are unchanged.
+"""List checkpoint folders, make them durable on disk, and check that they are unchanged.
 
     <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml and a copy of its
                                                             tokenizer (tokenizer.model or tokenizer.json)
@@ -7,8 +7,8 @@
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
     <run folder>/checkpoints/set_aside/                     checkpoints newer than the one a rewind loaded
 
-A save writes into `.tmp_step_00000200/` and renames it once every file is on the disk, so a folder with the final
-name was complete when it got that name.
+A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. A folder with the final
+name was therefore complete when it got that name.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's entry in the manifest."""
-
     bytes: int
     crc32: str
     """Checksum of the whole file, in hexadecimal. CRC-32 detects accidental damage. It is faster than the hashes in
@@ -49,8 +47,6 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json."""
-
     files: dict[str, FileRecord]
     run: str = ""
     """`run.name` of the run that wrote it."""
@@ -67,7 +63,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """Returns 200 for step_00000200; None if the name is not a checkpoint's."""
+    """Returns 200 for step_00000200, and None for a name that is not a checkpoint's."""
     match = re.fullmatch(r"step_(\d{8,})", name)
     return int(match[1]) if match else None
 
@@ -77,14 +73,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_latest(checkpoints: Path) -> str | None:
-    """Returns the checkpoint that `latest` names; None without the file, or if it names none."""
+    """Returns the checkpoint that `latest` names, or None without the file or a valid name."""
     pointer = checkpoints / LATEST
     name = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
     return None if step_of(name) is None else name
 
 
 def newest_name(checkpoints: Path) -> str | None:
-    """Returns the name in `latest`, else the newest complete checkpoint's."""
+    """Returns the name in `latest`, or else the name of the newest complete checkpoint."""
     complete = complete_checkpoints(checkpoints)
     return read_latest(checkpoints) or (complete[-1].name if complete else None)
 
@@ -113,9 +109,10 @@ def newer_than(checkpoint: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint that `folder` refers to: itself, or what `latest` names in it or in its `checkpoints`.
+    """Returns the checkpoint that `folder` refers to: itself, or the one that `latest` names in it or in its
+    `checkpoints`.
 
-    If `latest` names none, the newest complete one. None if there is none.
+    If `latest` names none, returns the newest complete checkpoint, or None without any.
 
     Raises:
         FileNotFoundError: `latest` names a checkpoint that is missing or incomplete.
@@ -128,7 +125,7 @@ def find_checkpoint(folder: Path) -> Path | None:
             newer = newest_name(checkpoints)
             if newer == name:
                 break
-            name = newer  # meanwhile its run has saved a newer one, and deleted this
+            name = newer  # its run has meanwhile saved a newer checkpoint and deleted this one
         if name is None:
             continue
         found = checkpoints / name if is_complete(checkpoints / name) else None
@@ -152,9 +149,9 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load, best first: the one that `latest` names, then older ones.
 
-    Checkpoints newer than `latest` are left out, with a warning: `latest` may have been set back by hand, or by a
-    rewind that was killed midway. Without `latest` (a kill between the first save and its `latest`), or if it is
-    damaged, all are candidates.
+    Checkpoints newer than `latest` are left out with a warning, because a user or a killed rewind may have set
+    `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the first
+    save.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -185,13 +182,13 @@ def recover_folder(checkpoints: Path) -> None:
             _delete(leftover)
         except (
             OSError
-        ) as error:  # on NFS, if another process holds one of its files open; the next save tries again
+        ) as error:  # On NFS another process holds a file of the folder open. The next save tries again.
             logger.warning("%s could not be deleted: %s", leftover, error)
 
 
 def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
-    """Rename damaged checkpoints to `*.damaged`, so that no save replaces them and no resume loads them, and let
-    `latest` name the chosen one. Nothing is deleted. Returns the new names."""
+    """Rename damaged checkpoints to `*.damaged`, and let `latest` name the chosen checkpoint. Returns the new names.
+    No save then replaces the damaged checkpoints and no resume loads them. Nothing is deleted."""
     renamed = []
     for folder in damaged:
         target, count = folder.with_name(folder.name + DAMAGED), 1
@@ -209,7 +206,7 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
 
 
 def go_back_to(checkpoint: Path) -> None:
-    """Make an earlier checkpoint the latest one; newer ones move to `set_aside/`. Call on one process."""
+    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Call on one process."""
     _write_latest(checkpoint)
     aside = checkpoint.with_name(SET_ASIDE)
     for newer in newer_than(checkpoint):
@@ -223,17 +220,16 @@ def go_back_to(checkpoint: Path) -> None:
 
 
 def describe_file(path: Path) -> FileRecord:
-    """Read a file and return its size and checksum."""
     size, checksum = crc32_of(path)
     return FileRecord(size, f"{checksum:08x}")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the last file of a checkpoint, and sync it and the folder to disk.
+    """Write the last file of a checkpoint, and sync the file and the folder to disk.
 
     Raises:
-        OSError: cannot be written; or a listed file lacks the size that was written, as when the ranks
-            do not share one file system.
+        OSError: the file cannot be written; or a listed file does not have the size that was written, as when the
+            ranks do not share one file system.
     """
     for name, record in manifest.files.items():
         size = (folder / name).stat().st_size
@@ -252,8 +248,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no manifest.
+        FileNotFoundError: there is no manifest.
+        ValueError: the file is no manifest.
     """
     try:
         content = parse_json((folder / MANIFEST).read_bytes())
@@ -284,7 +280,7 @@ def leads_out(folder: Path, name: str) -> bool:
 
 
 def share_of(files: Mapping[str, FileRecord], index: int, count: int) -> dict[str, FileRecord]:
-    """Returns the files that process `index` of `count` checks: about the same number of bytes for each."""
+    """Returns the files that process `index` of `count` checks. Each process reads about the same number of bytes."""
     loads = [0] * count
     share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -296,7 +292,7 @@ def share_of(files: Mapping[str, FileRecord], index: int, count: int) -> dict[st
 
 
 def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
-    """Returns one line for each faulty file of a checkpoint; reads whole files only for `checksums`."""
+    """Returns one line for each faulty file of a checkpoint. Reads whole files only for `checksums`."""
     faults = []
     for name, record in files.items():
         try:
@@ -342,14 +338,15 @@ def prune(
     reach_steps: int | None = None,
     keep_every_steps: int = 0,
 ) -> list[str]:
-    """Delete all complete checkpoints up to `newest` except the last `keep_last`; returns the failures. Call while no
-    save is under way.
+    """Delete all complete checkpoints up to `newest` except the last `keep_last`, and return the failures.
 
-    Newer ones, if `latest` was set back by hand, do not count: a resume could not fall back on them.
+    Call while no save is under way. If a user set `latest` back by hand, newer checkpoints do not count, because a
+    resume could not fall back on them.
 
     Args:
-        every_steps: interval of regular saves, which excludes saves at a stop and retries of failed ones.
-        reach_steps: also keep the newest one at least this much older than `newest`, and the regular ones since.
+        every_steps: interval of regular saves, which excludes saves at a stop and retries of failed saves.
+        reach_steps: also keep the newest checkpoint that is at least this much older than `newest`, and the regular
+            checkpoints since then.
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
     """
     failures: list[str] = []
@@ -377,13 +374,13 @@ def prune(
     for doomed in checkpoints.glob(".tmp_step_*"):  # also folders that could not be deleted before
         try:
             _delete(doomed)
-        except OSError as error:  # on NFS, if another process holds one of its files open
+        except OSError as error:  # On NFS another process holds a file of the folder open.
             failures.append(f"{doomed.name.removeprefix('.tmp_')} could not be deleted: {error}")
     return failures
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, or only the link if it is one: a user has moved the folder elsewhere."""
+    """Delete a folder. If a user moved the folder elsewhere and left a link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:

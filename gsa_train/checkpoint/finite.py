@@ -1,5 +1,7 @@
-"""Checks that weights and optimizer state are finite: before a save, so that no checkpoint with NaN is written
-(and none deleted for it), and after a start or a rewind has loaded them."""
+"""Check that weights and optimizer state are finite, before a save and after a start or a rewind has loaded them.
+
+The check before a save keeps NaN out of checkpoints, and keeps the older checkpoint that the save would delete.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,9 @@ MOST_NAMED = 3
 
 @torch.no_grad()
 def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> str | None:
-    """Returns a text that names tensors with NaN or infinite values by rank, the same on all ranks; None if there are
-    none.
-
-    Each rank checks all that it holds, whichever replica would write it. Everything is read once, and the host waits
-    for the device once. Collective; call it with whole weights (`PhaseOptimizer.whole_weights`).
-    """
+    """Returns the names of tensors with NaN or infinite values by rank as one text, equal on all ranks, or None. Each
+    rank checks all tensors that it holds, whichever replica would write them. Every tensor is read once, and the host
+    waits for the device once. Collective. Call it with whole weights (`PhaseOptimizer.whole_weights`)."""
     held = [tensor for _, tensor in _weights(model)]
     held += [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     finite = _all_finite(held).to(parallel.device, torch.int32)
@@ -40,7 +39,7 @@ def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 
 
 def _weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all weights, frozen ones included, and the averages that are saved with them."""
+    """Yields all weights, including frozen ones, and the averages that are saved with them."""
     for chunk in model.chunks:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -57,15 +56,15 @@ def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for (device, _), group in alike.items():
         if device.type == "cuda":
             largest = list(torch._foreach_norm(group, torch.inf))  # a few kernels for all of them
-        else:  # bound by memory; a norm on CPUs takes much longer
+        else:  # reads memory once; a norm on CPUs takes much longer
             largest = [extreme for tensor in group for extreme in tensor.aminmax()]
         finite = finite.to(device) & torch.stack(largest).isfinite().all()
     return finite
 
 
 def _named_faults(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[str]:
-    """Returns this rank's tensors with faults, by their names in checkpoints, which number layers over the whole model.
-    Called on all ranks if any rank has found values that are not finite."""
+    """Returns this rank's tensors with faults, by their names in checkpoints, which number layers over the whole
+    model. All ranks call this if any rank has found values that are not finite."""
     entries = by_parameter(sharded_state(model, None, sharding_metadata(parallel)))
     keys = {key: entry.key for key, entry in entries.items()}
     named = [(keys.get(id(tensor), name), tensor) for name, tensor in _weights(model)]

@@ -1,8 +1,8 @@
-"""Loads the pickles in a checkpoint without running the functions that they name.
+"""Load the pickles in a checkpoint without running arbitrary functions.
 
-A pickle may name any function, and unpickling calls it. torch's `.metadata` is a pickle, which torch loads as it is;
-the objects beside the tensors are pickles, which torch's planner loads with `weights_only=False`. This module puts
-readers with a list of allowed names in their place. torch itself reads tensors with `weights_only=True`.
+A pickle may name any function, and unpickling calls the function. torch unpickles the file `.metadata` without a
+restriction. torch's planner unpickles objects other than tensors with `weights_only=False`. This module replaces both
+readers by readers with a list of allowed names. torch itself reads tensors with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ REMEDY = "No code in it was run. Copy the checkpoint from its source again, and 
 
 
 class RefusedContent(ValueError):
-    """A file of a checkpoint with content that no save writes."""
+    """A checkpoint's file has content that no save writes."""
 
 
 def _enum_member(kind: Any, name: Any) -> Any:
-    """Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    """Replaces `getattr`, which Python 3.11.0 to 3.11.3 uses to pickle a member of an enum."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise _refused(TORCH_METADATA, "builtins.getattr")
     return kind[name]
@@ -79,8 +79,8 @@ def read_metadata(checkpoint: Path) -> Metadata:
     """Read torch's metadata file, which says where each tensor is.
 
     Raises:
-        RefusedContent: the file is damaged, asks for something other than `CLASSES`, or points out of the folder or of
-            a file.
+        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points out of the folder or of a
+            file.
     """
     with (checkpoint / TORCH_METADATA).open("rb") as file:
         try:
@@ -96,12 +96,11 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
-    """Returns the content of torch's metadata file."""
     return pickle.dumps(metadata)
 
 
 def read_common(checkpoint: Path) -> dict[str, Any]:
-    """Read what is neither a tensor of the model nor of the optimizer.
+    """Read the common file, which holds everything except the tensors of model and optimizer.
 
     Raises:
         RefusedContent: the file is damaged, or asks for something that `weights_only` does not allow.
@@ -113,7 +112,7 @@ def read_common(checkpoint: Path) -> dict[str, Any]:
 
 
 def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | None:
-    """Returns one line about why this checkpoint must not be loaded; None if it may be. Reads all except the tensors.
+    """Returns one line about why this checkpoint must not be loaded, or None. Reads all files except the tensors.
 
     Args:
         listed: files whose checksums are known; None for a checkpoint without checksums.
@@ -189,7 +188,7 @@ class GuardedCommon(TorchCommonLoadStrategy):
 
 
 class _Reader(ParallelReader):
-    """Reads the metadata once; in a logged load, once for all readers together."""
+    """Reads the metadata once. In a logged load, all readers together read the metadata once."""
 
     _metadata: Metadata | None = None
 
@@ -222,6 +221,6 @@ def _reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> FileSys
     return _Reader(checkpoint_dir)
 
 
-# megatron-core has no argument for either.
+# megatron-core has no argument for either reader.
 mcore_torch._get_filesystem_reader = _reader
 mcore_torch.MCoreLoadPlanner = _LoadPlanner

@@ -1,4 +1,4 @@
-"""Pinned host memory, from which a save writes while training continues."""
+"""Allocate pinned host memory, from which a save writes while training continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ its kernels: without pauses it would end later by the time of all blocks."""
 
 
 class HostMemory:
-    """Allocated once, in a thread before the first save, and kept: pinning takes much longer than copying."""
+    """Holds pinned memory, because pinning takes much longer than copying. A thread allocates it before the first
+    save."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -31,16 +32,17 @@ class HostMemory:
         self._is_awaited = Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Begin to allocate memory for tensors of about these sizes in bytes, block by block with pauses. A request in
-        the meantime waits for the rest, which is then allocated at once. Existing blocks count."""
+        """Begin to allocate memory for tensors of about these sizes in bytes, block by block with pauses. Existing
+        blocks count. A request in the meantime waits until the rest is allocated, then without pauses."""
         self._end_reserving()
         self._is_awaited.clear()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._reserving = self._thread.submit(self._reserve, list(sizes), device)
 
     def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns pinned tensors of these shapes and dtypes in the memory of the last call. Each has its own storage,
-        since that is what `torch.save` writes.
+        """Returns pinned tensors of these shapes and dtypes. The next call uses the same memory again.
+
+        Each tensor has its own storage, because `torch.save` writes whole storages.
 
         Raises:
             RuntimeError: there is no memory for them.
@@ -67,7 +69,6 @@ class HostMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes pinned so far."""
         return sum(block.numel() for block in self._blocks)
 
     def _end_reserving(self) -> None:
@@ -95,7 +96,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns (block, offset) for each size in bytes, in blocks of these lengths and further ones that are returned."""
+    """Returns (block, offset) for each size in bytes, and the lengths of further blocks that are needed."""
     places, left = _into(sizes, blocks)
     more, places_of_left = pack([sizes[index] for index in left])
     for index, (block, start) in zip(left, places_of_left, strict=True):
@@ -120,10 +121,8 @@ def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, 
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns sizes of a few blocks, and (block, offset) for each size, in bytes.
-
-    torch rounds pinned memory up to a power of two, so blocks are powers of two, of the size that wastes least.
-    """
+    """Returns sizes of a few blocks, and (block, offset) for each size, in bytes. torch rounds pinned memory up to a
+    power of two. Blocks therefore have the power of two that wastes least."""
     if not sizes:
         return [], []
     rounded = [_rounded(size) for size in sizes]
@@ -152,5 +151,4 @@ def _rounded(size: int) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """Returns the next power of two."""
     return 1 << (size - 1).bit_length()

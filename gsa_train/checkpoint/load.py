@@ -1,7 +1,7 @@
-"""The content of a checkpoint, and loading it, in megatron-core's sharded format.
+"""Define the content of a checkpoint and load it, in megatron-core's sharded format.
 
 A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else that a run needs to continue as if
-it had never stopped. It loads into any layout. Its files: `files.py`; writing them: `save.py`.
+it had never stopped. It loads into any layout. `files.py` lists the files; `save.py` writes them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that was found damaged while it was read, on all ranks. The tensors being filled are undefined."""
+    """A read found the checkpoint damaged, on all ranks. The tensors that were being filled are undefined."""
 
 
 class StateError(ValueError):
-    """A checkpoint whose optimizer state does not match its weights."""
+    """The optimizer state of a checkpoint does not match its weights."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RunState:
 
 
 def read_run_state(checkpoint: Path) -> RunState:
-    """Read what is needed before model and optimizer are built: the phase, the step, the position in the text.
+    """Read the state that is needed before model and optimizer are built: phase, step, position in the text.
 
     Raises:
         ValueError: the checkpoint has another format version.
@@ -107,7 +107,7 @@ def read_run_state(checkpoint: Path) -> RunState:
             f"{checkpoint} has format version {content['format_version']}, this code reads "
             f"{', '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
         )
-    # Checkpoints older than context parallelism have three sizes.
+    # Checkpoints that are older than context parallelism have three sizes.
     return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
 
 
@@ -122,11 +122,10 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts with fresh
-            moments, from the fp32 weights that both phases train. Otherwise parallel.distributed_optimizer,
-            parallel.strategy, train.precision and the phase's multipliers of the learning rate may differ from the
-            checkpoint's.
-        unchecked: its files with tensors, to be checked while they are read; None if they have been.
+        with_optimizer: False at the start of the next phase, whose optimizer starts with fresh moments and with the
+            fp32 weights that both phases train. True within the checkpoint's phase. parallel.distributed_optimizer,
+            parallel.strategy, train.precision and the phase's learning-rate multipliers may then have changed.
+        unchecked: the checkpoint's files with tensors, to be checked while they are read; None if they were checked.
 
     Raises:
         DamagedCheckpoint: the files are not what was written.
@@ -156,8 +155,9 @@ def load_checkpoint(
 def load_main_weights(
     checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> list[str]:
-    """After `load_weights` has filled the model: load the checkpoint's separate fp32 weights into the
-    optimizer, or into an fp32 model. Collective.
+    """Load the checkpoint's separate fp32 weights into the optimizer, or into an fp32 model. Collective.
+
+    Call it after `load_weights` has filled the model.
 
     Returns:
         Parameters whose weights differ from the model's. If there are any, all weights stay the model's own.
@@ -178,7 +178,7 @@ def _fill(
     weights: bool,
     moments: bool,
 ) -> list[str]:
-    """Fill model and optimizer; fp32 weights come from the checkpoint where it has them. Collective.
+    """Fill model and optimizer. fp32 weights come from the checkpoint if it has them. Collective.
 
     Args:
         weights: also fill the model; otherwise it has the checkpoint's weights already.
@@ -190,7 +190,7 @@ def _fill(
     saved = _saved_tensors(checkpoint)
     with phase_optimizer.whole_weights(changes=True):
         entries = sharded_state(model, None, metadata)
-        # Everything derived from the entries, before a load takes them apart.
+        # Derive everything from the entries before a load takes them apart.
         wanted = wanted_state(phase_optimizer, dict(entries), saved, moments)
         parts = parts_with_main_weights(phase_optimizer, dict(entries), saved)
         from_mains = from_main_weights(entries, saved)
@@ -206,7 +206,7 @@ def _fill(
     # A rank that loads nothing finds nothing.
     shared = phase_optimizer.state_group is None
     for name, tensor in _read(checkpoint, {"state": wanted}, model, shared).get("state", {}).items():
-        targets[name].copy_(tensor)  # mostly itself
+        targets[name].copy_(tensor)  # mostly a copy onto itself
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
     found: list[Any] = [None] * parallel.world_size
@@ -221,7 +221,8 @@ def _fill_in_fp32(
     names: list[str],
     saved: Saved,
 ) -> list[str]:
-    """Fill an fp32 model from the fp32 weights of a run in bf16, also where the phase trains none. Collective.
+    """Fill an fp32 model from the fp32 weights of a bf16 run, including parameters that the phase does not train.
+    Collective.
 
     Args:
         from_mains: result of `from_main_weights`, when the model has the checkpoint's weights.
@@ -240,7 +241,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
     """Fill a model that has no optimizer yet. Collective.
 
     Args:
-        names: names on disk of the tensors to load; the model's others stay unchanged. None: all.
+        names: names on disk of the tensors to load; the other tensors stay unchanged. None: all.
     """
     wanted = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
     if names is not None:
@@ -320,8 +321,8 @@ def sharded_state(
 
 
 def _named_chunks(model: Model) -> dict[str, GPTModel]:
-    """Returns the chunks under megatron-core's names. A tensor's name on disk has its layer in the whole model, on any
-    rank."""
+    """Returns the chunks under megatron-core's names. On every rank, a tensor's name on disk numbers its layer in the
+    whole model."""
     if len(model.chunks) == 1:
         return {"model": model.gpt}
     return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
@@ -346,7 +347,6 @@ def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
 
 
 def local_rng() -> dict[str, Any]:
-    """Returns the states of this rank's generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -357,7 +357,7 @@ def local_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
-    """Restore this rank's generators if layout and kind of device equal the saved ones; returns whether it did."""
+    """Restore this rank's generators if layout and kind of device equal the saved ones. Returns whether they do."""
     if tuple(state.layout) != tuple(layout):
         return False
     saved = state.rng[rank]
@@ -368,7 +368,6 @@ def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
 
 
 def set_local_rng(saved: dict[str, Any]) -> None:
-    """Restore what `local_rng` returned."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])

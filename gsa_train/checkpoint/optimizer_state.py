@@ -1,11 +1,11 @@
-"""Optimizer state in a checkpoint: `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
+"""Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads in place the shards that it keeps (`StatePart`), so no host or device memory is added.
-megatron-core 0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them, 12 bytes per parameter, in
-the host memory of every data-parallel rank. Its other forms do not load into other tensor or pipeline sizes.
+Each rank writes and reads its own shards in place (`StatePart`), so no host or device memory is added. megatron-core
+0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them in the host memory of every data-parallel
+rank: 12 bytes per parameter. Its other formats do not load into other tensor or pipeline sizes.
 
-megatron-core's planner describes a rank's shard of a tensor by offset and shape. A range of a flattened matrix is up to
-three such boxes: the end of a row, whole rows, the beginning of one.
+megatron-core's planner describes a rank's shard of a tensor as a box: an offset and a shape. A range of a flattened
+matrix consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def has_main_weights(saved: Saved) -> bool:
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
-    """Returns id of a parameter -> its entry in the model's sharded state dict."""
+    """Returns a dict id of a parameter -> its entry in the model's sharded state dict."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {id(each.data): each for each in nested_values(sharded)}
 
@@ -67,7 +67,7 @@ def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) ->
 def wanted_state(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved, moments: bool
 ) -> dict[str, ShardedTensor]:
-    """Returns what this rank reads from a checkpoint, with its own tensors to be filled.
+    """Returns the entries that this rank reads from a checkpoint. Its own tensors are to be filled.
 
     Args:
         model_state: the model's sharded state dict.
@@ -85,7 +85,7 @@ def wanted_state(
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")
         if MAIN_WEIGHT in part.tensors:
-            # Without a separate fp32 weight, the weight itself is fp32, or as precise as the checkpoint has it.
+            # Without a separate fp32 weight, the weight itself is fp32, or has the precision of the checkpoint.
             main = main_weight_key(like.key, saved)
             if main is not None or moments:
                 keys[MAIN_WEIGHT] = main or like.key
@@ -96,8 +96,8 @@ def wanted_state(
 
 
 def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, Any]:
-    """Returns entries of the model's sharded state dict, to be read from a checkpoint's fp32 weights instead of the
-    model's."""
+    """Returns entries of the model's sharded state dict that are read from the checkpoint's fp32 weights instead of
+    the model's weights."""
     return {
         chunk: {
             name: replace(entry, key=main)
@@ -112,7 +112,7 @@ def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, An
 def parts_with_main_weights(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved
 ) -> list[tuple[str, StatePart]]:
-    """Returns (parameter name, part) wherever checkpoint and optimizer have separate fp32 weights."""
+    """Returns (parameter name, part) for each part with separate fp32 weights in both checkpoint and optimizer."""
     entries = by_parameter(model_state)
     kept = (part for part in phase_optimizer.state_parts() if MAIN_WEIGHT in part.tensors)
     named = ((entries[id(part.parameter)].key, part) for part in kept)
@@ -122,7 +122,8 @@ def parts_with_main_weights(
 def names_of_others(
     names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
 ) -> list[str]:
-    """Returns the parameters whose fp32 weights differ from the model's, when rounded as in the checkpoint and here.
+    """Returns the parameters whose fp32 weights differ from the model's, after both are rounded as in the checkpoint
+    and here.
 
     Args:
         mains: fp32 weights.
@@ -133,7 +134,7 @@ def names_of_others(
         rounded = main.to(weight.device).to(saved[name].dtype).to(weight.dtype)
         if torch.equal(rounded, weight):
             continue
-        finite = rounded.isfinite() & weight.isfinite()  # finite.py reports the others
+        finite = rounded.isfinite() & weight.isfinite()  # finite.py reports weights that are not finite
         if ((rounded != weight) & finite).any():
             found.append(name)
     return found
@@ -164,7 +165,7 @@ def _boxes_of(
         like: the entry of the part's parameter.
         copy: `PhaseOptimizer.state_copy`.
     """
-    # The two halves of a SwiGLU layer's first product are apart on disk.
+    # The two halves of a SwiGLU layer's first product are separate on disk.
     shards = nested_values({"": like.build()}) if isinstance(like, ShardedTensorFactory) else [like]
     end, covered = part.start + tensor.numel(), 0
     for shard in shards:
@@ -183,7 +184,7 @@ def _boxes_of(
                 dtype=tensor.dtype,
                 local_shape=shape,
                 global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
-                axis_fragmentations=None,  # they form no grid
+                axis_fragmentations=None,  # The boxes form no grid.
                 prepend_axis_num=0,
                 # Its last entry is the data-parallel rank.
                 replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),

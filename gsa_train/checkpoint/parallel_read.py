@@ -1,7 +1,7 @@
-"""Reading a checkpoint's tensors by several threads, and checking the files by what was read.
+"""Read a checkpoint's tensors with several threads, and check the files at the same time.
 
-Every rank records the checksum of each part that it reads. Combined with the checksums of unread parts, they
-give the checksums of the whole files, which the manifest lists. So a start reads a checkpoint once.
+Every rank records the checksum of each part that it reads. These checksums, combined with the checksums of unread
+parts, give the checksums of whole files, which the manifest lists. A start therefore reads a checkpoint only once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ TENSORS = ".distcp"
 
 
 class NotRead(RuntimeError):
-    """A checkpoint that is intact on disk but was read differently on some rank; raised on all ranks. The fault lies in
-    a rank's memory, device or file system, so the checkpoint is kept."""
+    """A checkpoint is intact on disk, but some rank read other bytes. Raised on all ranks. The fault lies in a rank's
+    memory, device or file system, so the checkpoint is kept."""
 
 
 class Part(NamedTuple):
@@ -56,8 +56,6 @@ class Fault(NamedTuple):
 
 @dataclass
 class ReadLog:
-    """What one rank has read from one checkpoint."""
-
     checkpoint: Path
     parts: list[Part] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -72,8 +70,9 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 
 @contextmanager
 def noting(log: ReadLog | None) -> Iterator[None]:
-    """Record in `log` what `ParallelReader` reads inside this context. With a log, a failed read is recorded as a fault
-    instead of raised: the ranks agree on faults later, and none waits for a rank that has raised an error."""
+    """Record in `log` what `ParallelReader` reads inside this context. With a log, a failed read is recorded as a
+    fault instead of raised. The ranks agree on faults later, so that no rank waits for a rank that has raised an
+    error."""
     token = _LOG.set(log)
     try:
         yield
@@ -88,7 +87,7 @@ def log_of(checkpoint: Path) -> ReadLog | None:
 
 
 class ParallelReader(FileSystemReader):
-    """Torch's reader, with several threads. Compressed files are refused earlier (guarded.py)."""
+    """Reads as torch's reader does, with several threads. Compressed files are refused earlier (guarded.py)."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         log, lock, folder = _LOG.get(), threading.Lock(), Path(self.path)
@@ -98,7 +97,7 @@ class ParallelReader(FileSystemReader):
         def read(item: ReadItem) -> None:
             with torch.cuda.stream(
                 stream
-            ):  # a new thread has its own stream, which does not wait for this one
+            ):  # A new thread has its own stream, which does not wait for this thread's stream.
                 read_one(item)
 
         def read_one(item: ReadItem) -> None:
@@ -132,11 +131,8 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Buffer of one thread for the parts that it reads, as large as its largest part.
-
-    Allocating costs more than reading: the system clears new memory page by page, and threads of a process wait for
-    each other.
-    """
+    """Holds one thread's buffer for the parts that it reads, as large as its largest part. Allocating costs more than
+    reading, because the system clears new memory page by page and threads of a process wait for each other."""
 
     buffer = bytearray()
 
@@ -205,8 +201,6 @@ def _file_over(content: memoryview) -> BinaryIO:
 
 
 class _Bytes(io.RawIOBase):
-    """A read-only file over bytes."""
-
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0
 
@@ -238,8 +232,9 @@ def _nothing() -> io.BytesIO:
 
 
 def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Parallel) -> list[str]:
-    """Returns what is wrong with these files, from what all ranks have read and from the rest, read now; the same on
-    all ranks. Collective.
+    """Returns the faults of these files, the same on all ranks. Collective.
+
+    The faults follow from what all ranks have read, and from the rest of the files, which is read now.
 
     Raises:
         NotRead: the files are intact, but some rank could not load all of them, or read different bytes.
@@ -281,7 +276,7 @@ def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Para
 def _agreed(
     parts: Iterable[Part],
 ) -> tuple[defaultdict[str, list[Part]], list[tuple[str, int, int]]]:
-    """Returns, by file in byte order, the parts on whose checksum all readers agree; and the other parts."""
+    """Returns the parts on whose checksum all readers agree, by file in byte order, and the other parts."""
     checksums: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
     for part in parts:
         checksums[part[:3]].add(part.crc32)
@@ -293,7 +288,7 @@ def _agreed(
 
 
 def _without_nested(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yields the parts in order, without the ones that lie within another."""
+    """Yields the parts in order, without parts that lie within another part."""
     end = 0
     for part in parts:
         if part.start >= end:

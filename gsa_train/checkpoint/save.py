@@ -1,14 +1,14 @@
-"""Saving while training continues.
+"""Save checkpoints while training continues.
 
-The training waits for the plan (who writes what, a few small collectives). Its share is copied to host memory while
-the next step computes; its update waits for the rest of the copy (staging.py). A thread of each rank then writes and
-fsyncs its files, the threads exchange what they wrote over a gloo group of their own, and the main rank's thread
-publishes: metadata, manifest, final name, `latest`, deletion of old checkpoints, in this order. One save is under way
-at a time; the next one waits for it.
+Training waits only for the plan: a few small collectives that decide which rank writes what. Each rank's share is
+copied to host memory while the next step computes. The update of that step waits for the rest of the copy
+(staging.py). A thread of each rank then writes and fsyncs the rank's files. The threads exchange their results over a
+separate gloo group. The main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
+checkpoints, in this order. Only one save runs at a time; the next save waits for it.
 
-Plan, file format and metadata are megatron-core's. Its own background machinery is not used: it forks processes of
-the trainer, waits for ever for a writer that was killed, and keeps a manager process that survives a SIGKILL of its
-rank. A thread dies with its process, and torch releases the interpreter's lock while it writes.
+Plan, file format and metadata are megatron-core's. megatron-core's own asynchronous save is not used: it forks the
+trainer, waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread
+ends with its process, and torch releases the interpreter's lock while it writes.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
 
 
 class CheckpointError(RuntimeError):
-    """Saving failed so often in a row that the run stops."""
+    """Too many saves have failed in a row, so the run stops."""
 
 
 class SaveLost(RuntimeError):
-    """A rank's thread could not tell the others how its save ended, so the ranks may disagree about it."""
+    """A rank's thread could not tell the others how its save ended, so the ranks may disagree about the save."""
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The end of one save, the same on every rank except `stall_seconds`."""
+    """Describes the end of one save, equal on every rank except `stall_seconds`."""
 
     step: int
     phase: str
@@ -82,8 +82,6 @@ class SaveResult:
 
 @dataclass
 class _Save:
-    """One save under way, on one rank."""
-
     state: RunState
     folder: Path
     """The folder under its temporary name."""
@@ -116,7 +114,8 @@ class CheckpointSaver:
         """
         Args:
             durable_step: step of the checkpoint from which the run resumed.
-            reach_steps: one that is this much older than the newest is also kept, however often the run is stopped.
+            reach_steps: also keep a checkpoint that is this much older than the newest, however often the run is
+                stopped.
             small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
                 checkpoint is complete.
         """
@@ -136,19 +135,19 @@ class CheckpointSaver:
         self.last_error = ""
 
     def reserve(self, model: Model, phase_optimizer: PhaseOptimizer) -> None:
-        """Begin to allocate host memory for this phase's saves, which then need not wait for it."""
+        """Begin to allocate host memory for this phase's saves, so that they need not wait for the allocation."""
         if self._config.async_save:
             sizes = share_of_save(model, phase_optimizer, self._parallel)
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Call this between the save and whatever changes or frees weights and optimizer state: such work runs after
-        the copies, on the device and here."""
+        """Hold an update until the copies are done. Call this between the save and any work that changes or frees
+        weights and optimizer state. Such work then runs after the copies, on the device and on the host."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
 
     def take_held_seconds(self) -> float:
-        """Returns how long updates of this rank waited for copies, for saves that ended since the last call."""
+        """Returns how long updates of this rank waited for copies, in saves that ended since the last call."""
         held, self._held_seconds = self._held_seconds, 0.0
         return held
 
@@ -161,11 +160,11 @@ class CheckpointSaver:
         return step == self.durable_step or (self._save is not None and self._save.state.step == step)
 
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
-        """Start a save of the current state; returns the saves that have ended by then.
+        """Start a save of the current state. Returns the saves that have ended by then.
 
-        First waits for the save in progress, and without `checkpoint.async_save` also for the new one. Starts none if
-        that was the last try: `check` stops the run. Starts none either if weights or optimizer state are not finite
-        on any rank: this counts as a failed save, the last in the list.
+        First waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save. No save
+        starts if the last permitted try has failed; `check` then stops the run. No save starts if weights or optimizer
+        state are not finite on any rank. This counts as a failed save, the last in the list.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -196,12 +195,15 @@ class CheckpointSaver:
         return [*ended, *self.ended(now=state.step, wait=True)]
 
     def ended(self, now: int, wait: bool = False) -> list[SaveResult]:
-        """Returns the save in progress if it has ended, on every rank; `now` is the step that the run has reached.
+        """Returns the save in progress if it has ended on every rank.
 
         Asks the other ranks, and waits for the device, only while a save is in progress.
 
+        Args:
+            now: the step that the run has reached.
+
         Raises:
-            SaveLost: on this rank only. The other ranks' threads wait for this one's until this process ends.
+            SaveLost: on this rank only. The other ranks' threads wait for this rank's thread until this process ends.
         """
         save = self._save
         if save is None or save.future is None:
@@ -248,14 +250,13 @@ class CheckpointSaver:
         return f"next try at step {self._retry_step}"
 
     def go_back(self, step: int) -> None:
-        """Return to this step's checkpoint after a rewind; no save may be in progress. Later failures are not
+        """Return to this step's checkpoint after a rewind. No save may be in progress. Later failures are not
         retried."""
         assert self._save is None
         self.durable_step, self._retry_step = step, None
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory for this rank's copies."""
         return self._host_memory.block_bytes
 
     def close(self) -> None:
@@ -275,8 +276,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies in progress, or by filled copies if `waits`. Returns
-        the cause if there is no memory for them."""
+        """Replace the tensors of the plan by copies in progress, or by filled copies if `waits`. Returns the cause if
+        there is no memory for the copies."""
         try:
             save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
             if waits:
@@ -296,8 +297,8 @@ class CheckpointSaver:
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Collective over the ranks' threads: any error between the two exchanges is reported in them, or the
-        other ranks would wait for this one."""
+        """Write and publish. Collective over the ranks' threads. An error between the two exchanges is reported in
+        them. Otherwise the other ranks would wait for this rank."""
         gathered: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
         ranks: list[Written] = gathered
@@ -337,7 +338,7 @@ class CheckpointSaver:
             return f"rank {self._parallel.rank}: {error!r}", None, 0, []
 
     def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[float, int, list[str]]:
-        """Returns seconds until `latest` named it, size in bytes, warnings."""
+        """Returns the seconds until `latest` named the checkpoint, its size in bytes, and warnings."""
         files = write_metadata(save.writer, save.metadata, save.folder, ranks)
         write_manifest(save.folder, Manifest(files, save.state.run, save.state.run_id, save.state.step))
         final = step_folder(self.checkpoints, save.state.step)
@@ -353,7 +354,7 @@ class CheckpointSaver:
                 self._reach_steps,
                 config.keep_every_steps,
             )
-        except OSError as error:  # the checkpoint exists, and a later save tries again
+        except OSError as error:  # The checkpoint exists, and a later save tries again.
             warnings = [f"old checkpoints could not be deleted: {error}"]
         return seconds, sum(record.bytes for record in files.values()), warnings
 
@@ -398,8 +399,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns about what this rank writes, without asking the others: tensors of several replicas are divided by
-    number."""
+    """Returns about the tensors that this rank writes, without asking the others. Tensors of several replicas are
+    divided by number."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()
@@ -414,7 +415,7 @@ def files_of(share_bytes: int) -> int:
 
 
 def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Plan who writes what, and what else the main rank writes. Collective; writes nothing."""
+    """Plan which rank writes which tensors, and what else the main rank writes. Collective; writes nothing."""
     metadata = sharding_metadata(parallel)
     content = {
         **sharded_state(model, phase_optimizer, metadata),

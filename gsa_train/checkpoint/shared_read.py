@@ -1,4 +1,4 @@
-"""Replicas share the reading of a checkpoint: each reads a part, and broadcasts it to the ranks that need the same."""
+"""Share the reading of a checkpoint between replicas: each reads a part and broadcasts it to the ranks that need it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def shared_by_replicas(
 
 
 class WithExperts(FullyParallelLoadStrategyWrapper):
-    """megatron-core broadcasts a tensor to the whole group, whether needed or not. The ranks that have the same experts
-    differ from the ranks that replicate everything else: with one group for both, each rank would receive all
-    experts."""
+    """Loads experts over a separate group. megatron-core broadcasts a tensor to the whole group, even to ranks that do
+    not need it. Experts are replicated over other ranks than all other tensors. With one group for both, each rank
+    would receive all experts."""
 
     def __init__(self, of_all: FullyParallelLoadStrategyWrapper, groups: ProcessGroupCollection) -> None:
         super().__init__(of_all.base_strategy, of_all.parallelization_group)

@@ -1,8 +1,8 @@
-"""The copies of a save, filled while the next step computes.
+"""Copy the tensors of a save while the next step computes.
 
-A step reads what a checkpoint holds (weights, optimizer state, averages) and changes it only in its update. So the
-copies may take until then: on a GPU a separate stream fills pinned memory, and the update waits for it on the
-device; tensors in host memory are copied by a thread, and the update waits for that.
+A step reads the tensors of a checkpoint (weights, optimizer state, averages) and changes them only in its update. The
+copies may therefore run until the update. On a GPU a separate stream fills pinned memory, and the update waits for the
+stream on the device. A thread copies tensors in host memory, and the update waits for the thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copies:
-    """The copies of one save, in progress from the construction of this object."""
+    """Makes the copies of one save, in progress from the construction of this object."""
 
     def __init__(self, of_gpu: Sequence[Pair], of_host: Sequence[Pair], thread: ThreadPoolExecutor) -> None:
         self._sources: list[torch.Tensor] = [source for _, source in (*of_gpu, *of_host)]
@@ -35,8 +35,8 @@ class Copies:
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """Make later work on the device and in this thread run after the copies, without blocking this thread
-        for the device. A second call does nothing. Only `wait` reports failed copies."""
+        """Make later work on the device and in this thread run after the copies. This thread does not wait for the
+        device. A second call does nothing. Only `wait` reports failed copies."""
         if not self._sources:
             return
         if self._filled is not None:
@@ -53,7 +53,7 @@ class Copies:
         self._sources = []
 
     def wait(self) -> None:
-        """Wait until the copies are filled; may be called from any thread.
+        """Wait until the copies are filled. Any thread may call this.
 
         Raises:
             Exception: the error that kept a copy from being filled.
@@ -64,14 +64,14 @@ class Copies:
             self._in_thread.result()
 
     def end(self) -> None:
-        """Wait until no copy is in progress, filled or not, after a failed save."""
+        """Wait until no copy is in progress, after a failed save."""
         if self._filled is not None:
             self._filled.synchronize()
         if self._in_thread is not None:
             self._in_thread.exception()  # only waits
 
     def held_seconds(self) -> float:
-        """Returns how long an update had to wait; call it once the copies are filled."""
+        """Returns how long an update had to wait. Call it once the copies are filled."""
         waits, self._waits = self._waits, None
         if waits is not None:
             before, after = waits
@@ -88,11 +88,12 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, "checkpoint-copy")
 
     def begin(self, groups: Sequence[Group]) -> Copies:
-        """Replace the tensors in these lists, in place, by copies in progress. No tensor may change before
-        `Copies.hold_update` or `Copies.wait` has returned.
+        """Replace the tensors in these lists, in place, by copies in progress.
+
+        No tensor may change before `Copies.hold_update` or `Copies.wait` has returned.
 
         Raises:
-            RuntimeError, MemoryError: there is no memory for them.
+            RuntimeError, MemoryError: there is no memory for the copies.
         """
         of_gpu: list[Pair] = []
         of_host: list[Pair] = []
@@ -110,7 +111,8 @@ class Staging:
 
 
 def _copy_on_gpu(pairs: Sequence[Pair]) -> torch.cuda.Event:
-    """Copy after the work queued on the current stream; returns an event recorded after the last copy."""
+    """Copy after the work that is queued on the current stream. Returns an event that is recorded after the last
+    copy."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,6 +1,6 @@
-"""Reads and writes a checkpoint's weights tensor by tensor, in one process without process groups, for converters.
+"""Read and write a checkpoint's weights tensor by tensor, in one process without process groups, for converters.
 
-`checkpoint.initial_weights` loads what is written here in any layout. It has weights only, no optimizer state.
+`checkpoint.initial_weights` loads the written weights in any layout. The files contain no optimizer state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorKind:
 
 
 class CheckpointTensors:
-    """The model's tensors in one checkpoint, by their names on disk, written by any layout.
+    """Reads the model's tensors in one checkpoint by their names on disk. Any layout may have written them.
 
     Raises:
         ValueError: a file is missing or damaged, or asks for something that no checkpoint needs.
@@ -154,7 +154,7 @@ class _Writer:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         buffer = io.BytesIO()
-        torch.save(tensor.contiguous().clone(), buffer)  # a view would be saved with its whole storage
+        torch.save(tensor.contiguous().clone(), buffer)  # saving a view would write its whole storage
         content = buffer.getbuffer()
         if not self._name or self._size_bytes + len(content) > LARGEST_FILE_BYTES:
             self._end_file()

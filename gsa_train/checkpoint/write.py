@@ -1,6 +1,6 @@
-"""Writes the files of one checkpoint: this rank's share, then the metadata.
+"""Write the files of one checkpoint: this rank's share, then the metadata.
 
-Nothing here may use megatron-core's groups or the device: it runs in a thread during training.
+Nothing here may use megatron-core's groups or the device, because a thread runs this code during training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bucket = tuple[str, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
 
 @dataclass
 class Written:
-    """What one rank's thread reports to the others."""
+    """Reports one rank's files to the other ranks' threads."""
 
     errors: list[str]
     results: list[Any] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Written:
 
 
 def write_share(writer: Any, buckets: Sequence[Bucket], others: Mapping[Path, bytes], rank: int) -> Written:
-    """Write this rank's files durably, in one thread each; errors are returned.
+    """Write this rank's files durably, with one thread per file. Errors are returned.
 
     Args:
         writer: megatron-core's writer of the format.
@@ -62,11 +62,11 @@ def write_share(writer: Any, buckets: Sequence[Bucket], others: Mapping[Path, by
 def write_metadata(
     writer: Any, metadata: Any, folder: Path, ranks: Sequence[Written]
 ) -> dict[str, FileRecord]:
-    """Write the metadata and the marker of completeness; returns the records of all files.
+    """Write the metadata and the marker of completeness. Returns the records of all files.
 
     Args:
         metadata: torch's metadata of all files, which `writer` completes.
-        folder: the checkpoint's, under its temporary name.
+        folder: the checkpoint's folder, under its temporary name.
     """
     writer.finish(metadata, [written.results for written in ranks])
     save_config(CheckpointingConfig(*BACKEND), str(folder))
@@ -93,7 +93,7 @@ def _write_bucket(writer: Any, bucket: Bucket) -> tuple[list[Any], str, FileReco
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Returns the system's error where torch's writer failed again while closing its file."""
+    """Returns the system's error if torch's writer failed a second time while closing its file."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -1,4 +1,4 @@
-"""Exports a trained model's indexer projections on real text, for benchmarks that need real selections."""
+"""Export a trained model's indexer projections on real text, for benchmarks that need real selections."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def export_indexer(
 ) -> dict[str, Any]:
     """Run the checkpoint's model on one sequence of the first validation set and save its indexers' projections.
 
-    The sequence counts as one document, regardless of `data.attend_across_documents`, since the purpose is
-    selection at a length that few documents have.
+    The sequence counts as one document, regardless of `data.attend_across_documents`. Few documents are long enough to
+    test selection at this length.
 
     Args:
         config: the run's config from its folder; this runs on one rank, for any layout.
         checkpoint_folder: a step_* folder, or the run folder.
         seq_len_tokens: L, which may differ from the training length.
         layers: from 0; each must have an indexer.
-        out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}},
-            tensors being `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], with `gsa.indexer_pool` the keys of groups at
-            their first tokens, `weight_logits` [1, L, H_I], `score_bias` and `weight_bias` [H_I] or None, and
-            `variance_ema`, 0-d.
+        out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}}. The
+            tensors are `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], `weight_logits` [1, L, H_I], `score_bias` and
+            `weight_bias` [H_I] or None, and `variance_ema`, 0-d. With `gsa.indexer_pool`, `keys` has the keys of
+            groups at their first tokens.
 
     Raises:
-        ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no
-            indexer, the model differs from the config's, or there is too little validation text.
+        ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no indexer,
+            the model differs from the config's, or there is too little validation text.
         OSError: `out` cannot be written.
     """
     checkpoint = find_checkpoint(checkpoint_folder)
@@ -79,7 +79,7 @@ def export_indexer(
     load_weights(checkpoint, model, parallel)
     found = capture_indexers(model, blocks, layers, tokenizer.eos_id, config, parallel)
     result = {"gsa": dataclasses.asdict(config.gsa), "seq_len_tokens": seq_len_tokens, "layers": found}
-    content = io.BytesIO()  # torch's own files report neither a full disk nor their name
+    content = io.BytesIO()  # torch's own files report neither a full disk nor their name.
     torch.save(result, content)
     temporary = out.with_name(out.name + ".tmp")
     try:
@@ -96,7 +96,7 @@ def export_indexer(
 def capture_indexers(
     model: Model, blocks: np.ndarray, layers: Sequence[int], eos_id: int, config: Config, parallel: Parallel
 ) -> dict[int, dict[str, torch.Tensor | None]]:
-    """Run one sparse forward pass over int32 blocks [1, L + 1]; returns the projections of `layers`, on the CPU."""
+    """Run one sparse forward pass over int32 blocks [1, L + 1]. Returns the projections of `layers`, on the CPU."""
     indexers = {attention.layer: attention.indexer for attention in model.attentions}
     for layer in layers:
         if indexers.get(layer) is None:

@@ -1,13 +1,13 @@
-"""Account of a run's time, and simulation on more GPUs: launch/goodput.py in a checkout, `gsa-goodput` in an
+"""Account for a run's time, and simulate it on more GPUs: launch/goodput.py of a checkout, `gsa-goodput` of an
 installation.
 
     python launch/goodput.py --run RUN_DIR
     python launch/goodput.py --gpus 4096 --mtbf-hours 50000 --checkpoint-seconds 2 [--run RUN_DIR] [options]
 
-The first form prints a run's account: ETTR, what each part cost, and every start with its fault. The second one
-simulates runs of --gpus GPUs, each with a fault every --mtbf-hours on average, and prints ETTR and the best
-interval between checkpoints, beside Young's and Daly's formulas. Parts that are not given come from --run, where
-it has them, else from the defaults; the output says which. Exit code 2: wrong use, or a folder that is no run's.
+The first form prints a run's account: ETTR, the cost of each part, and every start with its fault. The second form
+simulates runs of --gpus GPUs, where each GPU has a fault every --mtbf-hours on average. It prints ETTR and the best
+interval between checkpoints, next to Young's and Daly's formulas. Missing options come from --run if that run measured
+them, otherwise from the defaults; the output names the source. Exit code 2: wrong use, or no run in the folder.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def main() -> int:
 
 
 def _source(name: str, sources: Mapping[str, str]) -> str:
-    """Returns the source of a value; for a default, with its option."""
+    """Returns the source of a value. The source of a default includes its option."""
     return f"default ({OPTIONS[name][0]})" if sources[name] == "default" else sources[name]
 
 
 def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
     """
     Raises:
-        ValueError: faults come so fast that few starts reach their first step. Such a run only restarts, and a
-            simulation of a month has millions of restarts. Or there are too many faults to simulate.
+        ValueError: there are too many faults to simulate, or faults come so fast that few starts reach their first
+            step. Such a run only restarts, and a simulation of a month has millions of restarts.
     """
     if arguments.gpus is None:
         return

@@ -3,14 +3,19 @@
     torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
     torchrun --nproc_per_node=N -m gsa_train --config NAME [key=value ...]
 
-Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device NAME
---mfu SHARE].
-Exit code 2: wrong use, config, device, tokenizer, task, validation set, profile, run folder, a refusal by W&B, or a
-checkpoint that does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike or for
-values that are not finite, or would again. 14: it found silent data corruption. 15: a device is not healthy, before
-the first step. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains).
-130: a second Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself
-ends with 1 for each, and shows its ranks'.
+Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device
+NAME --mfu SHARE].
+
+Each rank ends with one of these exit codes. torchrun itself ends with 1 for each of them, and shows the ranks' codes.
+- 1: the run failed for a reason that is not in this list, such as its data.
+- 2: wrong use, config, device, tokenizer, task, validation set, profile, run folder, a refusal by W&B, or a checkpoint
+  that does not fit.
+- 3: checkpoints cannot be written.
+- 13: the monitor stopped the run at a spike or at values that are not finite, or would stop it there again.
+- 14: the monitor found silent data corruption.
+- 15: before the first step, a device is not healthy.
+- 75: the run was asked to stop, has saved, and is to be started again (runs/<name>/stopped.json remains).
+- 130: a second Ctrl-C, or a Ctrl-C before the first step.
 """
 
 from __future__ import annotations
@@ -59,7 +64,6 @@ def main() -> int:
 
 
 def run_command() -> int:
-    """Run the command, from its arguments to the exit code."""
     request = StopRequest()
     request.watch()
     is_main = os.environ.get("RANK", "0") == "0"
@@ -72,7 +76,7 @@ def run_command() -> int:
             raise
         take_console()
         return refuse(said.getvalue().rstrip())
-    if not arguments.dry_run:  # a dry run only prints, and waits for a slow reader
+    if not arguments.dry_run:  # A dry run only prints, and waits for a slow reader.
         take_console()
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -88,7 +92,7 @@ def run_command() -> int:
         return refuse(error)
     if arguments.dry_run:
         if has_local_tokenizer(config.data):
-            # Imported here: neither is needed without a tokenizer, nor for --help.
+            # imported here: not needed without a tokenizer, nor for --help
             from gsa_data.tokenizer_json import TokenizerError
             from gsa_train.data.tokenizer import load_tokenizer
 
@@ -107,7 +111,7 @@ def run_command() -> int:
     except ValueError as error:
         return refuse(error)
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return exit_codes.STOPPED  # torchrun takes a stop for a failure, and restarts
+        return exit_codes.STOPPED  # torchrun mistakes a stop for a failure, and restarts
     if is_main:
         print(first_line(config, arguments), flush=True)
     capability = compute_capability()
@@ -154,16 +158,16 @@ def run_command() -> int:
     ) as error:
         return refuse(error, request=request)
     except (DeviceError, RendezvousError) as error:
-        note_end(exit_codes.FAILED)  # a fault of this node or moment: another start may succeed
+        note_end(exit_codes.FAILED)  # A fault of this node or moment: another start may succeed.
         return refuse(error, request=request)
     except SpikeAhead as error:
         return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)
     except MonitorStop as stop:
-        if is_main:  # all ranks decide the same
+        if is_main:  # All ranks decide the same.
             say_last(str(stop))
         return exit_codes.STOPPED_BY_MONITOR
     except CorruptionFound as fault:
-        if is_main:  # all ranks compare the same
+        if is_main:  # All ranks compare the same.
             say_last(str(fault))
         return exit_codes.CORRUPTED
     except UnhealthyDevice as error:
@@ -185,12 +189,12 @@ def run_command() -> int:
 
 
 def known_failure(error: RuntimeError) -> str | None:
-    """Returns the message for an error that a traceback would not explain; None for any other."""
+    """Returns the message for an error that a traceback would not explain, else None."""
     from gsa_data.faults import DataFault
 
     # torch reports a dead reader by a signal, which may interrupt this process anywhere.
     if isinstance(error, DataFault) or str(error).startswith("DataLoader worker"):
         return f"the text failed: {error}"
-    if "shared memory segment" in str(error):  # NCCL has one for each pair of GPUs
+    if "shared memory segment" in str(error):  # NCCL has one segment for each pair of GPUs.
         return f"{error}\n{SHARED_MEMORY_REMEDY}"
     return None

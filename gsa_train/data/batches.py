@@ -1,7 +1,7 @@
-"""Blocks of tokens for every rank: one rank per data-parallel replica reads, the others receive.
+"""Distribute blocks of tokens: one rank of each data-parallel replica reads them, and the other ranks receive them.
 
-All pipeline stages need the tokens (documents bound attention in every layer), so one broadcast per step carries
-them, before the pipeline schedule starts; inside it stages are at different micro-batches.
+All pipeline stages need the tokens, because documents bound the attention in every layer. One broadcast per step sends
+the tokens before the pipeline schedule starts. Inside the schedule, stages work on different micro-batches.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, least_keys: int) -> torch.Tensor:
-    """Returns the number of queries that select and see at least two keys: fp32, 0-d, on the device. The others, first
-    tokens of documents and filler, have no choice, and count in no mean of the indexer.
+    """Returns the number of queries that select and have at least two causal keys: fp32, 0-d, on the device.
+
+    Other queries (first tokens of documents, filler) have no choice, and count in no mean of the indexer.
 
     Args:
         selection_block: block size; the first query of each aligned block selects.
@@ -81,11 +82,9 @@ def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, leas
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """Derive inputs, labels, documents and loss mask from int32 [B, L + 1], the same on every rank.
-
-    FILLER becomes EOS, each a separate document without loss that nothing else sees. The marks of
-    conversations become the loss mask, and keep an EOS inside one from ending it.
-    """
+    """Derive inputs, labels, documents and loss mask from int32 [B, L + 1], the same on every rank. Each FILLER
+    becomes an EOS and a separate document without loss, which no other query sees. The marks of conversations become
+    the loss mask. An EOS inside a conversation is marked, so that it does not end the document."""
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
     ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS only where a document ends
@@ -103,7 +102,7 @@ def open_training_corpus(config: Config) -> Corpus:
 
 
 def open_validation_corpus(config: Config, folder: str) -> Corpus:
-    """Open validation text or tokens; a duplicate shard is an error, regardless of data.on_bad_shard."""
+    """Open validation text or tokens. A duplicate shard is an error, regardless of data.on_bad_shard."""
     return _open(config, folder, reading_of(config).for_validation())
 
 
@@ -130,12 +129,12 @@ def stream_config(config: Config) -> StreamConfig:
 
 
 class TrainBatches:
-    """This data-parallel replica's share of each global batch, and the position in the text.
+    """Reads this data-parallel replica's share of each global batch, and holds the position in the text.
 
     Args:
-        state: what `state()` returned, to continue from there; None starts at the beginning.
+        state: result of `state()`, to continue from that position; None starts at the beginning.
         accept_new_data: if `state` belongs to other text or another order, start at the beginning of the config's text
-            and continue the state's counters, instead of refusing it.
+            and continue the state's counters. Otherwise such a state is refused.
 
     Raises, on every rank alike:
         StateMismatch: `state` does not fit the config's data.
@@ -170,8 +169,8 @@ class TrainBatches:
         check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
-        """Returns the text, on the ranks that read it and the main one, and the names of its files that differ from
-        `state`, in words. One rank reads the files for all. Collective."""
+        """Returns the text, on the main rank and on ranks that read it, and the names of files that differ from
+        `state`. One rank reads the files for all. Collective."""
         corpus: Corpus | DataFault | None = None
         shared: list[Any] = ["", {}]
         try:
@@ -260,17 +259,16 @@ class TrainBatches:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Returns what this process has read and left out (gsa_data.faults); the sum over the ranks is the run's."""
+        """Returns what this process has read and left out (gsa_data.faults). The sum over the ranks is the run's."""
         return {} if self._stream is None else self._stream.counters
 
     def checksum(self) -> int:
-        """Returns the checksum of this rank's share of the last step's text; the sum over ranks is the same in every
+        """Returns the checksum of this rank's share of the last step's text. The sum over ranks is the same in every
         layout."""
         return 0 if self._stream is None else self._stream.checksum()
 
     @property
     def wait_seconds(self) -> float:
-        """Returns how long this process has waited for text."""
         return 0.0 if self._stream is None else self._stream.wait_seconds
 
     def state(self) -> dict[str, Any]:
@@ -326,11 +324,9 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
 
 
 def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
-    """Read the validation sets in the config's order, at most evaluate.max_blocks sequences of each.
-
-    Raises TooLittleText, which names the field, when one is shorter than a sequence or has nothing to score; DataFault
-    when one cannot be read.
-    """
+    """Read the validation sets in the config's order, at most evaluate.max_blocks sequences of each. Raises
+    TooLittleText, which names the field, if a set is shorter than a sequence or has nothing to score. Raises DataFault
+    if a set cannot be read."""
     data, sets = config.data, []
     for field, (name, folder) in zip(validation_fields(data), data.validation_folders.items(), strict=True):
         try:
@@ -351,10 +347,8 @@ def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[Validatio
 
 
 def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:
-    """Read the validation sets on every rank. Collective.
-
-    Raises DataFault, on every rank, if one cannot read them, or if ranks have different text or tokenizers.
-    """
+    """Read the validation sets on every rank. Collective. Raises DataFault on every rank if a rank cannot read them,
+    or if ranks have different text or tokenizers."""
     sets: list[ValidationSet] = []
     outcome: DataFault | dict[str, str]
     try:
@@ -367,7 +361,7 @@ def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Paral
 
 
 def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, str]:
-    """Returns fingerprints of what every rank reads separately."""
+    """Returns fingerprints of the text and tokenizer that every rank reads separately."""
     found = {"tokenizer_fingerprint": tokenizer.fingerprint}
     for each in sets:
         digest = hashlib.sha256()
@@ -381,8 +375,8 @@ def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, s
 def gather_outcomes(
     outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
 ) -> dict[int, Mapping[str, Any]]:
-    """Returns rank -> what it found, for the ranks that looked. Raises the first error on every rank, so that none
-    waits for one that has failed. Collective."""
+    """Returns a dict rank -> what it found, for the ranks that looked. Collective. Raises the first error on every
+    rank, so that no rank waits for a rank that has failed."""
     outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
     dist.all_gather_object(outcomes, outcome)
     found: dict[int, Mapping[str, Any]] = {}
@@ -395,7 +389,7 @@ def gather_outcomes(
 
 
 def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
-    """Raise DataFault unless all ranks have the same: folders on the nodes' own disks may differ.
+    """Raise DataFault unless all ranks have the same data. Folders on the nodes' own disks may differ.
 
     Args:
         identities: rank -> what it found.
@@ -414,8 +408,6 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
 def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields the sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1].
-
-    Raises StateMismatch after the last one if the run has read others.
-    """
+    """Yields the sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1]. Raises
+    StateMismatch after the last sequence if the run has read other sequences."""
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

@@ -1,4 +1,6 @@
-"""The tokenizer of a config, for a start and for a dry run. Does not import torch, which a dry run does not need."""
+"""Load the tokenizer of a config, for a start and for a dry run. A dry run does not need torch, so torch is not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ def reading_of(config: Config) -> Reading:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Load the tokenizer. Raises TokenizerError if it is missing, the model's embedding is too small, or conversations
-    cannot be written for it."""
+    """Load the tokenizer. Raises TokenizerError if the tokenizer is missing, the model's embedding is too small, or
+    the tokenizer cannot write conversations."""
     try:
         tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
     except TokenizerError as error:
@@ -47,8 +49,9 @@ def chat_template_of(config: Config) -> ChatTemplate:
 
 
 def companions_of(config: Config) -> Companions:
-    """Returns the files that checkpoints keep in addition to the tokenizer's: for conversations, and for weights that
-    may have been trained on some, such as an imported model's.
+    """Returns the files that checkpoints keep in addition to the tokenizer's files.
+
+    They serve conversations, and weights that may have been trained on conversations, such as an imported model's.
 
     Raises TokenizerError if a file is damaged, or a run on conversations has no template.
     """

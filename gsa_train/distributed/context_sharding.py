@@ -1,9 +1,9 @@
-"""Which tokens of a sequence each context-parallel rank holds.
+"""Decide which tokens of a sequence each context-parallel rank holds.
 
-The sequence is cut into n c chunks, c for each of n ranks, in c groups of n: a rank holds one chunk of each group, its
-r-th, or its r-th from the end where the group's number has an odd number of bits set. With two groups that is the
-zig-zag of megatron-core (r and 2 n - 1 - r): under a causal mask all ranks have the same work. What a query costs over
-selected keys grows at first and then hardly; more groups balance that, too.
+With n ranks, the sequence is cut into c groups of n chunks. A rank holds one chunk of each group: the r-th, or the
+r-th from the end if the group's number has an odd number of bits set. Two groups give the zig-zag of megatron-core
+(chunks r and 2 n - 1 - r), which gives all ranks the same work under a causal mask. With selected keys, the cost of a
+query grows over the first positions and then hardly changes. More groups balance this cost too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """How sequences are sharded over the context-parallel ranks, and this rank's place."""
+    """Describes how sequences are sharded over the context-parallel ranks, and this rank's place."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +41,7 @@ class ContextSharding:
 
 
 def query_chunks(local_length: int, cut: ContextSharding) -> list[QueryChunk]:
-    """Returns this rank's chunks in the order in which it holds them; on one rank the whole sequence.
+    """Returns this rank's chunks in the order in which the rank holds them. A single rank gets the whole sequence.
 
     Args:
         local_length: number of tokens of this rank, L / size.

@@ -1,7 +1,7 @@
-"""Patches that let megatron-core train on CPUs over gloo. A run on GPUs never imports this file.
+"""Patch megatron-core so that it trains on CPUs over gloo. A run on GPUs never imports this file.
 
-megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. Each
-replacement below is needed by:
+megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
+each replacement and the code that needs it:
 
     torch.cuda.current_device()          used as `device=` everywhere
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
@@ -12,8 +12,8 @@ replacement below is needed by:
     torch.cuda.Stream()                  gradient buffers of several optimizer instances
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 
-Gloo's groups (megatron-core makes about twenty) also share their network device: by default each opens its own,
-whose thread wakes up a hundred times a second.
+Gloo's process groups (megatron-core makes about twenty) also share one network device here. By default each group
+opens its own device, whose thread wakes up a hundred times a second.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _names_cuda(device: Any) -> bool:
 
 @cache
 def install() -> None:
-    """Patch torch and megatron-core for this process, before any megatron object is made; a second call does nothing.
+    """Patch torch and megatron-core for this process, before any megatron object is made. A second call does nothing.
 
     Raises:
         RuntimeError: the process has a CUDA device.
@@ -120,9 +120,9 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    # `with torch.device(...)` knows functions by a list that torch makes at its first use. It must contain torch's own
-    # functions, which the replacements call: else transformers' models are created on the CPU instead of "meta", and
-    # stay unfilled.
+    # `with torch.device(...)` recognizes functions by a list that torch makes at its first use. The list must contain
+    # torch's own functions, which the replacements call. Otherwise transformers creates models on the CPU instead of
+    # "meta", and they stay unfilled.
     _device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

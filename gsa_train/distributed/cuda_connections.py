@@ -1,12 +1,12 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS: work queues between the host and a CUDA device, 8 by default.
+"""Set CUDA_DEVICE_MAX_CONNECTIONS, the number of work queues between the host and a CUDA device (CUDA's default is 8).
 
-With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. It relies on a
-single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run with
-more than one queue, with two exceptions (its training/arguments.py): Blackwell and later GPUs no longer need a single
+With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. A single queue
+makes sure that the collective is scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run with more
+than one queue, with two exceptions (its training/arguments.py): Blackwell and later GPUs no longer need a single
 queue, and weights gathered layer by layer need several.
 
-CUDA reads the variable at the first query for devices: set after `torch.cuda.is_available()`, it
-has no effect. So launchers set it before they import torch.
+CUDA reads the variable when the program first asks for devices, as in `torch.cuda.is_available()`. Launchers therefore
+set the variable before they import torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ BLACKWELL = 10
 def prepare_connections(
     layouts: Iterable[ParallelConfig], environment: MutableMapping[str, str], capability: int | None
 ) -> None:
-    """Set the variable to 1 if one of the layouts needs that and it is unset. Rank 0 logs it.
-
-    Call it before torch is imported.
+    """Set the variable to 1 if it is unset and one of the layouts needs it. Rank 0 logs this. Call before importing
+    torch.
 
     Args:
         layouts: layouts of this process; CUDA's context sees only the first.
@@ -57,8 +56,8 @@ def prepare_connections(
 
 
 def compute_capability() -> int | None:
-    """Returns the major compute capability of the first NVIDIA device; None without one. Asks NVML, since CUDA must
-    not start."""
+    """Returns the major compute capability of the first NVIDIA device, or None without a device. Asks NVML, because
+    CUDA must not start."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Adds the indexer loss of a layer to the backward pass of the pipeline stage that holds the layer."""
+"""Add the indexer loss of a layer to the backward pass of the pipeline stage that holds the layer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:
-    """Return `activations` unchanged; their backward pass also differentiates `grad_scale * loss`.
+    """Return `activations` unchanged. Their backward pass also differentiates `grad_scale * loss`.
 
-    So the loss reaches its parameters on every pipeline stage, without being sent to the last one. megatron-core
+    The loss thus reaches its parameters on every pipeline stage, without being sent to the last stage. megatron-core
     does the same for the auxiliary loss of mixtures of experts.
 
     Args:
@@ -39,8 +39,8 @@ def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale
 def differentiate_indexer_loss(
     out: torch.Tensor, loss: torch.Tensor, grad_scale: Scale, base_has_graph: bool
 ) -> torch.Tensor:
-    """Differentiate a layer's summed KL with the backward pass of `out`, which is returned; at once if the base has
-    no graph, in the indexer warm-up.
+    """Return `out`, whose backward pass also differentiates a layer's summed KL. In the indexer warm-up the base has
+    no graph, and the KL is differentiated at once.
 
     Args:
         out: the layer's attention.

@@ -1,7 +1,7 @@
-"""Imports megatron-core without packages that a run never calls, which halves a start's import time.
+"""Import megatron-core without packages that a run never calls, which halves the import time of a start.
 
-These are W&B and TensorBoard, which it imports for its own logging (our sinks import them if needed), and
-torch's compiler, which decorating its fused functions imports: `model/mcore/config.py` switches those off.
+megatron-core imports W&B and TensorBoard for its own logging. Our sinks import them only if needed. megatron-core also
+imports torch's compiler when it decorates its fused functions, which `model/mcore/config.py` switches off.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ UNUSED = ("wandb", "torch.utils.tensorboard")
 LIBRARIES_WARNINGS = (
     r"(Transformer Engine and )?Apex (are|is) not installed",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
-    r"full scope is deprecated",  # of CUDA graphs, which are off
-    r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
+    r"full scope is deprecated",  # about CUDA graphs, which are off
+    r"`torch\.distributed\.\w+_tensor` is deprecated",  # torch 2.13 deprecates it; 2.11 has no other
 )
 """Warnings on every rank about normal conditions: they would hide useful ones."""
 
 
 def import_megatron() -> None:
-    """Import megatron-core, also for later imports. Call it before W&B is imported."""
+    """Import megatron-core for all later imports. Call it before W&B is imported."""
     with _missing(UNUSED), _compiling_at_first_call():
         import megatron.core  # noqa: F401
 
@@ -66,7 +66,7 @@ def _compiling_at_first_call() -> Iterator[None]:
 
 
 def at_first_call(decorate: Callable[..., Any], function: Any = None, **options: Any) -> Any:
-    """Returns `function`, decorated at its first call; without a function, a decorator."""
+    """Returns `function`, which is decorated at its first call. Without a function, returns a decorator."""
     if function is None:
         return functools.partial(at_first_call, decorate, **options)
 

@@ -1,4 +1,4 @@
-"""The parallel layout: megatron-core's process groups in one frozen object."""
+"""Describe the parallel layout: one frozen object holds megatron-core's process groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from gsa_train.config import ParallelConfig
 
 
 class DeviceError(ValueError):
-    """A field asks for a device or precision that this machine lacks; the message names value and remedy."""
+    """A field asks for a device or precision that this machine lacks. The message names value and remedy."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of this job cannot meet; the message has address and remedy."""
+    """The ranks of this job cannot meet. The message has address and remedy."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process's place in the layout. Ranks are ordered tensor fastest, then context, data, pipeline
-    (megatron-core); for experts the ranks of a stage are also ordered expert-tensor fastest, then expert, then the
-    expert's replicas."""
+    """Describes this process's place in the layout. Ranks are ordered as in megatron-core: tensor fastest, then
+    context, data, pipeline. For experts, the ranks of a stage also have the order expert-tensor fastest, then expert,
+    then the expert's replicas."""
 
     rank: int
     world_size: int
@@ -50,7 +50,6 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes metrics."""
         return self.rank == 0
 
     @property
@@ -79,7 +78,8 @@ class Parallel:
 
 
 def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
-    """Join the process group of this job, unless this process is in it, and cut it into megatron-core's groups.
+    """Join the process group of this job, and split it into megatron-core's groups. A process that has joined stays in
+    it.
 
     Args:
         config: sizes, already checked against the world size.
@@ -89,7 +89,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
-        # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
+        # megatron-core expects None, not 1, for a pipeline that is not interleaved.
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
@@ -123,7 +123,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
 
 
 def join_world(config: ParallelConfig) -> torch.device:
-    """Join the process group of this job, unless this process is in it; returns the rank's device."""
+    """Join the process group of this job, unless this process is in it. Returns the rank's device."""
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -136,7 +136,7 @@ def join_world(config: ParallelConfig) -> torch.device:
 
 
 def collective_timeout(config: ParallelConfig) -> timedelta:
-    """Returns a timeout a little later than `HangWatchdog`'s, whose report is more detailed."""
+    """Returns a timeout slightly longer than the limit of `HangWatchdog`, whose report is more detailed."""
     return timedelta(minutes=config.timeout_minutes) * 1.25
 
 
@@ -149,7 +149,7 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
         cpu_backend.install()
     backend = "nccl" if use_cuda else "gloo"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun (2.13) keeps its store over restarts, with the addresses of the previous ranks.
+        # torchrun (2.13) keeps its store over restarts. The store then has the addresses of the previous ranks.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore(
             f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}",
@@ -177,7 +177,7 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
                 + ("the port is in use" if in_use else f"the ranks cannot meet there ({_first_line(error)})")
                 + "; set MASTER_PORT to a free port, the same on all ranks, or start with torchrun --standalone"
             ) from error
-    else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for
+    else:  # Plain `python launch/pretrain.py` has one rank and no rendezvous to wait for.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
@@ -188,7 +188,7 @@ def _first_line(error: Exception) -> str:
 def leave_layout() -> None:
     """Destroy all groups except the world; `init_parallel` may then create others."""
     mpu.destroy_model_parallel()
-    # megatron-core only drops its references. On CPUs each group has threads, which keep waking up.
+    # megatron-core only drops its references. On CPUs each group has threads, which would keep waking up.
     world = dist.distributed_c10d._world
     for group in [group for group in world.pg_map if group is not world.default_pg]:
         dist.destroy_process_group(group)

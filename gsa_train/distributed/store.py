@@ -1,4 +1,4 @@
-"""A separate connection to the store of torch.distributed."""
+"""Open a separate connection to the store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 
 def connect_to_store(timeout: timedelta) -> dist.Store:
-    """Open a separate connection, since a thread that waits on a shared one blocks all others. One rank uses its own
-    store."""
+    """Open a separate connection, because a thread that waits on a shared connection blocks all others. A single rank
+    uses its own store."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     return dist.TCPStore(

@@ -1,4 +1,4 @@
-"""Asynchronous copies of numbers between host and device."""
+"""Copy numbers between host and device asynchronously."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ToHost:
     """An asynchronous copy of a tensor to the host, read later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Queue the copy on a GPU; a CPU tensor is not copied."""
+        """Queue the copy on a GPU. A CPU tensor is not copied."""
         self._tensor = tensor
         self._arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
@@ -21,13 +21,13 @@ class ToHost:
             self._arrived.record()
 
     def read(self) -> torch.Tensor:
-        """Wait until the copy is complete, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor
 
 
 def to_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Returns fp64 [len(numbers)], from pinned memory on a GPU: a pageable copy would wait for all queued work."""
+    """Returns fp64 [len(numbers)]. A GPU copies from pinned memory, because a pageable copy would wait for all queued
+    work."""
     tensor = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

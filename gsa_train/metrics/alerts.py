@@ -1,4 +1,4 @@
-"""Alerts for the user of a run: spikes, stalls, failed saves. W&B sends them (wandb_sink)."""
+"""Define alerts for the user of a run: spikes, stalls, failed saves. W&B sends them (wandb_sink)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Alerts:
         self._unsaid: dict[str, int] = {}
 
     def of(self, record: dict[str, Any]) -> list[Alert]:
-        """Returns the alerts for this record, without those too soon after an equal one."""
+        """Returns the alerts for this record, except repetitions within a short time."""
         found = [self._of_event(record)] if "event" in record else self._of_step(record)
         return [alert for each in found if each is not None and (alert := self._in_time(each)) is not None]
 
@@ -70,7 +70,7 @@ class Alerts:
         return Alert(TITLES[event], text, "ERROR" if event in ERRORS else "WARN")
 
     def _of_step(self, record: dict[str, Any]) -> list[Alert | None]:
-        if record["phase"] != self._phase:  # phases differ in seconds per step
+        if record["phase"] != self._phase:  # the seconds per step differ between phases
             self._phase = record["phase"]
             self._step_seconds.clear()
         where, found = f"step {record['step']}", list[Alert | None]()

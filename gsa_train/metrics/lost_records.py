@@ -1,6 +1,7 @@
-"""Counts and reports records that a run's logs could not store, on a full disk or a failing file system.
+"""Count and report records that a run's logs could not store, on a full disk or a failing file system.
 
-Reported when a file first fails, and again when it works, with the number of records that waited or are missing.
+A report is made when a file first fails. A second report, when the file works again, says how many records waited or
+are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outage:
-    """An outage of a file whose records wait until they can be written (metrics_file.py)."""
+    """Counts during the outage of a file whose records wait until they can be written (metrics_file.py)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,7 +24,7 @@ class Outage:
         """First and last step of the lost records."""
 
     def go_on(self, record: Mapping[str, Any], error: OSError) -> dict[str, Any] | None:
-        """Count a record that could not be written. Returns an event for the other logs if it is the first."""
+        """Count a record that could not be written. Returns an event for the other logs if this is the first."""
         if self._lasts:
             return None
         self._lasts = True
@@ -36,15 +37,15 @@ class Outage:
         return _event("log_failed", record, self.name, reason=str(error))
 
     def lose(self, steps: Iterable[int]) -> None:
-        """Records of these steps will not be written, the oldest first."""
+        """Count the records of these steps, the oldest first, as lost."""
         for step in steps:
             self._first_step = self._first_step if self._lost else step
             self._last_step = step
             self._lost += 1
 
     def end(self, record: Mapping[str, Any], waited: int) -> dict[str, Any] | None:
-        """`record` and `waited` earlier ones were written. Returns an event for the other logs if the file had failed;
-        one with `lost_records` also belongs into the file."""
+        """Note that `record` and `waited` earlier records were written. If the file had failed, returns an event for
+        the other logs. An event with `lost_records` also belongs into the file."""
         if not self._lasts and not self._lost:
             return None
         said = f"step {record['step']}: {self.name} is written again, with {waited} records that waited"
@@ -68,7 +69,7 @@ class Outage:
 
 
 class LostRecords:
-    """Lost records of a file that does not keep them waiting."""
+    """Counts lost records of a file whose records do not wait."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -95,7 +96,7 @@ class LostRecords:
         )
 
     def end(self, record: Mapping[str, Any]) -> None:
-        """The file works again, at `record`."""
+        """Note that the file works again, at `record`."""
         lost, self.count = self.count, 0
         logger.warning(
             "step %d: %s is written again; it lacks %d records of steps %d to %d",

@@ -1,6 +1,6 @@
-"""Writes metrics.jsonl: each record whole and in order; a failed write does not end the run.
+"""Write metrics.jsonl: each record whole and in order. A failed write does not end the run.
 
-Records that cannot be written wait in memory, and are written as soon as the disk has room.
+Records that cannot be written wait in memory until the disk has room.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
 
 
 class MetricsFile:
-    """Open for appending. While writes succeed no record waits: a run killed after `write` has lost nothing."""
+    """Appends to the file. While writes succeed no record waits: a run killed after `write` has lost nothing."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MetricsFile:
         """Whether the folder was removed or moved while this file was open; it exists again, with only this file."""
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Append a record after the waiting ones; a record that cannot be written waits, too.
+        """Append a record after the waiting records. A record that cannot be written also waits.
 
         Returns:
             An event for the other logs if the file failed, or works again.
@@ -72,11 +72,10 @@ class MetricsFile:
 
     @property
     def works(self) -> bool:
-        """Whether the last record was written."""
         return not self._waiting
 
     def close(self) -> None:
-        """Write the waiting records, or lose them."""
+        """Write the waiting records, or count them as lost."""
         with contextlib.suppress(OSError):
             if self._waiting:
                 self.restore()
@@ -87,10 +86,10 @@ class MetricsFile:
         self._file.close()
 
     def rewritten(self, rewrite: Callable[[], object], last_step: int) -> MetricsFile:
-        """Close the file, call `rewrite`, and open it again.
+        """Close the file, call `rewrite`, and open the file again.
 
         Args:
-            last_step: step of the last record to keep; later waiting ones are dropped.
+            last_step: step of the last record to keep; later waiting records are dropped.
         """
         with contextlib.suppress(OSError):  # as for any record
             self.restore()
@@ -107,7 +106,7 @@ class MetricsFile:
         return again
 
     def restore(self) -> None:
-        """Write the file again from this process's open one, if it was removed or replaced."""
+        """Write a removed or replaced file again, from the copy that this process holds open."""
         own = os.fstat(self._file.fileno())
         try:
             there = self._path.lstat()
@@ -151,7 +150,7 @@ class MetricsFile:
         return count
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or raise OSError and remove what was written; if that fails, too, the next call removes
+        """Write a whole line, or raise OSError and remove what was written. If that also fails, the next call removes
         it."""
         self._take_back_cut()
         self._cut = True

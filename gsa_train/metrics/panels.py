@@ -1,8 +1,8 @@
-"""Which metrics are shown together: one list for plots/*.png, the HTML report, TensorBoard and W&B.
+"""List the metrics that are shown together, for plots/*.png, the HTML report, TensorBoard and W&B.
 
-A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B name
-it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
-moe/router_balance, validation/loss, eval/accuracy/<task>, system/mfu.
+A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B
+name the metric by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00,
+lr/gates, moe/router_balance, validation/loss, eval/accuracy/<task>, system/mfu.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_m
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a list by layer of lists by head or expert: hundreds of numbers, too many for curves."""
+    """Shows a list by layer of lists by head or expert: hundreds of numbers, too many for curves."""
 
     section: str
     label: str
@@ -290,8 +290,8 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
 
 
 def tag_of(key: str) -> str:
-    """Returns the tag of a record's key; if its value is a dict, the prefix of its entries' tags. Metrics without a
-    panel belong to section gsa."""
+    """Returns the tag of a record's key. For a dict, returns the prefix of its entries' tags. Metrics without a panel
+    belong to section gsa."""
     if key == "lrs":
         return "lr"
     if key.startswith("validation_"):

@@ -1,4 +1,4 @@
-"""Console output: a progress bar on a terminal, otherwise one plain line per logged record."""
+"""Print progress to the console: a bar on a terminal, otherwise one plain line per logged record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Progress:
         interactive: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`start_step` steps are done already. `interactive=None` asks whether stderr is a terminal."""
+        """Begin after `start_step` steps. `interactive=None` asks whether stderr is a terminal."""
         self._total_steps = total_steps
         self._clock = clock
         self._last_step, self._last_time = start_step, clock()
@@ -52,7 +52,7 @@ class Progress:
                 self.message(line)
             return
         if "event" in record:
-            if tells_by_its_event(record):  # the others are logged where they happen
+            if tells_by_its_event(record):  # other events are logged where they happen
                 self.message(_event_line(record, self._total_steps))
             return
         eta = self._measure(record["step"])
@@ -63,7 +63,6 @@ class Progress:
         self._bar.set_description_str(_bar_text(record, eta))
 
     def go_back(self, step: int) -> None:
-        """Go back to `step`, since the later steps run again."""
         self._last_step, self._last_time = step, self._clock()
 
     def message(self, text: str) -> None:
@@ -78,7 +77,8 @@ class Progress:
             self._bar.close()
 
     def _measure(self, step: int) -> float | None:
-        """Returns the seconds left, from the wall time between records, which includes saving and validating."""
+        """Returns the seconds left. They include saving and validating, because wall time between records is
+        measured."""
         now = self._clock()
         if step > self._last_step:
             latest = (now - self._last_time) / (step - self._last_step)
@@ -91,7 +91,7 @@ class Progress:
 
 
 def _is_terminal() -> bool:
-    """Whether stderr is a terminal with a width. Some (in containers) have none; a bar would be cut to nothing."""
+    """Whether stderr is a terminal with a width. Some terminals in containers have no width, and would show no bar."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except OSError:  # the terminal was closed
@@ -161,7 +161,6 @@ def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name:
 
 
 def _task_lines(record: dict[str, Any], total_steps: int) -> list[str]:
-    """Returns one line per task, with all its scores."""
     scores = {key.removeprefix("eval_"): value for key, value in record.items() if isinstance(value, dict)}
     names = dict.fromkeys(name for of_tasks in scores.values() for name in of_tasks)
     return [
@@ -179,7 +178,7 @@ def _step_and_phase(record: dict[str, Any], total_steps: int) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    """Format a number; `--`, in the same width, if there is no value."""
+    """Format a number. A missing value becomes `--` of the same width."""
     width = int(form.split(".")[0] or 0)
     return f"{'--':>{width}}" if value is None else f"{value:{form}}"
 

@@ -1,4 +1,4 @@
-"""Builds the record of a logged step from statistics on the device."""
+"""Build the record of a logged step from statistics on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gsa_train.profiling.work_time import STEP_PARTS, Worked, slowest
 
 
 class IntervalClock:
-    """Time, tokens and steps since the last logged step, without validation and saving."""
+    """Measures time, tokens and steps since the last logged step, without validation and saving."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,14 +33,13 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def count(self, tokens: int, wait_seconds: float) -> None:
-        """Count one step that waited `wait_seconds` for text."""
         self._steps += 1
         self._tokens += tokens
         self._wait_seconds += wait_seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what runs inside. Waits for the device, whose work belongs to the steps."""
+        """Leave out work inside this context. Waits for the device first, because its work belongs to the steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._began
@@ -48,8 +47,8 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def read_and_reset(self) -> Interval:
-        """Returns the interval up to now, when the host has just waited for the verdict on the step: the rest of the
-        step's device work, the update, counts to the next interval."""
+        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step. The rest
+        of the step's device work, the update, counts to the next interval."""
         now = time.perf_counter()
         interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0
@@ -101,8 +100,6 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A logged step's numbers over all ranks."""
-
     layers: dict[str, list[float | None]]
     """Statistic -> value by layer; None if a layer recorded nothing."""
     loss: float
@@ -143,8 +140,9 @@ def send_step(
     measured: Measured | None,
     parallel: Parallel,
 ) -> Callable[[], Reduced]:
-    """Reduce a step's statistics over the ranks, send them to the host, and reset them. Collective. The returned
-    function is not; it waits until they have arrived.
+    """Reduce a step's statistics over the ranks, send them to the host, and reset them. Collective.
+
+    The returned function waits until they have arrived, and is not collective.
 
     Args:
         loss_sum: this rank's share of the summed loss.
@@ -154,7 +152,7 @@ def send_step(
     on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
     memory = [0, 0]
     if on_gpu:
-        allocated = torch.cuda.memory_stats()  # call once: it reads all the allocator's counters
+        allocated = torch.cuda.memory_stats()  # one call, because it reads all the allocator's counters
         memory = [allocated[f"allocated_bytes.all.{which}"] for which in ("current", "peak")]
     measured = measured or Measured()
     interval, worked, causal_keys = measured.interval, measured.worked, measured.causal_keys
@@ -199,8 +197,7 @@ OTHER_SOURCES = "(others)"
 
 
 def data_totals(counters: Mapping[str, int], data: DataConfig) -> dict[str, int]:
-    """Returns what one process read and left out since the start of the run, under names that depend only on the
-    config."""
+    """Returns what one process read and left out since the start of the run. The names depend only on the config."""
     totals = skipped_totals(counters)
     if data.packing == "best_fit":
         totals |= {name: counters.get(name, 0) for name in PACKING_COUNTERS}
@@ -223,10 +220,12 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 
 
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
-    """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall: the mean over the layers with a value, or
-    the extreme. NaN in a layer, as after a skipped step, is NaN overall. A vector becomes a dict label -> mean over
-    the layers; the vector of heads a list by layer of lists by head, and the spread over a layer's heads; the vector
-    of experts `expert_metrics`."""
+    """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
+
+    The overall value is the mean over the layers with a value, or the extreme. NaN in a layer, as after a skipped
+    step, makes it NaN. A vector becomes a dict label -> mean over the layers. The vector of heads becomes a list by
+    layer of lists by head, and the spread over a layer's heads. The vector of experts becomes `expert_metrics`.
+    """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []
     experts: list[list[float | None]] = []
@@ -256,8 +255,8 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
 
 
 def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Returns loads by layer and expert, where 1 is the even share, with four digits; and the largest and the
-    smallest of each layer, and over all layers.
+    """Returns loads by layer and expert, relative to the even share 1, and the largest and smallest per layer and
+    overall.
 
     Args:
         shares: each expert's share of the choices, by expert and layer; None for layers without experts.
@@ -303,7 +302,7 @@ def step_record(
     parallel: Parallel,
     precision: str,
 ) -> dict[str, Any]:
-    """The record of one logged training step; docs/reference/monitoring.md explains each key.
+    """Return the record of one logged training step. docs/reference/monitoring.md explains each key.
 
     Args:
         precision: "bf16" or "fp32", which the device's peak FLOP/s depend on.

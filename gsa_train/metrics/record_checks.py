@@ -1,5 +1,4 @@
-"""Checks records before they are used: a flipped bit in a log may leave valid JSON that has lost a key, or has another
-value under it."""
+"""Check records before they are used. A flipped bit may leave valid JSON with a missing key or a wrong value."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def fault_of_record(record: Record) -> str:
-    """Returns what is wrong with a record of metrics.jsonl or samples.jsonl, after `numbers_back`; empty if
-    nothing is. A changed digit is not detected."""
+    """Returns the fault of a record of metrics.jsonl or samples.jsonl after `numbers_back`, or "". A changed digit is
+    not detected."""
     if not isinstance(record.get("phase"), str):
         return "has no phase"
     event = record.get("event", "")
@@ -53,12 +52,12 @@ def fault_of_samples(record: Record) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, finite or not, in the range that can be drawn."""
+    """Whether `value` is a number, finite or not, in the range that can be drawn."""
     return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
 
 
 def is_time(value: Any) -> bool:
-    """Whether it is a time in Unix seconds."""
+    """Whether `value` is a time in Unix seconds."""
     return is_number(value) and 0 <= value < LATEST_TIME
 
 

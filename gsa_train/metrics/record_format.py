@@ -1,21 +1,23 @@
-"""The format of records, and of metrics.jsonl, which stores them.
+"""Define the format of records, and of metrics.jsonl, which stores them.
 
-A *record* is a flat dict for one logged step, with the time at which it was made (`time`, Unix seconds). A value is a
-number, a string, None (not applicable), a list with one number per layer (keys `layer_*`), a dict of numbers (`lrs`:
-group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`) or
-by expert (`expert_loads`).
-Other happenings have separate records with an `event`: spikes and the reaction to them
-(gsa_train/reliability/monitor/); validation results (`validation`), where sets after the first have their name in their
-keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
-`eval_<score>` are dicts task -> value; saves that ended (`checkpoint`),
-failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
-they are logged when the loop learns of them, up to `logging.every_steps` later. `log_failed` and `log_written` (not in
-the file concerned) say that a file cannot be written, and can again; `log_lost` names the records that it lacks
-(lost_records.py).
+A *record* is a flat dict for one logged step. `time` is when the record was made, in Unix seconds. A value is a
+number, a string, None (not applicable), or one of:
+- a list with one number per layer (keys `layer_*`);
+- a dict of numbers (`lrs`: group -> learning rate; `sink_by_position`: positions -> share);
+- a list by layer of lists by head (keys `head_*`) or by expert (`expert_loads`).
 
-`metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
-non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, valid in every
-parser, and accepted by `float()` and JavaScript's `Number()`. `read_records` turns them back into floats.
+Other events have separate records with the key `event`:
+- spikes and the reaction to them (gsa_train/reliability/monitor/);
+- `validation`: results. Sets after the first have their name in their keys (`validation_<name>_loss`); `*_by_source`
+  are dicts source -> value;
+- `tasks`: scores, where `eval_<score>` are dicts task -> value;
+- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, a checkpoint found damaged.
+  `step` is the checkpoint's. They are logged up to `logging.every_steps` later;
+- `log_failed`, `log_written` (not in the file concerned): a file cannot be written, or can be written again;
+- `log_lost`: the records that a file lacks (lost_records.py).
+
+`metrics.jsonl` is strict JSON with one object per line. Floats read back bit-equal. JSON has no NaN, so a number that
+is not finite is written as the string "NaN", "Infinity" or "-Infinity". `read_records` turns the strings into floats.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def to_scalars(record: Record) -> dict[str, float]:
 
 
 def tells_by_its_event(record: Record) -> bool:
-    """Whether the event itself is the message, as the monitor's; validations and saves have numbers."""
+    """Whether the event itself is the message, as for the monitor. Validations and saves have numbers."""
     event = record.get("event", "")
     return event not in ("", "validation", "tasks") and not event.startswith("checkpoint")
 
@@ -83,7 +85,7 @@ def values_in_words(record: Record, without: Collection[str]) -> list[str]:
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:
-    """Returns, for a validation record, prefix of a set's keys -> the set's name, the first set first."""
+    """Returns a dict prefix of a set's keys -> the set's name for a validation record, the first set first."""
     if record.get("event") != "validation":
         return {}
     first = {"validation": record.get("validation_set", "validation")}
@@ -96,11 +98,12 @@ RENAMED = {"causal_keys": "causal_keys"}
 
 
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
-    """Returns all intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are
-    counted, and the first is named.
+    """Returns all intact records of a metrics.jsonl, in order. The run may still be writing the file.
+
+    Damaged records are counted, and the first is named.
 
     Args:
-        fault_of: returns what is wrong with a record, "" if nothing is; for callers that need more than the step.
+        fault_of: returns the fault of a record, or ""; for callers that need more than the step.
     """
     lines, damaged = _read_lines(path, fault_of)
     if damaged:
@@ -111,8 +114,8 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
 def _read_lines(
     path: Path, fault_of: Callable[[Record], str] | None = None
 ) -> tuple[list[tuple[str, Record]], str]:
-    """Returns (line, its object) of the intact lines, and what is wrong with the others, "" if nothing is. A last line
-    cut off by a kill or a full disk is dropped."""
+    """Returns (line, its object) of the intact lines, and the faults of the others, or "". A last line that a kill or
+    a full disk cut off is dropped."""
     lines = [line for line in path.read_bytes().split(b"\n") if line]
     parsed: list[tuple[str, Record]] = []
     wrong: list[str] = []
@@ -141,7 +144,7 @@ def _parse(line: str) -> Any:
     if _RARE.search(line):
         json.loads(line, parse_int=_bounded)
         json.dumps(value, ensure_ascii=False).encode()
-    # Few lines match, and checking all values takes longer than parsing them.
+    # Few lines match. Checking all values would take longer than parsing them.
     return numbers_back(value) if any(name in line for name in _NON_FINITE) else value
 
 
@@ -152,16 +155,17 @@ def _bounded(digits: str) -> int:
 
 
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
-    """Drop the records after `step` of a metrics.jsonl, whose steps run again. The file is read once, and written only
-    where it changes: a long run's file has hundreds of MB, and all ranks wait. Lines are kept as they are, so that
-    their floats stay bit-equal; a file with damaged ones is kept as `*.damaged`.
+    """Drop the records of a metrics.jsonl after `step`, because their steps run again.
+
+    The file may have hundreds of MB, and all ranks wait. It is therefore read once, and written only where it changes.
+    Lines stay as they are, so that their floats stay bit-equal. A file with damaged lines is kept as `*.damaged`.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.
         with_validation: also drop the validation and the samples at `step`.
 
     Returns:
-        The step of the newest record that stays; 0: there is none.
+        The step of the newest record that stays, or 0.
     """
     lines, damaged = _read_lines(path)
     if damaged:
@@ -205,7 +209,7 @@ def _as_text(lines: Iterable[str]) -> str:
 
 
 def sample_texts(record: Record) -> dict[str, str]:
-    """Returns, for a record with `samples`, `prompt_00`, ... -> the prompt and the model's text, in Markdown."""
+    """Returns a dict `prompt_00`, ... -> prompt and the model's text in Markdown, for a record with `samples`."""
     texts = {}
     for number, sample in enumerate(record["samples"]):
         lines = f"{sample['prompt']}\u27f6{sample['text']}{'' if sample['ended'] else ' …'}".split("\n")
@@ -229,7 +233,7 @@ def to_strict(value: Any) -> Any:
 
 
 def numbers_back(value: Any, key: str = "") -> Any:
-    """Inverts `to_strict`; tuples come back as lists.
+    """Invert `to_strict`. Tuples come back as lists.
 
     Args:
         key: the key under which a dict holds the value.

@@ -1,4 +1,4 @@
-"""The sinks of logged records: metrics.jsonl, TensorBoard and Weights & Biases. Opened on rank 0 only."""
+"""Open the sinks of logged records on rank 0: metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def open_sinks(
     keeps_later: bool = False,
     validates_again: bool = False,
 ) -> Sinks:
-    """`resume_step` is the step of the loaded checkpoint: records after it are dropped, because those
-    steps run again. With None the run starts at step 0, and the files of an earlier start move
-    to `previous/<time>/`, so that nothing is lost or mixed. A folder that is a link or a mounted disk
-    stays, and its content moves to `previous/<time>/` there. With `keeps_later` dropped records move to
-    `metrics_rewound.jsonl`. With `validates_again` the validation at that step is also dropped, because it runs
-    again.
+    """Open the sinks of a run, whose files an earlier start may have written.
 
-    `phases` are names, in their order; `wandb` is the open W&B run, if any.
+    Args:
+        phases: names, in their order.
+        resume_step: step of the loaded checkpoint. Records after it are dropped, because those steps run again. None:
+            the run starts at step 0, and the files of an earlier start move to `previous/<time>/`. A folder that is a
+            link or a mounted disk stays, and its content moves to `previous/<time>/` there.
+        wandb: the open W&B run, if any.
+        keeps_later: dropped records move to `metrics_rewound.jsonl`.
+        validates_again: also drop the validation at that step, because it runs again.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     metrics_path = run_dir / "metrics.jsonl"
@@ -64,14 +66,14 @@ def open_sinks(
 
 
 def drop_samples(run_dir: Path, step: int, validates_again: bool = False) -> None:
-    """Drop the samples after `step`, and with `validates_again` also the ones at it."""
+    """Drop the samples after `step`. With `validates_again`, also drop the samples at `step`."""
     path = run_dir / SAMPLES
     if path.exists():
         go_back(path, step, with_validation=validates_again)
 
 
 class Sinks:
-    """Use as a context manager, or end with `finish` (the run is complete) or `close` (it is not)."""
+    """Use this as a context manager, or end with `finish` (the run is complete) or `close` (it is not)."""
 
     def __init__(
         self,
@@ -80,22 +82,18 @@ class Sinks:
         wandb: WandbSink | None,
         phases: Sequence[str] = (),
     ):
-        """
-        Args:
-            phases: names, in their order.
-        """
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Saved in every checkpoint, so that a restart continues the same W&B run."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
-        self._samples: MetricsFile | None = None  # opened by the first samples; most runs have none
+        self._samples: MetricsFile | None = None  # first samples open it; most runs have none
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Log to every sink and flush: a run killed right after this call has lost nothing. If metrics.jsonl cannot be
-        written, its records wait; if TensorBoard's files cannot, its records are lost."""
+        """Log to every sink and flush. A run that is killed right after this call has lost nothing. If metrics.jsonl
+        cannot be written, its records wait. If TensorBoard's files cannot be written, its records are lost."""
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -111,7 +109,7 @@ class Sinks:
         try:
             self._samples = self._samples or MetricsFile(self.run_dir / SAMPLES, to_json)
             news = self._samples.write(record)
-        except OSError as error:  # the file cannot be made; the next samples try again
+        except OSError as error:  # The file cannot be made. The next samples try again.
             logger.error("samples of step %d are not in %s: %s", record["step"], SAMPLES, error)
         else:
             if news is not None:
@@ -124,11 +122,11 @@ class Sinks:
 
     @property
     def folder_was_gone(self) -> bool:
-        """Whether the run folder was removed or moved since this was opened."""
+        """Whether the run folder was removed or moved since the sinks were opened."""
         return self._metrics.folder_was_gone
 
     def tell_of_hang(self, step: int, report: str) -> None:
-        """Report a hang to W&B alone, whose run ends as failed: the main thread may hang in one of the files."""
+        """Report a hang only to W&B, whose run ends as failed. The main thread may hang in one of the files."""
         record = {"event": "hang", "step": step, "reason": report}
         if self._wandb:
             self._wandb.log(record, to_scalars(record))
@@ -160,7 +158,7 @@ class Sinks:
             self.close()
 
     def close(self, exit_code: int = 0) -> None:
-        """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. A second call does
+        """Close without a summary. W&B marks the run as failed when `exit_code` is not 0. A second call does
         nothing."""
         self._metrics.close()
         if self._samples:
@@ -183,10 +181,10 @@ class Sinks:
 
 
 def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps: int) -> None:
-    """Warn if records up to the checkpoint are missing: a save begins after the record of its step is written.
+    """Warn if records up to the checkpoint are missing. A save begins only after the record of its step is written.
 
     Args:
-        newest: step of the newest record up to there.
+        newest: step of the newest record up to the checkpoint.
     """
     if newest < resume_step - resume_step % every_steps:
         logger.warning(
@@ -257,7 +255,7 @@ def _move_aside(run_dir: Path) -> None:
             previous.mkdir(parents=True, exist_ok=True)
             shutil.move(
                 path, previous / path.name
-            )  # a rename, or a copy where `previous` is a link to another disk
+            )  # a rename, or a copy if `previous` is a link to another disk
         elif content := [each for each in path.iterdir() if each.name not in ("previous", "lost+found")]:
             kept = path / "previous" / time
             kept.mkdir(parents=True)

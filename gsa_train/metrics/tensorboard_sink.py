@@ -1,4 +1,4 @@
-"""Writes TensorBoard's events of a run. Where they cannot be written, training continues without them."""
+"""Write TensorBoard's events of a run. If they cannot be written, training continues without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """TensorBoard's writer thread ends with the first error: after that a new file is needed."""
+    """Writes the event files. TensorBoard's writer thread ends with the first error, and a new file is then needed."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         """
@@ -27,19 +27,20 @@ class TensorBoardSink:
         self._resume_step = resume_step
         """For the first file, until it exists."""
         self._writer: SummaryWriter | None = None
-        with contextlib.suppress(OSError):  # the first record tries again, and reports the error
+        with contextlib.suppress(OSError):  # The first record tries again, and reports the error.
             self._open()
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float], disk_works: bool) -> None:
-        """Write and flush: a run killed right after this has lost nothing.
+        """Write and flush. A run that is killed right after this call has lost nothing.
 
         Args:
-            disk_works: whether other files can be written; if not, no event file is opened, as it would stay empty.
+            disk_works: whether other files can be written; if not, no event file is opened, because it would stay
+                empty.
         """
         self._guard(record, disk_works, lambda writer: _write(writer, scalars, record["step"]))
 
     def log_texts(self, texts: Mapping[str, str], record: Mapping[str, Any], disk_works: bool) -> None:
-        """Write Markdown texts by name, below `samples/`; otherwise like `log`."""
+        """Write Markdown texts by name, below `samples/`. The rest works as in `log`."""
 
         def write(writer: SummaryWriter) -> None:
             for name, text in texts.items():
@@ -91,7 +92,7 @@ def _write(writer: SummaryWriter, scalars: Mapping[str, float], step: int) -> No
 
 
 def _open_writer(folder: Path, resume_step: int | None) -> SummaryWriter:
-    # Imported here, so that readers of metrics.jsonl need not wait for it.
+    # Imported here, so that readers of metrics.jsonl do not wait for the import.
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard hides the steps of earlier event files from purge_step on.

@@ -1,7 +1,7 @@
-"""Outages of W&B's server: how long a run waits, and what it does then.
+"""Handle outages of W&B's server: how long a run waits, and what the run does then.
 
-Training needs no W&B. Each wait has a limit; unsent records stay in the run folder, for `wandb sync`. A start whose
-records the server has is marked as `wandb sync` marks it, so that one command sends all others, and these only.
+Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. A start whose
+records have reached the server is marked as `wandb sync` would mark it. One `wandb sync` then sends only the others.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MARK = ".wandb.synced"
 
 
 def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path) -> Run:
-    """Start a W&B run in `mode`; offline if the server does not answer.
+    """Start a W&B run in `mode`, or offline if the server does not answer.
 
     Args:
         init: `wandb.init` with everything but the mode.
-        has_begun: the training run has begun. Then it continues even if the server refuses it, as with an expired
-            key: a restart must not end it.
+        has_begun: the training run has begun. A restart must not end it, so it continues even if the server refuses
+            it, as with an expired key.
 
     Raises:
         wandb.Error: the server refuses a new run.
@@ -71,7 +71,7 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
             if refused and not has_begun:
                 raise
             why = " ".join(str(error).split())
-            wandb.teardown()  # else its service would report the id as in use
+            wandb.teardown()  # otherwise its service would report the id as in use
     run = init("offline")
     logger.warning(
         "W&B at %s cannot be used: %s. Records of this start are kept offline; to send them later: %s",
@@ -83,8 +83,8 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Returns the command that sends every start that W&B may lack, one by one: `wandb sync` sends nothing after a
-    start that was killed, whose last record is incomplete."""
+    """Returns the command that sends every start that W&B may lack. Starts are sent one by one: a killed start has an
+    incomplete last record, and `wandb sync` sends nothing after it."""
     return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
 
 
@@ -93,7 +93,7 @@ def _sync_each(folders: str) -> str:
 
 
 def finish(run: Run, exit_code: int) -> str | None:
-    """End a run; returns None if W&B has all its records or the run is offline, else why it may lack some."""
+    """End a run. Returns why W&B may lack some records, or None if W&B has all or the run is offline."""
     import wandb
 
     late = f"has not taken the last records in {FINISH_SECONDS:g} s"
@@ -119,8 +119,8 @@ def finish(run: Run, exit_code: int) -> str | None:
 
 
 def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
-    """Whether `run.finish` returns in time. W&B does not always keep its own limit: if the server hangs, its service
-    may not answer. Then this ends the service, and so everything that waits for it."""
+    """Whether `run.finish` returns in time. W&B does not always keep its own limit, because its service may not answer
+    if the server hangs. This call then ends the service, and so everything that waits for it."""
     import wandb
 
     done: Future[None] = Future()
@@ -144,13 +144,13 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
         service.kill()
     wait([done], SERVICE_END_SECONDS)
     with contextlib.suppress(wandb.Error, OSError):
-        wandb.teardown()  # else at the end of this process, with a traceback
+        wandb.teardown()  # otherwise at the end of this process, with a traceback
     return False
 
 
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
-    """Warn of the starts of this run, except `but`, whose records W&B may lack: one was killed before it had sent
-    them, or the server was unreachable."""
+    """Warn of the starts of this run, except `but`, whose records W&B may lack. A start was killed before it had sent
+    its records, or the server was unreachable."""
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     left.sort(key=_when_written)
@@ -169,21 +169,21 @@ def _when_written(folder: Path) -> tuple[str, int]:
 
 
 def why_no_answer(url: str, seconds: float) -> str | None:
-    """Returns None if a server answers at all, else the cause. No credential is sent."""
+    """Returns the cause if a server does not answer, else None. No credential is sent."""
     answers: list[str | None] = []
 
     def ask() -> None:
         try:
             urllib.request.urlopen(url, timeout=seconds).close()
             answers.append(None)
-        except (urllib.error.HTTPError, ValueError):  # an answer; or an invalid address, which W&B explains
+        except (urllib.error.HTTPError, ValueError):  # an answer, or an invalid address, which W&B explains
             answers.append(None)
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             # W&B has its own list of certificates, and may trust this server.
             answers.append(None if isinstance(reason, ssl.SSLError) else str(reason) or repr(reason))
 
-    # In a thread: looking up a host name has no timeout.
+    # A thread is needed, because looking up a host name has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -1,7 +1,7 @@
-"""Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoints as artifacts.
+"""Log to Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoint artifacts.
 
-No credential leaves this machine or enters the run folder: W&B reads its API key from the environment or netrc,
-and the part before the @ of an address in the config is removed.
+No credential leaves this machine or enters the run folder. W&B reads its API key from the environment or netrc. If the
+config holds an address with a part before the @, that part is removed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CONTINUES = "continues_wandb_run"
 
 
 class WandbRefused(RuntimeError):
-    """W&B did not start; the message has cause and remedy."""
+    """W&B did not start. The message has cause and remedy."""
 
 
 class WandbSink:
-    """An open W&B run. If its service fails, training continues without it, and logs that."""
+    """Holds an open W&B run. If W&B's service fails, this is logged and training continues without it."""
 
     def __init__(self, run: Run, run_dir: Path, alerts: Alerts) -> None:
         self.id: str = run.id
@@ -55,7 +55,8 @@ class WandbSink:
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
         """Log one record, as in `metrics.jsonl` and by tags."""
-        # W&B's own step only grows, but steps after a checkpoint run again: it is a metric like the others.
+        # W&B's own step only grows, but steps after a checkpoint run again. The step is therefore a metric like the
+        # others.
         place = {key: record[key] for key in ("step", "tokens", "phase") if key in record}
         self._tell("log", {**scalars, **place})
         for alert in self._alerts.of(dict(record)):
@@ -64,14 +65,14 @@ class WandbSink:
                 title=alert.title,
                 text=alert.text,
                 level=alert.level,
-                wait_duration=INTERVAL_SECONDS / 2,  # Alerts has the limit; W&B's default would be a minute
+                wait_duration=INTERVAL_SECONDS / 2,  # Alerts has the limit; W&B's would be a minute
             )
         if record.get("event") == "checkpoint":
             self._log_checkpoint(record)
 
     def log_samples(self, record: Mapping[str, Any]) -> None:
-        """Log a table of the prompts and the model's texts. W&B writes it to disk first; if that fails,
-        only this table is lost."""
+        """Log a table of the prompts and the model's texts. W&B writes the table to disk first. If that fails, only
+        this table is lost."""
         import wandb
 
         columns: list[str | int] = ["step", "prompt", "text", "ended"]
@@ -85,8 +86,7 @@ class WandbSink:
             logger.error("W&B gets no samples of step %d: %s", record["step"], error)
 
     def place(self) -> tuple[str, ...]:
-        """Returns lines for the console that say where the run is."""
-        if self._run is None:  # its service failed, which was logged
+        if self._run is None:  # its service failed, and this was logged
             return ()
         if not self._run.offline:
             return (f"{self._run.url}",)
@@ -102,11 +102,10 @@ class WandbSink:
         self._log_artifact("config", fill)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Set the numbers in W&B's table of runs."""
         self._tell("summary.update", summary)
 
     def close(self, exit_code: int) -> None:
-        """Close the run; W&B marks it as failed when `exit_code` is not 0."""
+        """Close the run. W&B marks the run as failed when `exit_code` is not 0."""
         if self._run is None:
             return
         late = wait(self._on_their_way, wandb_outage.ANSWER_SECONDS).not_done
@@ -120,7 +119,7 @@ class WandbSink:
             logger.warning("W&B %s; to send them later: %s", why, command)
 
     def _log_checkpoint(self, record: Mapping[str, Any]) -> None:
-        """Log a checkpoint by reference, without its content. Later ones replace it on disk
+        """Log a checkpoint by reference, without its content. Later checkpoints replace it on disk
         (`checkpoint.keep_last`)."""
         folder = step_folder(self._run_dir / "checkpoints", record["step"]).resolve()
         if not folder.exists():  # deleted before the loop learned of it
@@ -148,7 +147,7 @@ class WandbSink:
         self._on_their_way.append(self._artifacts.submit(self._send, artifact, ["latest", *steps]))
 
     def _send(self, artifact: Artifact, aliases: list[str]) -> None:
-        """Send an artifact in a separate thread, since W&B waits for its server here."""
+        """Send an artifact in a separate thread, because W&B waits for its server here."""
         run = self._run
         if run is None:
             return
@@ -159,7 +158,7 @@ class WandbSink:
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the run. W&B's service is a separate process, and ends by the signal that asks training to
-        stop: its death must not prevent the save. The next start opens the same W&B run again."""
+        stop. Its death must not prevent the save. The next start opens the same W&B run again."""
         import wandb
 
         if self._run is None:
@@ -180,13 +179,13 @@ def open_wandb(
     has_begun: bool = False,
     copied_from: str | None = None,
 ) -> WandbSink | None:
-    """Open the W&B run; None if it is disabled, offline if the server does not answer.
+    """Open the W&B run. Returns None if W&B is disabled. The run is offline if the server does not answer.
 
     Args:
-        run_id: the W&B run to continue; None: a new one, regardless of WANDB_RUN_ID, since every start by the same
-            shell would join that run.
+        run_id: the W&B run to continue; None: a new run. WANDB_RUN_ID is ignored, because every start by the same
+            shell would join its run.
         has_begun: the training run has begun, so a server's refusal must not end it.
-        copied_from: the W&B run of another run, whose checkpoint this one continues.
+        copied_from: the W&B run of another run, whose checkpoint this run continues.
 
     Raises:
         WandbRefused: for a new run: no key, a wrong key, no access to the project. For any run: a wrong setting.
@@ -194,7 +193,7 @@ def open_wandb(
     mode = wandb_mode(config.wandb, os.environ)
     if mode == "disabled":
         return None
-    if "WANDB_MODE" in os.environ:  # W&B also reads it, and refuses an empty one in any case
+    if "WANDB_MODE" in os.environ:  # W&B also reads the variable, and refuses an empty one in any case.
         os.environ["WANDB_MODE"] = mode
     import wandb
 
@@ -211,12 +210,12 @@ def open_wandb(
             tags=list(config.wandb_tags),
             name=run_name,
             id=own_id,
-            resume="allow",  # offline: another folder with the same id, which `wandb sync` uploads in order
+            resume="allow",  # offline: a new folder with the same id, which `wandb sync` uploads in order
             dir=str(run_dir),
             config=shown_config,
             mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(
-                silent=True,  # the header has the address; to name the user, W&B would wait for its server
+                silent=True,  # the header has the address; for the user's name W&B waits for its server
                 console="off",  # the job's own log has the console output
                 x_disable_meta=without_credentials(sys.argv) != sys.argv,  # W&B would upload the command line
                 init_timeout=wandb_outage.INIT_SECONDS,
@@ -241,7 +240,7 @@ def open_wandb(
 
 
 def define_metrics(run: Run) -> None:
-    """Make tokens the x axis of all metrics; for some, show also the best value in the table of runs."""
+    """Make tokens the x axis of all metrics. Some metrics also show their best value in the table of runs."""
     run.define_metric("tokens")
     run.define_metric("step")
     run.define_metric("*", step_metric="tokens")
@@ -250,7 +249,7 @@ def define_metrics(run: Run) -> None:
 
 
 def wandb_mode(choice: str, environ: Mapping[str, str]) -> WandbMode:
-    """Returns W&B's mode; `auto` takes the variable WANDB_MODE, else online when an API key is configured.
+    """Returns W&B's mode. `auto` takes the variable WANDB_MODE, else online when an API key is configured.
 
     Raises:
         WandbRefused: the variable is not a mode of W&B.
@@ -283,7 +282,7 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
 
 
 def without_credentials(value: Any) -> Any:
-    """Returns the value with `user:password@` removed from addresses (data folders may be fsspec addresses)."""
+    """Returns the value without `user:password@` in addresses (data folders may be fsspec addresses)."""
     if isinstance(value, dict):
         return {key: without_credentials(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,6 @@
-"""Settings of one forward pass through the attention layers: set by the step, read by every layer."""
+"""Define the settings of one forward pass through the attention layers. The step sets them, and every layer reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """The same for all layers and micro-batches of a step or validation, except `will_recompute`."""
+    """All layers and micro-batches of a step or validation share these settings, except `will_recompute`."""
 
     sparse: bool = False
     """Attend to the selected keys; False: to all causal keys of the document."""
@@ -53,7 +55,7 @@ class AttentionPass:
 
     @property
     def needs_indexer_loss(self) -> bool:
-        """For training or for the log."""
+        """Whether the pass computes the indexer loss, for training or for the log."""
         return not self.will_recompute and (self.trains_indexer or self.measuring)
 
     def indexer_graph(self) -> torch.enable_grad | nullcontext[None]:

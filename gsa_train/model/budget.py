@@ -1,4 +1,4 @@
-"""V̄, the moving average of the score variance that scales each query's budget (eq. 8)."""
+"""Update V̄, the moving average of the score variance, which scales each query's key budget (eq. 8)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 
 class VarianceTracker(torch.nn.Module):
-    """V̄ of one layer, and the variance sum of the current step.
+    """Holds V̄ of one layer, and the variance sum of the current step.
 
     The average is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the
-    optimizer step: all micro-batches of a step and their recomputation use the same value, and no token influences an
-    earlier one through it.
+    optimizer step. All micro-batches of a step and their recomputation thus use the same value, and no token
+    influences an earlier token through it.
 
     The step counts the variances, because all layers have the same number. Queries with one causal key do not count;
     their variance is 0.
@@ -30,7 +30,7 @@ class VarianceTracker(torch.nn.Module):
         super().__init__()
         self._add_total = _fused_add_total() if fused else _add_total
         self.register_buffer("ema", torch.zeros((), dtype=torch.float32, device=device))
-        # sum of the variances of this step on this rank
+        # sum of this step's variances on this rank
         self.register_buffer(
             "step_sum", torch.zeros((), dtype=torch.float64, device=device), persistent=False
         )
@@ -48,12 +48,10 @@ class VarianceTracker(torch.nn.Module):
         return self
 
     def record(self, variance: torch.Tensor) -> None:
-        """Add the variances [B, R] of one micro-batch."""
         self._add_total(variance, self.step_sum)
 
 
 def _add_total(values: torch.Tensor, total: torch.Tensor) -> None:
-    """total += the sum of `values`."""
     total.add_(values.sum(dtype=torch.float64))
 
 
@@ -71,11 +69,12 @@ def update_variance_emas(
     applied: torch.Tensor,
     counted_rows: torch.Tensor,
 ) -> None:
-    """V̄ <- decay * V̄ + (1 - decay) * mean variance of the step over all micro-batches and data-parallel ranks.
+    """Update V̄ <- decay * V̄ + (1 - decay) * the step's mean variance, over all micro-batches and data-parallel
+    ranks.
 
-    Call it after each step that ran the indexers. The first step's mean initializes the average. V̄ is unchanged in
-    layers whose mean is not finite, and in all layers if the step is not `applied` (0-d bool) or no row counts. The
-    host does not wait for the device.
+    Call it after each step that ran the indexers. The first step's mean initializes the average. V̄ stays unchanged in
+    layers whose mean is not finite. V̄ stays unchanged in all layers if the step is not `applied` (0-d bool) or no row
+    counts. The host does not wait for the device.
 
     Args:
         data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.

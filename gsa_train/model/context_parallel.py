@@ -1,6 +1,7 @@
-"""Context parallelism: each rank holds a few chunks of the sequence and attends to the keys of the whole sequence.
+"""Gather keys and values for context parallelism, in which each rank holds a few chunks of the sequence.
 
-Queries stay local. Keys and values are all-gathered, and their gradients reduce-scattered.
+Queries stay local and attend to the keys of the whole sequence. Keys and values are all-gathered, and their gradients
+are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 
 
 def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torch.Tensor:
-    """[B, L, ...] -> this rank's tokens [B, L / size, ...], along dimension `dim`."""
+    """Take this rank's tokens [B, L / size, ...] from [B, L, ...], along dimension `dim`."""
     if cut.size == 1:
         return tokens
     chunks = query_chunks(tokens.shape[dim] // cut.size, cut)
@@ -22,11 +23,9 @@ def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torc
 
 
 def gather_tokens(local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather this rank's tokens [B, L / size, ...] into the sequence in order, [B, L, ...]. Collective.
-
-    The backward pass reduce-scatters the gradients in fp32. It is also collective, so the result must reach the loss on
-    all ranks or on none.
-    """
+    """All-gather this rank's tokens [B, L / size, ...] into the ordered sequence [B, L, ...]. Collective. The backward
+    pass reduce-scatters the gradients in fp32. This is also collective, so the result must reach the loss on all ranks
+    or on none."""
     if cut.size == 1:
         return local
     gathered: torch.Tensor = _GatherTokens.apply(local, cut, group)
@@ -56,5 +55,5 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def _held_in_turn(cut: ContextSharding) -> list[int]:
-    """Chunk numbers in order of the ranks that hold them."""
+    """List chunk numbers by the rank that holds them, from the first rank to the last."""
     return [number for rank in range(cut.size) for number in cut.numbers(rank)]

@@ -1,4 +1,4 @@
-"""Dense causal attention by other libraries, for passes that do not need the probabilities."""
+"""Run dense causal attention of other libraries, for passes that do not need the probabilities."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def build_dense_attention(name: str) -> DenseAttention | None:
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
             )
         if out.requires_grad:
-            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone: a gradient with other strides
-            # than in the cached plan would be read wrongly.
+            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone. It would misread a gradient
+            # whose strides differ from the cached plan.
             out.register_hook(partial(_in_order_of, out.stride()))
         return out.transpose(1, 2)
 

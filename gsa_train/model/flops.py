@@ -1,7 +1,7 @@
-"""Parameters and floating-point operations of a model, computed from its shapes.
+"""Compute parameters and floating-point operations of a model from its shapes.
 
-d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size,
-L sequence length, E experts per layer, k experts per token. A multiply-add counts as 2 operations.
+Symbols: d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size, L
+sequence length, E experts per layer, k experts per token. A multiply-add counts as 2 operations.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from gsa_train.config.moe import layers_with_experts
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of the whole model, by part."""
-
     embedding: int
     attention: int
     """W_Q, W_K, W_V and W_O, and the QKV biases if any."""
@@ -44,17 +42,16 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that one token uses, and the embedding."""
+        """Parameters that one token uses, including the embedding."""
         return self.total - self.idle
 
     @property
     def overhead(self) -> int:
-        """Parameters that GSA adds."""
         return self.gates + self.indexer
 
     @property
     def overhead_percent(self) -> float:
-        """GSA's parameters in percent of the same model without GSA."""
+        """GSA's parameters, as a percentage of the same model without GSA."""
         return 100.0 * self.overhead / (self.total - self.overhead)
 
 
@@ -87,13 +84,13 @@ def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
 
 
 def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Gate weights of a layer, without biases."""
+    """Count the gate weights of a layer, without biases."""
     depends = gsa.gate_input == "query_dependent"
     return depends * model.hidden_size * sum(_gate_rows(model, gsa))
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta if it is learned."""
+    """Count W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta if it is learned."""
     heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
     matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
     biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads
@@ -101,13 +98,13 @@ def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
 
 
 def indexer_layers(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Layers with an indexer: the first of each group that shares a selection."""
+    """Count the layers with an indexer: the first layer of each group that shares a selection."""
     return model.num_layers // gsa.selection_reuse if gsa.attention == "sparse" else 0
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Operations of one training token, forward and backward, by part."""
+    """Counts operations of one training token, forward and backward, by part."""
 
     projections: float
     """Q, K, V and the attention's output projection."""
@@ -144,11 +141,11 @@ def flops_per_token(
     mean_visible: float | None = None,
     dropped_share: float = 0.0,
 ) -> FlopsPerToken:
-    """Operations per token in a phase, averaged over the positions of a sequence.
+    """Count operations per token in a phase, averaged over the positions of a sequence.
 
-    Counts matrix products only, without recomputation. A backward pass costs twice the forward pass of the trained
-    parameters. The indexer's scores have gradients only on the attended keys of the rows in its loss; its projections
-    always run over all queries.
+    Only matrix products count, without recomputation. A backward pass costs twice the forward pass of the trained
+    parameters. The indexer's scores have gradients only on the attended keys of the rows in its loss. The indexer's
+    projections always run over all queries.
 
     Args:
         mean_selected: measured mean |S_t|, at most the causal keys; None: with budget k_base (`mean_selected_keys`).
@@ -175,7 +172,7 @@ def flops_per_token(
     experts = mixtures * 2 * 3 * d * widths
     output = 2 * d * model.vocab_size
 
-    # The indexer runs to select or to train; its queries are the first of each selection block, or all.
+    # The indexer runs to select or to train. Its queries are the first of each selection block, or all.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
@@ -204,26 +201,26 @@ def flops_per_token(
 
 
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
-    """Expected fraction of the queries in the indexer loss.
-
-    The loss samples one of n chunks of STRETCH_ROWS queries, n = 1 / `gsa.indexer_loss_row_fraction`, or one of all
-    chunks if the sequence has fewer.
-    """
+    """Return the expected fraction of the queries in the indexer loss. The loss samples one chunk of STRETCH_ROWS
+    queries out of n, where n = 1 / `gsa.indexer_loss_row_fraction`. A sequence with fewer than n chunks contributes
+    one chunk."""
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 
 
 def causal_mean_keys(seq_len_tokens: int) -> float:
-    """Causal keys averaged over the queries of a sequence with one document: (L + 1) / 2."""
+    """Average the causal keys over the queries of a sequence with one document: (L + 1) / 2."""
     return (seq_len_tokens + 1) / 2
 
 
 def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
-    """Scores that the indexer computes per token: the causal keys of each block's first query, over all tokens; with
-    `gsa.indexer_pool` the groups before each query's own.
+    """Count the scores that the indexer computes per token.
 
-    Exact for one document and for blocks of one query. Otherwise it scales the count of one document by the mean causal
-    keys; the relative error is below block / L, because documents may start anywhere in a block.
+    A block of queries scores the causal keys of its first query; the count is averaged over all tokens. With
+    `gsa.indexer_pool` a query scores the groups before its own group.
+
+    The count is exact for one document and for blocks of one query. Otherwise it scales the count of one document by
+    the mean causal keys. Its relative error is below block / L, because documents may start anywhere in a block.
     """
     pool, block = gsa.indexer_pool, gsa.selection_block
     counts = range(1, seq_len_tokens + 1, block) if pool == 1 else (t // pool for t in range(seq_len_tokens))
@@ -232,9 +229,9 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
 
 
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
-    """|S_t| averaged over the queries, with budget k_base, or all keys for queries with fewer than dense_below.
+    """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    A block selects from the causal keys of its first query; queries of another document cannot use them. Each query
+    A block selects from the causal keys of its first query, which queries of another document cannot use. Each query
     adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a window
     the result is an upper bound.
 
@@ -249,7 +246,7 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
             budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
             chosen = budget if visible > offset else 0
             always = gsa.local_window
-            if gsa.indexer_pool > 1:  # whole groups, and the query's own
+            if gsa.indexer_pool > 1:  # whole groups, and the query's own group
                 chosen, own = (
                     chosen // gsa.indexer_pool * gsa.indexer_pool,
                     (visible - 1) % gsa.indexer_pool + 1,
@@ -259,8 +256,8 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     return total / sum(map(len, causal_keys))
 
 
-# Dense peak rates by the driver's device name: bf16 tensor cores (half of the datasheet's figure "with sparsity"),
-# fp32 without tensor cores. Names are exact, because variants of one chip differ.
+# Dense peak rates by the driver's device name. bf16 rates are for tensor cores (half of the datasheet's figure "with
+# sparsity"), fp32 rates without tensor cores. Names are exact, because variants of one chip differ.
 _A100 = (312e12, 19.5e12)  # A100 datasheet: the same for all variants
 _H100_SXM = (989e12, 67e12)  # H100 datasheet, SXM; H200 datasheet: the same rates
 _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
@@ -277,18 +274,19 @@ _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
 
 DEVICES = tuple(_PEAK_FLOPS_PER_SECOND)
 """Devices with a known peak rate."""
-_MEASURED_MFU = {"NVIDIA H200": 0.46}  # gsa_1.7b on four, the whole step: docs/reference/performance.md
-_MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle; unmeasured
+_MEASURED_MFU = {"NVIDIA H200": 0.46}  # gsa_1.7b on four GPUs, whole step: docs/reference/performance.md
+_MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle and are unmeasured
 
 
 def measured_mfu(device_name: str, count: ParameterCount) -> float | None:
-    """Measured MFU of GSA training on this device; None: unknown. MoE models are excluded: only one was measured."""
+    """Return the measured MFU of GSA training on this device, or None if unknown. MoE models are excluded, because
+    only one was measured."""
     measured = count.experts == 0 and count.total >= _MEASURED_FROM_PARAMETERS
     return _MEASURED_MFU.get(device_name) if measured else None
 
 
 def peak_flops_per_second(device_name: str, precision: str) -> float | None:
-    """Return the device's peak rate; None if unknown: then no MFU is reported.
+    """Return the device's peak rate. If it is unknown, return None, and no MFU is reported.
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it.

@@ -1,6 +1,6 @@
-"""The gate variants of the gated-attention study (arXiv 2505.06708), in plain torch.
+"""Implement the gate variants of the gated-attention study (arXiv 2505.06708) in plain torch.
 
-The paper's two gates, a sigmoid per head and channel, come from one projection (gates.py) with fused kernels.
+The two gates of the GSA paper, a sigmoid per head and channel, are in gates.py, with fused kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from gsa_train.model.mcore.norm import RMSNorm
 
 
 def opening(logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
-    """Apply `gsa.gate_activation` to the logits."""
     if gsa.gate_activation == "sigmoid":
         return logits.sigmoid()
     if gsa.gate_activation == "ns_sigmoid":
@@ -34,7 +33,7 @@ def opening(logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
 
 
 def apply_gate(x: torch.Tensor, logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
-    """x * gate or x + gate, computed in fp32 (fp64 if an input is fp64), in the shape and dtype of x.
+    """Compute x * gate or x + gate in fp32 (fp64 if an input is fp64), and return it in the shape and dtype of x.
 
     Args:
         logits: broadcastable to x; a dimension of 1 means one gate for all channels of a head, or for all heads.
@@ -46,7 +45,7 @@ def apply_gate(x: torch.Tensor, logits: torch.Tensor, gsa: GSAConfig) -> torch.T
 
 
 class HeadGate(MegatronModule):
-    """Input-independent gates of this rank's heads: the logits are parameters."""
+    """Gates this rank's heads independently of the input: the logits are parameters."""
 
     def __init__(self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int) -> None:
         """
@@ -59,7 +58,7 @@ class HeadGate(MegatronModule):
         set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, local rows]."""
+        """Return logits [L, B, local rows] for `hidden` [L, B, d] ([L / tp, B, d] under sequence parallelism)."""
         shards = self.tp_group.size() if self.config.sequence_parallel else 1
         return self.bias.expand(shards * hidden.shape[0], hidden.shape[1], -1)
 
@@ -77,14 +76,16 @@ class HeadGate(MegatronModule):
 
 
 class ReplicatedGate(MegatronModule):
-    """Gates replicated over the tensor-parallel ranks: gates that all heads share, and G5, after W_O."""
+    """Computes gates that are replicated over the tensor-parallel ranks: gates that all heads share, and G5, after
+    W_O."""
 
     def __init__(
         self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int, for_heads: bool
     ) -> None:
         """
         Args:
-            for_heads: gate this rank's heads for all tokens; False: gate its tokens over all heads.
+            for_heads: True: gates of this rank's heads, for all tokens. False: gates of this rank's tokens, over all
+                heads.
         """
         super().__init__(config)
         self.tp_group, self.for_heads = groups.tp, for_heads
@@ -92,15 +93,18 @@ class ReplicatedGate(MegatronModule):
         self.weight = _parameter(config, rows, config.hidden_size) if depends else None
         self.bias = _parameter(config, rows)
         for parameter in self.parameters():
-            # Each rank has its own tokens: megatron-core sums the gradients over the tensor-parallel ranks.
+            # Each rank has different tokens, so megatron-core sums the gradients over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, rows] for heads, else for the given
-        tokens."""
+        """Return logits [L, B, rows] for heads, else logits of the given tokens.
+
+        Args:
+            hidden: [L, B, d] ([L / tp, B, d] under sequence parallelism).
+        """
         if self.weight is None:
             logits = self.bias.expand(*hidden.shape[:2], -1)
-        else:  # not F.linear: DeepSpeed's replacement rounds before adding the bias
+        else:  # F.linear is avoided: DeepSpeed's replacement rounds before adding the bias.
             logits = torch.addmm(self.bias, hidden.flatten(0, 1), self.weight.t())
             logits = logits.unflatten(0, hidden.shape[:2])
         if not self.for_heads:
@@ -112,7 +116,8 @@ class ReplicatedGate(MegatronModule):
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of each head's attention output, with one weight for all heads: `gsa.output_transform: rms_norm`."""
+    """Applies RMSNorm to each head's attention output, with one weight for all heads: `gsa.output_transform:
+    rms_norm`."""
 
     def __init__(self, config: GSATransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config, config.kv_channels, config.layernorm_epsilon)
@@ -120,7 +125,7 @@ class HeadNorm(RMSNorm):
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]  # summed here, over the heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d_k] of this rank's heads -> the same shape."""
+        """Normalize [..., d_k] of this rank's heads."""
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
 

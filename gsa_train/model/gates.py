@@ -1,4 +1,4 @@
-"""The projection that computes the gate logits: G2 on values (eq. 9), G1 on the output (eq. 10), and variants."""
+"""Project hidden states to gate logits: G2 on values (eq. 9), G1 on the output (eq. 10), and variants."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 
 
 class GateProjection(ColumnParallelLinear):
-    """The first of several linear layers with the same input; communicates for all of them.
+    """Runs first among several linear layers with the same input, and communicates for all of them.
 
-    It returns the gathered input for the other layers. Their summed input gradient arrives in one tensor, to which this
-    layer adds its own: one all-gather and one reduction over the tensor-parallel ranks, and no separate sum.
+    It returns the gathered input for the other layers. Their summed input gradient arrives in one tensor, and this
+    layer adds its own gradient to that tensor. All layers together then need one all-gather and one reduction over the
+    tensor-parallel ranks, and no separate sum.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, local rows] with bias, and the
-        input of all L tokens, whose gradient may be this rank's partial sum."""
+        """Return logits [L, B, local rows] with bias, and the gathered input of all L tokens.
+
+        The gathered input's gradient may be this rank's partial sum.
+
+        Args:
+            input_: [L, B, d] ([L / tp, B, d] under sequence parallelism).
+        """
         logits, shared = _LogitsAndInput.apply(
             input_,
             self.weight,
@@ -54,7 +60,7 @@ class _LogitsAndInput(torch.autograd.Function):
             dist.all_gather_into_tensor(shared, hidden.contiguous(), group=group)
         ctx.save_for_backward(shared, weight, bias)
         ctx.group, ctx.sequence_parallel, ctx.accumulates = group, sequence_parallel, accumulates
-        # Not F.linear: DeepSpeed's replacement rounds before adding the bias.
+        # F.linear is avoided: DeepSpeed's replacement rounds before adding the bias.
         logits = torch.addmm(bias, shared.flatten(0, 1), weight.t())
         return logits.unflatten(0, shared.shape[:2]), shared
 
@@ -64,10 +70,10 @@ class _LogitsAndInput(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         shared, weight, bias = ctx.saved_tensors
         rows = grad_logits.flatten(0, 1)
-        # Nothing else reads the other layers' gradient, so it is overwritten.
+        # No other code reads the other layers' gradient, so it is overwritten.
         grad_hidden = grad_shared.contiguous()
         grad_hidden.flatten(0, 1).addmm_(rows, weight)
-        # Overlaps with the computation of the weight gradient.
+        # The reduction overlaps with the computation of the weight gradient.
         pending = None
         if ctx.sequence_parallel:
             summed = grad_hidden
@@ -85,8 +91,8 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Gate logits of tokens [..., B]; None without the gate. x is d_k, or 1 if one gate serves all channels of a head;
-    n_kv and n_h / n_kv are 1 if all heads share their gates."""
+    """Holds gate logits of tokens [..., B]. A gate that does not exist is None. x is d_k, or 1 if one gate serves all
+    channels of a head. n_kv and n_h / n_kv are 1 if all heads share their gates."""
 
     value: torch.Tensor | None = None
     """G2 [..., n_kv, x]"""
@@ -101,11 +107,9 @@ class GateLogits(NamedTuple):
 def build_gate_projection(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> GateProjection | None:
-    """Build one matrix for all per-head gates; None without such gates.
-
-    Rows per key-value head: d_k for the value gate, (n_h / n_kv) * d_k for the output gate, then G3 and G4; headwise
-    gates have one row instead of d_k. Each tensor-parallel rank thus holds the gates of its own heads.
-    """
+    """Build one matrix for all per-head gates, or return None without such gates. Rows per key-value head: d_k for the
+    value gate, (n_h / n_kv) * d_k for the output gate, then G3 and G4. Headwise gates have one row instead of d_k.
+    Each tensor-parallel rank thus holds the gates of its own heads."""
     if not has_gate_projection(config):
         return None
     projection = GateProjection(
@@ -125,7 +129,7 @@ def build_gate_projection(
 def build_head_gate(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> HeadGate | ReplicatedGate | None:
-    """Build the module for gate logits without a projection (`gsa.gate_input`, `gsa.gate_sharing`); else None."""
+    """Build the module for gate logits without a projection (`gsa.gate_input`, `gsa.gate_sharing`), or return None."""
     if has_gate_projection(config) or head_gate_rows(config) == 0:
         return None
     if config.gsa.gate_sharing == "head_shared":
@@ -144,7 +148,7 @@ def head_gate_rows(config: GSATransformerConfig) -> int:
 
 
 def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> GateLogits:
-    """[..., local rows] -> the logits of each gate."""
+    """Split [..., local rows] into the logits of each gate."""
     rows = _rows_per_group(config)
     parts = logits.unflatten(-1, (-1, sum(rows))).split(list(rows), -1)
     of_each = {position: part for position, part in zip(ON_HEADS, parts, strict=True) if part.shape[-1]}
@@ -209,6 +213,6 @@ def _rows(config: GSATransformerConfig) -> list[int]:
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Rows of the gates on heads for one key-value head, or for all heads where they share."""
+    """Return the rows of each per-head gate for one key-value head, or for all heads where they share."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for rows in _rows(config))

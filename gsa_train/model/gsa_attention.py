@@ -1,9 +1,9 @@
-"""Gated Sparse Attention as a megatron-core attention module, in the order of the paper's equations.
+"""Implement Gated Sparse Attention as a megatron-core attention module, in the order of the paper's equations.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
 Shapes: L tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size.
-Activations of megatron-core are [L, B, ...]; from the indexer to G1 tensors are batch first, for gsa_kernels.
+megatron-core's activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gsa_train.profiling.trace_spans import trace_span
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What all layers share; passed through the params of the layer spec."""
+    """Holds what all layers share. The params of the layer spec pass it."""
 
     runtime: AttentionRuntime
     implementation: Implementation
@@ -61,12 +61,12 @@ class AttentionContext:
 
 
 class GSASelfAttention(MegatronModule):
-    """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
+    """Runs one layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
     `AttentionOverChunks` applies G1 in the paper's form; other forms are applied to its result.
 
-    The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
-    its query heads, the key, the value), so that its checkpoint tools apply.
+    The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout, so that its checkpoint tools
+    apply. Each key-value head has its query heads, the key and the value.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class GSASelfAttention(MegatronModule):
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> the same, and no bias.
+        """Return the output, in the shape of `hidden_states`, and no bias.
 
         Args:
-            hidden_states: the layer's normalised input.
+            hidden_states: the layer's normalised input, [L, B, d] ([L / tp, B, d] under sequence parallelism).
             attention_mask: document ids of the whole packed sequences [B, L * cp], or None for one document each.
             rotary_pos_emb: angles of the rotary embedding on Q and K.
             unused: other arguments of megatron-core (inference, other packing formats).
@@ -182,7 +182,7 @@ class GSASelfAttention(MegatronModule):
         selections = None
         if attention_pass.uses_indexer:
             if self.indexer is not None and self.variance is not None:
-                self.runtime.shared_selection = None  # free it before the next selection
+                self.runtime.shared_selection = None  # free its memory before the next selection
                 with trace_span("indexer"):
                     indexed = self._index(
                         self.indexer, hidden_states, gathered, attention_mask, attention_pass
@@ -217,8 +217,8 @@ class GSASelfAttention(MegatronModule):
         gates: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return gated Q [B, L, n_h, d_k], K and V [B, L, n_kv, d_k], and logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
-        None."""
+        """Return gated Q [B, L, n_h, d_k], K and V [B, L, n_kv, d_k], and the logits of G1. G1's logits are [B, L,
+        n_kv, n_h / n_kv, d_k], or None without G1."""
         qkv, _ = self.linear_qkv(hidden_states)
         if self.heads_op is not None:
             assert isinstance(rotary_pos_emb, torch.Tensor)
@@ -242,7 +242,7 @@ class GSASelfAttention(MegatronModule):
             v = apply_gate(v, logits.value, self.gsa)  # eq. 9
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        # After the norms, which would remove the scale of a gate.
+        # G3 and G4 follow the norms, which would remove the scale of a gate.
         if logits.key is not None:
             k = apply_gate(k, logits.key, self.gsa)
         if logits.query is not None:
@@ -269,7 +269,8 @@ class GSASelfAttention(MegatronModule):
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
     ) -> IndexerProjections:
-        """Return the indexer's queries of this rank's tokens and keys of all tokens, detached from the base model."""
+        """Return the indexer's queries of this rank's tokens and keys of all tokens. They are detached from the base
+        model."""
         hidden = hidden_states.detach()
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)

@@ -1,4 +1,6 @@
-"""The lightning indexer (eq. 7): small queries, one key per token and head weights, which score every key."""
+"""Implement the lightning indexer (eq. 7): small queries, one key per token and head weights give each causal key a
+score.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from gsa_train.model.rotary import LocalRotaryEmbedding
 
 
 class IndexerProjections(NamedTuple):
-    """Indexer projections of the hidden states, batch first."""
+    """Holds the indexer's projections of the hidden states, batch first."""
 
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
@@ -37,10 +39,8 @@ class IndexerProjections(NamedTuple):
 
 
 class Indexer(MegatronModule):
-    """Replicated over the tensor-parallel ranks, which process the same tokens with equal weights.
-
-    Call it as a module: with `overlap_param_gather` forward-pre-hooks all-gather the parameters.
-    """
+    """Computes the projections. It is replicated over the tensor-parallel ranks, which process the same tokens. Call
+    it as a module: with `overlap_param_gather`, forward-pre-hooks all-gather the parameters."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Indexer(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
-        # In plain torch all ranks compute the same gradient; with the kernels each computes its share of the rows,
-        # times the number of ranks. The average is correct in both cases, and keeps the replicas bitwise equal.
+        # In plain torch all ranks compute the same gradient. With the kernels each rank computes its share of the
+        # rows, times the number of ranks. The average is correct in both cases, and keeps the replicas bitwise equal.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
     def forward(self, hidden: torch.Tensor, group_firsts: torch.Tensor | None = None) -> IndexerProjections:
-        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
+        """Project `hidden` [L, B, d], which is detached, because only the indexer loss trains the indexer.
 
         Args:
             group_firsts: int64 [B, L], with `gsa.indexer_pool`: pools the keys of each group.
@@ -115,7 +115,7 @@ class Indexer(MegatronModule):
             size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
             queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
             keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
-        if group_firsts is not None:  # before the rotation by the position of the group's first token
+        if group_firsts is not None:  # first pool; then rotate by the position of the group's first token
             keys = pool_keys(keys.transpose(0, 1), group_firsts, self.gsa.indexer_pool).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
@@ -123,7 +123,7 @@ class Indexer(MegatronModule):
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
             )[:, :, 0]
-        # Contiguous, because selection and loss would otherwise each make a copy.
+        # The results are contiguous, because selection and loss would otherwise each make a copy.
         return IndexerProjections(
             *(x.transpose(0, 1).contiguous() for x in (queries, keys, head_weight_logits))
         )
@@ -143,11 +143,11 @@ class Indexer(MegatronModule):
         )
 
     def inverse_temperature(self) -> torch.Tensor:
-        """beta of softmax(beta * I) in the indexer loss: fp32, 0-d."""
+        """Return beta of softmax(beta * I) in the indexer loss: fp32, 0-d."""
         if self.log_inverse_temperature is not None:
             return self.log_inverse_temperature.float().exp()[0]
-        if self._fixed_inverse_temperature is None:  # not a buffer: a bf16 model would round it
-            # Take the device from a buffer: reading a parameter here makes ZeRO-3 gather it in every later pass, in
+        if self._fixed_inverse_temperature is None:  # not a buffer, which a bf16 model would round
+            # Take the device from a buffer. Reading a parameter here makes ZeRO-3 gather it in every later pass, in
             # another order than it recorded.
             value, device = float(self.gsa.indexer_temperature), self.padding.device
             self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
@@ -155,7 +155,8 @@ class Indexer(MegatronModule):
 
 
 class _JoinedProduct(torch.autograd.Function):
-    """hidden [L, B, d] times concatenated weights [rows, d], the last a constant: [L, B, all rows]."""
+    """Multiplies hidden [L, B, d] by concatenated weights [rows, d] and returns [L, B, all rows]. The last weight is a
+    constant."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rotary angles of this rank's positions."""
+"""Compute the rotary angles of this rank's positions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class LocalRotaryEmbedding(RotaryEmbedding):
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, max_seq_len: int, *_: Any, **options: Any) -> torch.Tensor:
-        """Return angles [L / size, 1, 1, channels] for sequences of `max_seq_len`; cached."""
+        """Return angles [L / size, 1, 1, channels] for sequences of `max_seq_len`. They are cached."""
         if max_seq_len not in self._angles:
             self._angles[max_seq_len] = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
         return self._angles[max_seq_len]
 
     def tables(self, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the angles, whose halves are equal: fp32 [L / size, channels / 2]; cached."""
+        """Return cos and sin of the angles, whose halves are equal: fp32 [L / size, channels / 2]. They are cached."""
         if max_seq_len not in self._tables:
             angles = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
@@ -67,10 +67,8 @@ def rotary_embedding(
 def indexer_rotary(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> LocalRotaryEmbedding | None:
-    """Return the embedding that all indexers share; None without `gsa.indexer_rope`.
-
-    It uses YaRN's frequencies without YaRN's attention factor, which is designed for softmax logits.
-    """
+    """Return the embedding that all indexers share, or None without `gsa.indexer_rope`. It uses YaRN's frequencies
+    without YaRN's attention factor, which is designed for softmax logits."""
     return rotary_embedding(config, config.gsa.indexer_dim, groups) if config.gsa.indexer_rope else None
 
 

@@ -1,4 +1,4 @@
-"""State that the attention layers of one rank share during a pass."""
+"""Hold the state that the attention layers of one rank share during a pass."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ class AttentionRuntime:
 
     def pass_of_this_forward(self) -> AttentionPass:
         """Return the current pass for the running layer, with `will_recompute` if the layer runs again later.
-
-        megatron-core recomputes a layer by calling it first under `no_grad` and later with a graph; only the grad mode
-        tells the calls apart. Call this at the start of a layer's forward, before it changes the grad mode.
-        """
+        megatron-core recomputes a layer by calling it first under `no_grad` and later with a graph. Only the grad mode
+        tells the calls apart. Call this at the start of a layer's forward, before the layer changes the grad mode."""
         current = self.attention_pass
         if current.has_graph and not torch.is_grad_enabled():
             return replace(current, will_recompute=True)
@@ -104,8 +102,8 @@ class AttentionRuntime:
         Args:
             magnitude: factor of both tables, the same in all layers.
         """
-        # Recomputation detaches the angles: a new tensor with the same memory, so the address is the key. The cache
-        # holds the first tensor so that its address is not reused.
+        # Recomputation detaches the angles: the new tensor has the same memory. The address is therefore the key. The
+        # cache holds the first tensor so that its address is not reused.
         key = (angles.data_ptr(), angles.shape, magnitude)
         if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
@@ -115,7 +113,7 @@ class AttentionRuntime:
 
 
 def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Compare addresses, because recomputation detaches its inputs: other tensors with the same memory."""
+    """Compare addresses, because recomputation detaches its inputs: the new tensors have the same memory."""
     if one is None or other is None:
         return one is other
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,9 +1,10 @@
-"""The optimizers. To add one, write two functions and add a row to OPTIMIZERS; `train.optimizer` chooses.
+"""Build the optimizers. To add an optimizer, write two functions and add a row to OPTIMIZERS; `train.optimizer`
+chooses.
 
 A row declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the handover between
 phases and the dry run's memory estimate read this declaration.
 
-This module does not import torch, because dry runs and config checks come before.
+This module does not import torch, because dry runs and config checks use it before torch is loaded.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.O
 def adamw_change(
     states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    """w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
+    """Return the summed squares of the change in w' = (1 - lr decay) w - lr u, where w' - w = -lr (u + decay w') / (1
+    - lr decay)."""
     import torch
 
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states

@@ -1,4 +1,4 @@
-"""Interface of a phase's optimizer for step, trainer and checkpoint, independent of `parallel.strategy`."""
+"""Define the interface of a phase's optimizer for step, trainer and checkpoint, independent of `parallel.strategy`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MAIN_WEIGHT = "param"
 
 @dataclass(frozen=True)
 class StatePart:
-    """This rank's optimizer state of one parameter: all of it, or a contiguous shard of the flat parameter."""
+    """Describes this rank's optimizer state of one parameter: all of it, or a contiguous shard of the flat
+    parameter."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -41,7 +42,8 @@ class StatePart:
 
 
 class PhaseOptimizer(ABC):
-    """Gradients and optimizer of a phase's parameters. Built by `mcore.build_optimizer`, released by `close`."""
+    """Holds gradients and optimizer of a phase's parameters. `mcore.build_optimizer` builds it, and `close` releases
+    it."""
 
     phase: PhaseConfig
     kind: OptimizerKind
@@ -85,8 +87,8 @@ class PhaseOptimizer(ABC):
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of the reduced gradients before clipping, each parameter once, 0-d fp32, and the sum of the
-        ranks' `loss_share`, 0-d fp64; equal on all ranks. Collective."""
+        """Return the gradient norm and the sum of the ranks' `loss_share`, equal on all ranks. Collective. The norm is
+        0-d fp32, after the reduction and before clipping, with each parameter once. The sum is 0-d fp64."""
 
     @abstractmethod
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
@@ -100,8 +102,8 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        """Return the norm of the last step's change of the weights, weight decay included: 0-d fp32, 0 for a skipped
-        step. Collective."""
+        """Return the norm of the last step's change of the weights, including weight decay: 0-d fp32. A skipped step
+        has norm 0. Collective."""
 
     @abstractmethod
     def close(self, model: Model) -> None:

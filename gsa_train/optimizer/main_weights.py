@@ -18,7 +18,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 @dataclass(frozen=True)
 class MainWeights:
-    """Main weights of a completed phase on one rank: 4 bytes per parameter in the rank's optimizer shard."""
+    """Holds the main weights of a completed phase on one rank: 4 bytes per parameter in the rank's optimizer shard."""
 
     trained: list[torch.nn.Parameter]
     """Trained parameters of this rank's model."""
@@ -60,6 +60,6 @@ def carry_over(kept: MainWeights, phase_optimizer: PhaseOptimizer) -> None:
         for start, weight in before[id(parameter)]:
             whole[start : start + weight.numel()] = weight
         if group is not None:
-            dist.all_reduce(whole.view(torch.int32), group=group)  # all but one rank have 0
+            dist.all_reduce(whole.view(torch.int32), group=group)  # all ranks except one have 0
         for part in after[id(parameter)]:
             part.tensors[MAIN_WEIGHT].copy_(whole[part.in_parameter])

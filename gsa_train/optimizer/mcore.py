@@ -1,8 +1,8 @@
-"""A phase's optimizer with `parallel.strategy: megatron`: megatron-core's data-parallel wrapper and sharding around
-torch's optimizer (build.py). zero.py has the one for `parallel.strategy: deepspeed`.
+"""Implement a phase's optimizer with `parallel.strategy: megatron`: megatron-core's data-parallel wrapper and sharding
+around torch's optimizer (build.py). zero.py implements `parallel.strategy: deepspeed`.
 
-Each phase builds its own and closes it at the end, so that a frozen base needs no gradient buffers or optimizer state,
-and the sparse phase starts with fresh state.
+Each phase builds its own optimizer and closes it at the end. A frozen base therefore needs no gradient buffers or
+optimizer state, and the sparse phase starts with fresh state.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ Hook = Callable[..., None]
 
 
 class PhaseDataParallel(DistributedDataParallel):
-    """megatron-core's wrapper with gradient hooks that can be removed at the end of the phase.
+    """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    It registers a hook on each parameter's autograd node, and each hook references the wrapper, its gradient buffers
-    and the model. A node lives as long as any tensor whose graph contains the parameter. A module may hold such a
-    tensor, as megatron-core's token dispatchers do: a reference cycle through autograd that Python cannot collect. The
-    next phase's wrapper then gets the same nodes with the old hooks. Hooks here therefore hold a weak reference.
+    megatron-core registers a hook on each parameter's autograd node. Each hook references the wrapper, its gradient
+    buffers and the model. A node lives as long as any tensor whose graph contains the parameter. A module may hold
+    such a tensor, as megatron-core's token dispatchers do. This makes a reference cycle through autograd that Python
+    cannot collect, and the next phase's wrapper gets the same nodes with the old hooks. Hooks here therefore hold a
+    weak reference.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]
@@ -74,7 +75,7 @@ class PhaseDataParallel(DistributedDataParallel):
 
 @dataclass
 class MegatronPhaseOptimizer(PhaseOptimizer):
-    """`parallel.strategy: megatron`."""
+    """Implements `parallel.strategy: megatron`."""
 
     ddps: list[PhaseDataParallel]
     """The model's chunks, each inside megatron-core's data-parallel wrapper."""
@@ -187,7 +188,7 @@ def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
 
 def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) -> MegatronPhaseOptimizer:
     layout, train = config.parallel, config.train
-    # In the indexer warm-up each layer runs its own backward pass, so there is none to overlap with.
+    # In the indexer warm-up each layer runs its own backward pass, so there is no backward pass to overlap with.
     trains_base = phase.train != "indexer"
     overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
     ddp_config = DistributedDataParallelConfig(
@@ -197,7 +198,8 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather and trains_base,
     )
-    # One bucket for each chunk except the first: their reductions overlap with its backward pass (as in Megatron-LM).
+    # Each chunk except the first has one bucket. Its reduction overlaps with the first chunk's backward pass (as in
+    # Megatron-LM).
     ddps = [
         PhaseDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
         for number, module in enumerate(model.modules)
@@ -240,7 +242,7 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
         for group in groups:
             for setting in made.defaults.keys() - {"lr", "weight_decay"}:
                 group.pop(setting, None)
-            group["params"] = [torch.empty(0)]  # torch takes leaves only; shards are views
+            group["params"] = [torch.empty(0)]  # torch takes leaf tensors only, and shards are views
         inner.optimizer = kind.build(groups, train, torch.cuda.is_available())
         for group, params in zip(inner.optimizer.param_groups, shards, strict=True):
             group["params"] = params
@@ -249,7 +251,6 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
 
 
 def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
-    """Return the bucket groups of dense and of expert parameters."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
@@ -261,7 +262,8 @@ def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
 
 
 def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Overrides of megatron-core's parameter groups: no weight decay on vectors, learning-rate multipliers."""
+    """Return overrides of megatron-core's parameter groups: no weight decay on vectors, and learning-rate
+    multipliers."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):

@@ -1,10 +1,11 @@
-"""Forward and backward pass of a micro-batch as one CUDA graph (`train.cuda_graphs`).
+"""Capture the forward and backward pass of a micro-batch as one CUDA graph (`train.cuda_graphs`).
 
-A small model's step is limited by kernel launches from Python, which take longer than most of its kernels. A graph
-contains all launches of a micro-batch and starts with one call. It is captured once and replayed for every micro-batch:
-the same kernels in the same order on the same addresses, so results are equal bit for bit.
+Kernel launches from Python limit the step of a small model, because a launch takes longer than most of its kernels. A
+graph contains all launches of a micro-batch and starts with one call. The graph is captured once and replayed for
+every micro-batch. The replay runs the same kernels in the same order on the same addresses, so results are equal bit
+for bit.
 
-The addresses must stay valid: weights, gradient buffers and moving averages are updated in place, and each micro-batch
+The addresses must stay valid. Weights, gradient buffers and moving averages are updated in place, and each micro-batch
 is copied in before its replay. Python code in a pass runs only once, during capture.
 """
 
@@ -27,11 +28,11 @@ WARM_UP_STEPS = 2
 
 
 class CaptureError(RuntimeError):
-    """A pass cannot be captured; the message names the remedy."""
+    """A pass cannot be captured. The message names the remedy."""
 
 
 class PassInputs(NamedTuple):
-    """Inputs that differ between the micro-batches of a phase."""
+    """Holds inputs that differ between the micro-batches of a phase."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -45,12 +46,12 @@ class PassInputs(NamedTuple):
 
 
 def new_graph(optimizer: PhaseOptimizer, config: Config) -> MicroBatchGraph | None:
-    """Create the graph for the steps of a phase; None if they run without one."""
+    """Create the graph for the steps of a phase, or return None if they run without one."""
     return MicroBatchGraph() if config.train.cuda_graphs and not optimizer.local_backward else None
 
 
 class MicroBatchGraph:
-    """The graph of one phase, because its addresses include the phase's gradient buffers."""
+    """Holds the graph of one phase. Its addresses include the phase's gradient buffers."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -103,12 +104,12 @@ class MicroBatchGraph:
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, such as NCCL's, may call the device during capture.
+            # During capture other threads, such as NCCL's, may call the device.
             stream = torch.cuda.current_stream()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._loss_sum = run_pass(self._inputs)
         except RuntimeError as error:
-            # The end of the capture replaces an inner error with its own.
+            # The end of the capture replaces an inner error by its own error.
             for cause in (error, error.__context__):
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
@@ -130,16 +131,13 @@ class MicroBatchGraph:
         self._graph.replay()
 
     def _release(self) -> None:
-        """Free the graph's memory before the next capture."""
         self._graph = self._captured = self._inputs = self._loss_sum = None
 
 
 def leave_default_stream(device: torch.device) -> None:
-    """Move this thread's work to a new CUDA stream, because the default stream cannot be captured.
-
-    autograd accumulates a parameter's gradient on the stream that created its node, so call this before the
-    data-parallel wrapper creates the nodes. Further calls have no effect.
-    """
+    """Move this thread's work to a new CUDA stream, because the default stream cannot be captured. autograd
+    accumulates a parameter's gradient on the stream that created its node. Call this function before the data-parallel
+    wrapper creates the nodes. Further calls have no effect."""
     if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
         return
     stream = torch.cuda.Stream()

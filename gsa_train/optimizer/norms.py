@@ -1,4 +1,4 @@
-"""Global norms of a phase's gradients and updates, each parameter once, and gradient clipping.
+"""Compute global norms of a phase's gradients and updates, and clip gradients. Each parameter counts once.
 
 The host does not wait for the device.
 """
@@ -19,7 +19,7 @@ from gsa_train.optimizer.build import OptimizerKind
 
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return megatron-core's optimizers inside a chained one, or the optimizer itself."""
+    """Return the optimizers inside a chained optimizer of megatron-core, or the optimizer itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -32,7 +32,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def reduce_grad_norm(
     optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, so that they decide by equal bits."""
+    """Implement `PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, which then decide by equal bits."""
     optimizer.prepare_grads()
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(
@@ -51,11 +51,11 @@ def reduce_grad_norm(
 def clipped_step(
     optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
 ) -> None:
-    """`PhaseOptimizer.clipped_step`. In megatron-core's version the host waits for each tensor's norm. Here it does not
-    wait if the optimizer scales and skips by device tensors, as torch's fused optimizers do."""
+    """Implement `PhaseOptimizer.clipped_step`. In megatron-core's version the host waits for each tensor's norm. Here
+    the host does not wait if the optimizer scales and skips by device tensors, as torch's fused optimizers do."""
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     inners = inner_optimizers(optimizer)
-    # The attribute by which torch's GradScaler recognizes them.
+    # torch's GradScaler recognizes such optimizers by this attribute.
     if norm.is_cuda and all(getattr(each.optimizer, "_step_supports_amp_scaling", False) for each in inners):
         for inner in inners:
             inner.optimizer.grad_scale = divisor
@@ -72,7 +72,7 @@ def clipped_step(
 def update_norm(
     optimizer: MegatronOptimizer, kind: OptimizerKind, applied: torch.Tensor, parallel: Parallel
 ) -> torch.Tensor:
-    """`PhaseOptimizer.update_norm`, computed from the state after the step, without a copy of the old weights."""
+    """Implement `PhaseOptimizer.update_norm` from the state after the step, without a copy of the old weights."""
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for inner in inner_optimizers(optimizer):
         updated, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
@@ -87,19 +87,19 @@ def update_norm(
 
 
 def _copies(inner: Any, parallel: Parallel) -> int:
-    """Number of ranks with the same gradients and state: the replicas, or the distributed optimizer's instances."""
+    """Count the ranks with the same gradients and state: the replicas, or the distributed optimizer's instances."""
     sharing: int = inner.get_grad_stats_parallel_group().size()
     return parallel.world_size // sharing
 
 
 def counts_for_norms(parameter: torch.Tensor) -> bool:
-    """Whether this rank counts the parameter: False for a replica of another rank, as in megatron-core."""
+    """Whether this rank counts the parameter. A replica of another rank does not count, as in megatron-core."""
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
 def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """0-d fp64. On CPUs torch's sequential fp32 sums have errors that depend on the sharding, and clipping would carry
-    them into the weights."""
+    """Return the sum of squares, 0-d fp64. On CPUs torch's sequential fp32 sums have errors that depend on the
+    sharding, and clipping would carry the errors into the weights."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":

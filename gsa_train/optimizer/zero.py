@@ -1,9 +1,9 @@
-"""`parallel.strategy: deepspeed`: DeepSpeed's ZeRO in place of megatron-core's gradient buffers and optimizer.
+"""Implement `parallel.strategy: deepspeed`: DeepSpeed's ZeRO replaces megatron-core's gradient buffers and optimizer.
 
 megatron-core keeps the model, its tensor and sequence parallelism and the schedule. DeepSpeed reduces the gradients
-over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. This reads
-internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...): a test of each stage compares
-every step with a run on one rank.
+over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. The code
+reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...). A test of each stage
+therefore compares every step with a run on one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# DeepSpeed would guess the first with a warning, and requires the second even without torchrun.
+# Without the first variable DeepSpeed guesses with a warning. It requires the second even without torchrun.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("LOCAL_RANK", "0")
 
@@ -38,12 +38,12 @@ PERSISTENT_ELEMENTS = 100_000
 """ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-# On CPUs DeepSpeed would compile its own collectives at the first start; use gloo's.
+# On CPUs DeepSpeed would compile its own collectives at the first start. Use gloo's collectives instead.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> ZeroPhaseOptimizer:
-    """Wrap the model, frozen for the phase, in DeepSpeed's engine. Collective."""
+    """Freeze parameters for the phase and wrap the model in DeepSpeed's engine. Collective."""
     parallel = model.parallel
     trained = [(name, each) for name, each in model.gpt.named_parameters() if each.requires_grad]
     kind = optimizer_kind(config.train)
@@ -70,9 +70,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 
 def _announce(model: Model) -> None:
     """Register the parameters that attention reads outside the indexer's forward pass, so that ZeRO-3 gathers them.
-
-    DeepSpeed detects such parameters only in forward passes, but recomputation first reads the temperature in the
-    backward pass."""
+    DeepSpeed detects such parameters only in forward passes. Recomputation first reads the temperature in the backward
+    pass."""
     for attention in model.attentions:
         if attention.indexer is not None:
             for name in ("score_bias", "weight_bias", "log_inverse_temperature"):
@@ -94,7 +93,7 @@ def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -
 
 
 def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
-    """DeepSpeed's config, with its own scheduling, loss scaling and output disabled."""
+    """Return DeepSpeed's config, with its own scheduling, loss scaling and output disabled."""
     layout, train = config.parallel, config.train
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
@@ -124,20 +123,20 @@ def _offload(parallel: Parallel) -> dict[str, Any]:
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """Always use ZeRO's optimizer. For stage 1, bf16 weights and fp32 gradients DeepSpeed would choose one with
-        another state layout."""
+        """Always use ZeRO's optimizer. For stage 1 with bf16 weights and fp32 gradients, DeepSpeed would choose an
+        optimizer with another state layout."""
         return ZERO_OPTIMIZATION
 
 
 class _Callable(torch.nn.Module):
-    """Wraps the engine for megatron-core's schedule, which would take the engine's `config` for the model's."""
+    """Wraps the engine for megatron-core's schedule, which would mistake the engine's `config` for the model's."""
 
     engine: DeepSpeedEngine
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         super().__init__()
         self.module = engine.module
-        self.__dict__["engine"] = engine  # not a submodule: it holds this module's parameters
+        self.__dict__["engine"] = engine  # not a submodule, because it holds this module's parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -149,7 +148,7 @@ def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) 
 
 class ZeroPhaseOptimizer(PhaseOptimizer):
     state_copy = 0
-    # ZeRO-2 and 3 reduce at the end of a backward pass, and ZeRO-3 gathers weights for it.
+    # ZeRO-2 and 3 reduce gradients at the end of a backward pass. ZeRO-3 also gathers weights for it.
     local_backward = False
 
     def __init__(
@@ -179,14 +178,14 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self.updates, self.updaters = torch.zeros((), device=parallel.device), [self._zero.optimizer]
         for flat in self._flat:
             self._zero.optimizer.state[flat].update(kind.new_state(flat.detach()))
-        # DeepSpeed clips by its own fp32 norm and skips an update whose norm is not finite. Replace it with our norm,
-        # or with NaN to skip the update.
+        # DeepSpeed clips by its own fp32 norm, and skips an update whose norm is not finite. Replace its norm by ours,
+        # or by NaN to skip the update.
         if self._shards_weights:
             self._zero._get_norm_groups = lambda: [self._norm]
         else:
             self._zero.scaled_global_norm = lambda norm_type=2: self._norm
-        # In the indexer warm-up no tensor before the first indexer requires a gradient, and recomputed layers whose
-        # input requires none would skip their backward pass.
+        # In the indexer warm-up no tensor before the first indexer requires a gradient. Recomputed layers whose input
+        # requires no gradient would skip their backward pass.
         self._embedding_hook = model.gpt.embedding.register_forward_hook(_begin_graph)
         config = model.mcore_config
         config.grad_scale_func = None
@@ -206,7 +205,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     @contextmanager
     def _not_the_last(self) -> Iterator[None]:
-        """Context of all micro-batches of a step except the last."""
+        """Enter the context of all micro-batches of a step except the last."""
         self._engine.set_gradient_accumulation_boundary(False)
         yield
         self._engine.set_gradient_accumulation_boundary(True)
@@ -215,8 +214,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce the gradients of parameters replicated over the tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. These ranks shard the gradients identically."""
+        """Reduce the gradients of parameters that are replicated over the tensor-parallel ranks. megatron-core's
+        finalize_model_grads does the same. These ranks shard the gradients identically."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:
@@ -247,7 +246,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         """Yield each piece with its gradient, reduced over the data-parallel ranks, as a flat view."""
         if self._offloads:
             if self._parallel.device.type == "cuda":
-                torch.cuda.synchronize()  # DeepSpeed copies them to the host on other streams
+                torch.cuda.synchronize()  # DeepSpeed copies gradients to the host on other streams.
             for piece in self._pieces:
                 grad = self._flat[piece.group].grad
                 assert grad is not None
@@ -278,7 +277,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self._engine.step()  # the host waits for the verdict on the update
         self.updates += applied
         if self._offloads and not self._shards_weights:
-            # DeepSpeed keeps the gradients of a skipped update and would add the next step's to them.
+            # DeepSpeed keeps the gradients of a skipped update, and would add the next step's gradients to them.
             self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
 
     @torch.no_grad()
@@ -315,8 +314,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         if not self._shards_weights:
             yield
             return
-        # After validation, all-gathers for a backward pass that never runs are still in progress. DeepSpeed would treat
-        # their weights as complete.
+        # After validation, all-gathers for a backward pass that never runs are still in progress. DeepSpeed would
+        # treat their weights as complete.
         self._zero.empty_partition_cache()
         parameters = list(self._engine.module.parameters())
         # modifier_rank is the rank in the data-parallel group

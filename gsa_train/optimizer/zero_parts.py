@@ -1,4 +1,4 @@
-"""How DeepSpeed 0.19.8 shards a model over the data-parallel ranks, and how to undo its changes to the model."""
+"""Read how DeepSpeed 0.19.8 shards a model over the data-parallel ranks, and undo its changes to the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsa_train.distributed.parallel import Parallel
 
 
 class Groups:
-    """The process groups under DeepSpeed's names."""
+    """Names the process groups as DeepSpeed does."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._tensor, self._data = parallel.groups.tp, parallel.groups.dp
@@ -44,7 +44,7 @@ class Groups:
 
 @dataclass
 class Piece:
-    """The part of one parameter that this rank updates."""
+    """Describes the part of one parameter that this rank updates."""
 
     parameter: torch.nn.Parameter
     group: int
@@ -67,7 +67,8 @@ class Piece:
 
 
 def pieces(zero: Any) -> Iterator[Piece]:
-    """Stages 1 and 2: each flat group has one shard per rank; shards may split a parameter anywhere."""
+    """Yield the pieces of stages 1 and 2. Each flat group has one shard per rank, and shards may split a parameter
+    anywhere."""
     rank = dist.get_rank(zero.dp_process_group)
     for group, parameters in enumerate(zero.params_in_partition):
         size = zero.partition_size[group]
@@ -81,7 +82,7 @@ def pieces(zero: Any) -> Iterator[Piece]:
 
 
 def pieces_of_shards(zero: Any) -> Iterator[Piece]:
-    """Stage 3: each parameter has one shard per rank; the last ones are padded."""
+    """Yield the pieces of stage 3. Each parameter has one shard per rank; the last shards are padded."""
     for group, parameters in enumerate(zero.fp16_groups):
         offset = 0
         for number, parameter in enumerate(parameters):
@@ -92,7 +93,8 @@ def pieces_of_shards(zero: Any) -> Iterator[Piece]:
 
 
 def remember(module: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that removes everything DeepSpeed adds to the module later; call it with whole weights."""
+    """Return a function that removes everything DeepSpeed adds to the module later. Call it while the weights are
+    whole."""
     attributes = [(each, frozenset(vars(each))) for each in (*module.modules(), *module.parameters())]
 
     def take_off() -> None:

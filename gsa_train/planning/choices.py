@@ -1,4 +1,4 @@
-"""Fields of a config that choose code by its name, from the tables of rooms above the config."""
+"""List the config fields that choose code by its name, from the tables of rooms above the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES: dict[str, Mapping[str, object]] = {
 
 
 def unknown_choices(config: Config) -> list[str]:
-    """A line for each name that its table lacks."""
+    """Return a line for each name that its table lacks."""
     phases = enumerate(config.phases)
     lines = [not_in(TABLES[field], f"train.{field}", getattr(config.train, field)) for field in TABLES]
     lines += [not_in(SCHEDULES, f"phases.{number}.decay", phase.decay) for number, phase in phases]
@@ -28,7 +28,7 @@ def unknown_choices(config: Config) -> list[str]:
 
 
 def choices_of(train: TrainConfig) -> list[str]:
-    """The names that are not the defaults, as `field = name`."""
+    """Return the names that are not the defaults, as `field = name`."""
     default = TrainConfig()
     return [
         f"{name} = {value}" for name in TABLES if (value := getattr(train, name)) != getattr(default, name)

@@ -1,9 +1,9 @@
-"""The report of a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
+"""Report a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
 
-Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
-boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory/, which says what
-is not in it), whose column `total` is the peak: `working` and `logits` are not in use at once. From the operations, a
-device's peak rate and an MFU, given or measured: the time.
+Layout, parameters and tokens are exact. Operations per token follow a formula (model/flops.py): they count matrix
+products only, with budget k_base, and ignore document boundaries. Memory of a training step follows a formula that has
+stated limits (memory/). Its column `total` is the peak, because `working` and `logits` are not in use at once. Time
+follows from the operations, a device's peak rate and an MFU, which is given or measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def describe(config: Config, world_size: int, device: str = DEVICE, mfu: float |
 
     Args:
         device: the GPU, one of `gsa_train.model.flops.DEVICES`.
-        mfu: share of its peak rate that training reaches; None: as measured on such a device.
+        mfu: share of the GPU's peak rate that training reaches; None: as measured on such a device.
     """
     counts = _flops_by_phase(config)
     operations = _unit(max(count.total for count in counts), OPERATIONS)
@@ -118,8 +118,8 @@ def _span(layers: range) -> str:
 
 
 def rank_of(config: Config, world_size: int, tensor: int, context: int, pipeline: int, data: int) -> int:
-    """Returns the global rank of a place in the layout: tensor fastest, then context, data, pipeline (megatron-core's
-    order)."""
+    """Returns the global rank of a place in the layout, in megatron-core's order: tensor fastest, then context, data,
+    pipeline."""
     replicas, parallel = data_parallel_size(config, world_size), config.parallel
     return tensor + parallel.tensor * (context + parallel.context * (data + replicas * pipeline))
 
@@ -165,7 +165,6 @@ def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
 
 
 def training_operations(config: Config) -> float:
-    """Returns the floating-point operations of all steps, forward and backward."""
     per_step = config.train.global_batch_size * config.train.seq_len_tokens
     counts = _flops_by_phase(config)
     return sum(
@@ -254,7 +253,7 @@ def _uneven_loads(config: Config, world_size: int, unit: int) -> str:
 
 
 def plain_torch_reasons(config: Config) -> list[str]:
-    """Returns why a GPU run does not use the fused attention kernels; empty if it does."""
+    """Returns why a GPU run does not use the fused attention kernels, or an empty list if it does."""
     if config.gsa.attention_impl == "reference":
         return ["gsa.attention_impl = reference"]
     return unsupported_by_kernels(config)
@@ -284,12 +283,12 @@ def _checkpoint(config: Config, world_size: int, unit: float) -> list[str]:
 
 
 def _unit(largest: float, units: Mapping[str, float]) -> str:
-    """Returns the largest unit not above this number, else the smallest."""
+    """Returns the largest unit that is at most this number, else the smallest unit."""
     return next((name for name, size in units.items() if largest >= size), list(units)[-1])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns rows with aligned columns: the first to the left, the others to the right."""
+    """Returns rows with aligned columns: the first column to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,5 +1,6 @@
-"""Ends a short command without a traceback: at Ctrl-C, out of memory, or if the reader of its output has ended, as
-with `| head`."""
+"""End a short command without a traceback: at Ctrl-C, out of memory, or when the reader of its output has ended, as
+with `| head`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,9 @@ READER_LEFT = 141
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Decorator of a command's `main`. Prints a line instead of a traceback at Ctrl-C or out of memory, and nothing if
-    the reader has ended.
-
-    Not for training, which continues without a reader and handles signals itself.
-    """
+    """Decorate a command's `main`: print a line instead of a traceback at Ctrl-C or out of memory. If the reader of
+    the output has ended, nothing is printed. Not for training, which continues without a reader and handles signals
+    itself."""
     try:
         try:
             yield
@@ -40,14 +39,15 @@ def as_command() -> Iterator[None]:
         )
         sys.exit(1)
     except BrokenPipeError:
-        if not _reader_left():  # another pipe or socket broke
+        if not _reader_left():  # Another pipe or socket broke.
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
         sys.exit(READER_LEFT)
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Returns True if host or device is out of memory. Imports no torch, which has no exception class for the host."""
+    """Returns True if host or device is out of memory. Does not import torch, which has no exception class for the
+    host."""
     is_devices = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, MemoryError) or is_devices or "DefaultCPUAllocator: can't allocate" in str(error)
 

@@ -1,7 +1,7 @@
-"""Writes the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
+"""Write the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
 
-It replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written. Lines above the limit of
-memory, or with a write error, are dropped and counted; the count is written with the next line.
+The thread's writer replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written. Lines
+beyond the memory limit, or with a write error, are dropped. The next line reports how many were dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Chunk(NamedTuple):
 
 
 class ConsoleWriter:
-    """Writes lines to one open file, in order. No method raises an OSError; only `drain` waits for the file."""
+    """Writes lines to one open file, in order. No method raises an OSError, and only `drain` waits for the file."""
 
     def __init__(self, descriptor: int, write: Callable[[int, bytes], int] = os.write) -> None:
         self._descriptor, self._write = descriptor, write
@@ -53,12 +53,12 @@ class ConsoleWriter:
         self._is_stuck = False
 
     def _begin_in_child(self) -> None:
-        """Reset in a forked child: it has no thread, and the parent writes the waiting lines."""
+        """Reset in a forked child, which has no thread. The parent writes the waiting lines."""
         self._begin()
         self._is_child = True
 
     def add(self, text: bytes) -> None:
-        """Queue whole lines now; queue an incomplete line once it is complete or at `flush`."""
+        """Queue whole lines now. An incomplete line is queued once it is complete or at `flush`."""
         with self._changed:
             text = self._part + text
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
@@ -107,7 +107,7 @@ class ConsoleWriter:
             self._thread = threading.Thread(target=self._run, name="console", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # the thread limit is reached: the next line tries again
+            except RuntimeError:  # The limit of threads is reached: the next line tries again.
                 self._thread = None
         self._changed.notify_all()
 
@@ -136,7 +136,7 @@ class ConsoleWriter:
         while text:
             try:
                 text = text[self._write(self._descriptor, text) :]
-            except BlockingIOError:  # another process made the shared terminal or pipe non-blocking
+            except BlockingIOError:  # Another process made the shared terminal or pipe non-blocking.
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
@@ -147,8 +147,6 @@ def _lost(count: int, why: str) -> bytes:
 
 
 class _Console(io.RawIOBase):
-    """Raw stream of `sys.stdout` or `sys.stderr`."""
-
     def __init__(self, descriptor: int, writer: ConsoleWriter) -> None:
         self._descriptor, self._writer = descriptor, writer
 
@@ -175,7 +173,7 @@ _writers: list[ConsoleWriter] = []
 
 def open_descriptors() -> None:
     """Open /dev/null for each of stdin, stdout and stderr that is closed. Otherwise the next opened file, such as a
-    checkpoint, would get its descriptor and receive console output."""
+    checkpoint, would get the free descriptor and receive console output."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -190,7 +188,7 @@ def open_descriptors() -> None:
 
 
 def take_console() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that a thread writes; keep a stream that was already replaced.
+    """Replace `sys.stdout` and `sys.stderr` by streams that a thread writes. A stream that was already replaced stays.
     Call `open_descriptors` before."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     writers: dict[tuple[int, int], ConsoleWriter] = {}
@@ -209,7 +207,7 @@ def take_console() -> None:
 
 
 def console_stream(descriptor: int, writer: ConsoleWriter, encoding: str) -> io.TextIOWrapper:
-    """Returns a text stream to `writer`; characters that the encoding lacks are escaped."""
+    """Returns a text stream to `writer`. Characters that the encoding lacks are escaped."""
     return io.TextIOWrapper(
         _Console(descriptor, writer),  # type: ignore[arg-type]  # as Python's own unbuffered streams have one
         encoding=encoding,
@@ -225,6 +223,6 @@ def drain_console() -> None:
 
 
 def _number(stream: io.TextIOBase) -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream has no file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # The stream has no file.
         return stream.fileno()
     return None

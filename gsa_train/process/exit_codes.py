@@ -1,4 +1,4 @@
-"""Exit codes of `launch/pretrain.py`; docs/reference/configuration.md says what to do about each."""
+"""Define exit codes of `launch/pretrain.py`; docs/reference/configuration.md says what to do about each."""
 
 FAILED = 1
 """An error, bad data included, or a hang."""

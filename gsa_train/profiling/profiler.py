@@ -1,4 +1,4 @@
-"""Traces a few training steps and records the device's allocations: `profile` in the config.
+"""Trace a few training steps and record the device's allocations (section `profile` of the config).
 
 For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
     rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; its names: gsa_train.profiling.trace_spans
@@ -32,8 +32,6 @@ class ProfileError(ValueError):
 
 
 class StepProfiler(Service):
-    """Profiler of one rank."""
-
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
         """
         Args:
@@ -57,7 +55,8 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start the trace at the first step of the window, or at a resume inside it; the previous step warms up."""
+        """Start the trace at the first step of the window, or at a resume inside the window. The previous step warms
+        up."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:
             return
@@ -81,11 +80,10 @@ class StepProfiler(Service):
         self._steps.append(step)
 
     def after_step(self, plan: StepPlan) -> None:
-        """End the trace after the last step of the window."""
         self._end(plan.step)
 
     def on_stop(self) -> None:
-        """Write the partial trace of a run that ends inside the window, for example out of memory."""
+        """Write the partial trace of a run that ends inside the window, as when memory is exhausted."""
         if self._running is not None:
             self._end(self._last)
 
@@ -98,7 +96,7 @@ class StepProfiler(Service):
             self._last = 0  # do not profile steps again that a rewind repeats
 
     def _write(self, trace: profile) -> None:
-        """Write the trace; an OSError is logged and does not end the run."""
+        """Write the trace. An OSError is logged and does not end the run."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         trace.stop_trace()

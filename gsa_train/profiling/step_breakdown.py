@@ -1,4 +1,6 @@
-"""A device's time, each instant counted once: compute by trace span, exposed communication, idle."""
+"""Break down a device's time into compute by trace span, exposed communication and idle time. Each instant counts
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 
 
 class Interval(NamedTuple):
-    """Work on a stream of the device: a kernel, a copy or a fill. Times in microseconds."""
+    """Describes work on a stream of the device: a kernel, a copy or a fill. Times are in microseconds."""
 
     name: str
     part: str
@@ -23,7 +25,7 @@ class Interval(NamedTuple):
 
     @property
     def is_communication(self) -> bool:
-        """Whether it is a NCCL kernel, whose time includes waiting for other ranks."""
+        """Whether this is a NCCL kernel, whose time includes waiting for other ranks."""
         return "nccl" in self.name.lower()
 
     @property
@@ -33,7 +35,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Microseconds of one device. `parts`, exposed communication and idle add up to `wall`."""
+    """Holds microseconds of one device. `parts`, exposed communication and idle add up to `wall`."""
 
     wall: float
     parts: dict[str, float]
@@ -49,11 +51,9 @@ class Breakdown:
 
 
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:
-    """Attribute each instant from `begin` to `end` once.
-
-    An instant counts for the running kernel that began first, communication aside (of two that began together, the one
-    on the lower stream); else for communication; else for a copy between host and device; else the device is idle.
-    """
+    """Attribute each instant from `begin` to `end` once. An instant counts for the running compute kernel that began
+    first. If two began together, the kernel on the lower stream counts. Without a compute kernel the instant counts
+    for communication, then for a copy between host and device. Otherwise the device is idle."""
     ordered = sorted(intervals, key=lambda each: (each.start, each.stream))
     edges = []
     for number, each in enumerate(ordered):

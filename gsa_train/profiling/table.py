@@ -1,4 +1,4 @@
-"""Summary of a profiler's trace: time by trace span, and the slowest operations."""
+"""Summarize a profiler's trace: time by trace span, and the slowest operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Operations = dict[tuple[str, str], tuple[float, int]]
 
 
 def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> str:
-    """Returns a table of milliseconds per step; backward passes count to the trace span of their forward pass.
+    """Returns a table of milliseconds per step. Backward passes count to the trace span of their forward pass.
 
     Args:
         events: torch.autograd.profiler_util.FunctionEvent of all threads.

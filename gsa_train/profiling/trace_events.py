@@ -1,8 +1,8 @@
-"""Assigns a torch profiler's events, on the host and on the device, to trace spans.
+"""Assign a torch profiler's events, on the host and on the device, to trace spans.
 
-A kernel belongs to the span around its launch; in the backward pass, to the span of its forward operation.
+A kernel belongs to the span around its launch. In the backward pass it belongs to the span of its forward operation.
 Kernel and launch have one correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's
-launch, and so count to the span that replays it.
+launch, and so count to the span that replays the graph.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ForwardParts = dict[tuple[int | None, int], str]
 
 
 def host_events(events: Iterable[Any]) -> list[Any]:
-    """Returns operations, ranges and launches, without asynchronous ones, which have no children."""
+    """Returns operations, ranges and launches. Asynchronous events are left out, because they have no children."""
     return [event for event in events if event.device_type.name == "CPU" and not event.is_async]
 
 
 def host_part(event: Any, forward_parts: ForwardParts) -> str | None:
-    """Returns the innermost span around an event; for a backward operation, the span of its forward operation."""
+    """Returns the innermost span around an event. A backward operation has the span of its forward operation."""
     while event is not None:
         if (part := _named(event, forward_parts)) is not None:
             return part
@@ -42,7 +42,6 @@ def host_part(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def forward_parts_of(on_host: Iterable[Any]) -> ForwardParts:
-    """Returns the span of each forward operation."""
     found: ForwardParts = {}
     for event in on_host:
         if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD):
@@ -53,7 +52,7 @@ def forward_parts_of(on_host: Iterable[Any]) -> ForwardParts:
 
 
 def device_intervals(events: Sequence[Any]) -> list[Interval]:
-    """Returns the device's work, with the span that launched it, `other` if unknown."""
+    """Returns the device's work with the span that launched it, or `other` if unknown."""
     on_host = host_events(events)
     # The profiler also draws the host's ranges on the device, as if they were kernels.
     ranges = {event.name for event in events if event.is_user_annotation}
@@ -77,17 +76,15 @@ def device_intervals(events: Sequence[Any]) -> list[Interval]:
 
 
 def traced_span(on_host: Iterable[Any], intervals: Iterable[Interval]) -> tuple[float, float]:
-    """Returns the time from the first step's begin on the host to the end of the last, on host or device.
-
-    It includes what runs between traced steps, such as a validation.
-    """
+    """Returns the time from the first step's begin on the host to the last step's end, on host or device. The time
+    includes work between traced steps, such as a validation."""
     steps = [event.time_range for event in on_host if event.name.startswith(STEP)]
     return min(each.start for each in steps), max(each.end for each in (*steps, *intervals))
 
 
 def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, str]:
-    """Returns launch's id -> span. A launch outside all operations counts as the main thread's, whatever thread it was
-    on: if that is in no span, it belongs to the span, on any thread, that began last around it."""
+    """Returns a dict launch's id -> span. A launch outside all operations counts as a launch of the main thread. If
+    the main thread is in no span, the launch belongs to the span of any thread that began last around it."""
     forward_parts = forward_parts_of(on_host)
     found: dict[int, str] = {}
     lost = []
@@ -113,7 +110,6 @@ def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, 
 
 
 def _named(event: Any, forward_parts: ForwardParts) -> str | None:
-    """Returns the span that an event itself defines."""
     if event.name in PARTS:
         return str(event.name)
     if event.name.startswith(COLLECTIVES):
@@ -124,7 +120,8 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """Like `host_part` without forward operations: None inside a backward pass, unless recomputed there."""
+    """Return the span as `host_part` does, without forward operations. In a backward pass return None, except for
+    recomputed operations."""
     while event is not None:
         if event.name in PARTS:
             return str(event.name)

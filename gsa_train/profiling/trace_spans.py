@@ -1,4 +1,4 @@
-"""Names of trace spans (gsa_train.profiling.profiler); without a profiler they cost nothing."""
+"""Define names of trace spans (gsa_train.profiling.profiler). Without a profiler the spans cost nothing."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ _NOTHING = nullcontext()
 
 
 def trace_span(name: str) -> AbstractContextManager[object]:
-    """Mark a span of the step: one of PARTS, or a range around several."""
+    """Mark a span of the step: one of PARTS, or a range around several parts."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING

@@ -1,5 +1,7 @@
-"""Measures the time of a rank's own work on a step, without waits for other ranks, and the times of the step's parts;
-warns of stragglers."""
+"""Measure the time of a rank's own work on a step, without waits for other ranks, and the times of the step's parts.
+
+The module also warns of stragglers.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,6 @@ STEP_PARTS = ("forward_backward", "gradient_reduction", "optimizer")
 
 
 class Worked(NamedTuple):
-    """Measured seconds since the last read."""
-
     seconds: float
     """Sum over the spans from each `begin` to the next `end`."""
     parts: dict[str, float]
@@ -33,7 +33,8 @@ class Worked(NamedTuple):
 
 
 class WorkTime:
-    """Sums the seconds from each `begin` to the next `end`; on a GPU in device time, which is read later."""
+    """Sums the seconds from each `begin` to the next `end`. On a GPU the seconds are device time, which is read
+    later."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -53,7 +54,8 @@ class WorkTime:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time one of STEP_PARTS. The gradient reduction runs inside forward and backward, and is subtracted there."""
+        """Time one of STEP_PARTS. The gradient reduction runs inside forward and backward, and is subtracted from
+        their time."""
         began = self._now()
         with trace_span("communication" if name == "gradient_reduction" else name):
             yield
@@ -66,7 +68,6 @@ class WorkTime:
         return Worked(self._take(self._spans), parts)
 
     def reset(self) -> None:
-        """Forget all spans, including spans that a GPU still runs."""
         for spans in (self._spans, *self._parts.values()):
             spans.clear()
 
@@ -89,7 +90,8 @@ class WorkTime:
 
 
 def slowest(work_seconds: Sequence[float]) -> tuple[int, float]:
-    """Returns the rank that works longest, and its time over the median rank's (the lower of the middle two)."""
+    """Returns the rank that works longest, and its time divided by the median rank's time. The median is the lower of
+    the middle two."""
     rank = max(range(len(work_seconds)), key=work_seconds.__getitem__)
     usual = statistics.median_low(work_seconds)
     return rank, work_seconds[rank] / usual if usual > 0 else 1.0

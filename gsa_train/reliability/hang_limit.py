@@ -1,5 +1,8 @@
-"""Computes how long a rank may make no progress: in a step a multiple of the recent step times, else
-`parallel.timeout_minutes`. Reads, compilation, validation, saves and logs may take long without a hang."""
+"""Compute how long a rank may make no progress.
+
+The limit in a step is a multiple of the recent step times. Elsewhere it is `parallel.timeout_minutes`, because reads,
+compilation, validation, saves and logs may take long without a hang.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,6 @@ LEAST_SECONDS = 40.0
 
 
 class StepLimit:
-    """Time limit of one rank's steps."""
-
     def __init__(
         self, longest_seconds: float, fixed_seconds: float = 0.0, least_seconds: float = LEAST_SECONDS
     ):
@@ -51,7 +52,7 @@ class StepLimit:
 
     @property
     def interval_seconds(self) -> float:
-        """Returns the time between two reads of the heartbeats; short enough for the shortest limit."""
+        """Returns the time between two reads of the heartbeats, which is short enough for the shortest limit."""
         return min(self.longest_seconds, self._fixed_seconds or self._least_seconds) / 20
 
     def add(self, seconds: float) -> None:
@@ -59,12 +60,11 @@ class StepLimit:
         self._recent.append(seconds)
 
     def forget(self) -> None:
-        """Forget the step times: the next steps are of another kind."""
+        """Forget the step times, because the next steps are of another kind."""
         self._recent.clear()
 
     @property
     def seconds(self) -> float:
-        """Returns the current limit of a step in seconds."""
         if self._fixed_seconds > 0:
             return min(self._fixed_seconds, self.longest_seconds)
         if len(self._recent) < FEWEST_STEPS:
@@ -77,8 +77,8 @@ def step_limit(config: ParallelConfig) -> StepLimit:
 
 
 def watch_compilation(compiling: Callable[[bool], None]) -> None:
-    """Make Triton call `compiling(True)` before and `compiling(False)` after it compiles a kernel. Any step may compile
-    one, because the kernels depend on the density of the selections."""
+    """Make Triton call `compiling(True)` before and `compiling(False)` after it compiles a kernel. Any step may
+    compile a kernel, because the kernels depend on the density of the selections."""
     from triton import knobs
 
     def before(**_: Any) -> None:

@@ -1,12 +1,12 @@
-"""Detects a hang, reports the rank that caused it, and ends all ranks.
+"""Detect a hang, report the rank that caused it, and end all ranks.
 
 A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
-thread. Rank 0 reads them; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
+thread. Rank 0 reads the heartbeats; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
 (hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that can writes its stacks. Then all
-ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert
-too, because rank 0, which holds W&B, may be the rank that hung.
+ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start also sends the
+alert, because rank 0, which holds W&B, may have hung.
 
-At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock: a rank that
+At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock. A rank that
 cannot leave, for example because a peer died, logs this and ends with the run's exit code.
 """
 
@@ -87,13 +87,13 @@ class Age:
 
 
 def is_frozen(age: Age, timeout_seconds: float) -> bool:
-    """Returns True after half the limit: the caller asks only if some rank made no progress for the whole limit."""
+    """Returns True after half the limit. The caller asks only if some rank made no progress for the whole limit."""
     return min(age.of_progress, age.of_beat) >= timeout_seconds / 2
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """Returns the limit for all ranks: the longest limit of their activities, because the others wait for it. If a
-    process without SILENT activity sends no heartbeat within its step limit, the step limit applies."""
+    """Returns the limit for all ranks: the longest limit of their activities, because the other ranks wait for it. The
+    step limit applies if a process whose activity is not SILENT sends no heartbeat within its step limit."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -107,11 +107,9 @@ def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
-    """Returns a report with the ranks that hold up the run and the place of every rank; None if there is no hang.
-
-    Once one rank has made no progress within the limit, all ranks are judged: a rank may have begun to wait before the
-    other rank hung. While a heartbeat is late, the report waits until it arrives or the process counts as frozen.
-    """
+    """Returns a report with the ranks that hold up the run and the place of every rank, or None if there is no hang.
+    Once one rank has made no progress within the limit, all ranks are judged. A rank may have begun to wait before the
+    other rank hung. While a heartbeat is late, the report waits until it arrives or the process counts as frozen."""
     longest = max(age.of_progress for age in ages)
     if longest < timeout_seconds:
         return None
@@ -150,7 +148,7 @@ def in_short(report: str) -> str:
 
 
 def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
-    """Returns the newest report of a hang in a run's `faults` folder, in short; None if there is none since then."""
+    """Returns the newest report of a hang since then in a run's `faults` folder, in short, or None."""
     reports = [path for path in folder.glob(f"*/{REPORT}") if path.stat().st_mtime >= since_unix_seconds]
     texts = [path.read_text(errors="replace") for path in sorted(reports)]
     hangs = [text for text in texts if NAMED.search(text)]  # other reports are about corruption
@@ -158,7 +156,7 @@ def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
 
 
 class HangWatchdog(Service):
-    """Writes the heartbeat of this rank; the first and the last rank also read all heartbeats."""
+    """Writes the heartbeat of this rank. The first and the last rank also read all heartbeats."""
 
     def __init__(self, rank: int, world_size: int, limit: StepLimit, folder: Path, step: int) -> None:
         """Starts the thread. Collective.
@@ -183,7 +181,7 @@ class HangWatchdog(Service):
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._limit, self._timeout_seconds = limit, limit.longest_seconds
         self._interval = min(LONGEST_BEAT_SECONDS, limit.interval_seconds)
-        # torchrun may keep its store across restarts, with entries of earlier ranks.
+        # torchrun may keep its store, with entries of earlier ranks, across restarts.
         name: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
         self._store = dist.PrefixStore(
@@ -218,7 +216,7 @@ class HangWatchdog(Service):
         self._progress += 1
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
-        """Forget the step times: steps of this phase may take much longer."""
+        """Forget the step times, because steps of this phase may take much longer."""
         self._limit.forget()
         self._step_seconds = 0.0
         self._known_kinds.clear()
@@ -241,14 +239,13 @@ class HangWatchdog(Service):
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Begin this activity, then return to the previous one."""
         step, before = self._place
         self.heartbeat(step, activity)
         yield
         self.heartbeat(step, ACTIVITIES[before])
 
     def compiling(self, begins: bool) -> None:
-        """Record that compilation of a kernel begins or ends; meanwhile the longest limit applies to the step."""
+        """Record that compilation of a kernel begins or ends. Meanwhile the longest limit applies to the step."""
         step, activity = self._place
         if begins and ACTIVITIES[activity] == STEP:
             self.heartbeat(step, "compiling")
@@ -257,8 +254,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Stop using the store, and limit the time in which this rank leaves. No rank may exit before all ranks have
-        called this, because the store may end with it."""
+        """Stop using the store, and limit the time in which this rank leaves. The store may end with any rank, so no
+        rank may exit before all ranks have called this."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()
@@ -266,7 +263,6 @@ class HangWatchdog(Service):
         self._thread.join()
 
     def close(self) -> None:
-        """Stop watching."""
         self._over.set()
         self._thread.join()
         if self._last_stretch is not None:
@@ -279,7 +275,7 @@ class HangWatchdog(Service):
         self.end_saved(f"it could not leave its process group within {limit}; a peer hangs; stacks: {folder}")
 
     def end_saved(self, why: str) -> NoReturn:
-        """End this process at once with the run's exit code; the run must be saved."""
+        """End this process at once with the run's exit code. The run must be saved."""
         self._end(f"{why}; {ALL_SAFE}")
 
     def _beat(self) -> None:
@@ -290,7 +286,7 @@ class HangWatchdog(Service):
         if self.on_beat is not None and (self._telling is None or not self._telling.is_alive()):
             place = self._place[0], self._progress_at
             self._telling = threading.Thread(target=self.on_beat, args=place, name="tell", daemon=True)
-            with suppress(RuntimeError):  # the thread limit is reached: the next beat tries again
+            with suppress(RuntimeError):  # The limit of threads is reached: the next beat tries again.
                 self._telling.start()
 
     def _run(self) -> None:
@@ -310,7 +306,7 @@ class HangWatchdog(Service):
         last = time.monotonic()
         while not self._over.wait(self._interval):
             now = time.monotonic()
-            # Bound the elapsed time: this process may itself have been suspended.
+            # Bound the elapsed time, because this process may itself have been suspended.
             elapsed, last = min(now - last, 2 * self._interval), now
             if self._is_orphaned():
                 self._end_orphaned()
@@ -342,12 +338,11 @@ class HangWatchdog(Service):
 
     def _report(self, fault: str, frozen: list[Beat]) -> None:
         name = self._write_report(fault)
-        if self.on_hang is not None:  # first: this process ends soon after the others
+        if self.on_hang is not None:  # first, because this process ends soon after the others
             _for_a_while(self.on_hang, self._place[0], in_short(fault))
         self._store.set("fault", json.dumps([name, frozen]))
 
     def _write_report(self, fault: str) -> str:
-        """Write the report; returns the name of its folder."""
         name = time.strftime("%Y%m%d-%H%M%S")
         folder = self._folder / name
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
@@ -358,7 +353,7 @@ class HangWatchdog(Service):
                 folder.mkdir(parents=True, exist_ok=True)
                 with open(folder / REPORT, "w", opener=own_file) as file:
                     file.write(text)
-            except OSError as error:  # a full disk must not keep the ranks from ending
+            except OSError as error:  # A full disk must not keep the ranks from ending.
                 _say(f"rank {self._rank}: no report: {error}\n")
 
         _for_a_while(write)
@@ -383,7 +378,8 @@ class HangWatchdog(Service):
             _say(f"rank {self._rank}: no stacks: {error}\n")
 
     def _end(self, why: str) -> NoReturn:
-        """End this process and its children at once: the main thread may never return to handle an exception."""
+        """End this process and its children at once, because the main thread may never return to handle an
+        exception."""
         try:
             said = f"rank {self._rank} on {self._host} ends: {why}"
             _say(f"{said}\n")

@@ -1,7 +1,7 @@
-"""Reports why a process ends: on stderr, or in the summary that torchrun prints last.
+"""Report why a process ends: on stderr, or in the summary that torchrun prints last.
 
 The summary shows the content of TORCHELASTIC_ERROR_FILE of each rank. The format is defined by
-torch.distributed.elastic.multiprocessing.errors.ErrorHandler; this module writes it without importing torch.
+torch.distributed.elastic.multiprocessing.errors.ErrorHandler. This module writes the file without importing torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def say_last(message: str) -> None:
 
 
 def tell_torchrun(message: str) -> bool:
-    """Write the message for torchrun's summary. Returns False if torchrun did not start this process or on an error."""
+    """Write the message for torchrun's summary. Returns False on an error or if torchrun did not start this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -42,10 +42,8 @@ def tell_torchrun(message: str) -> bool:
 
 
 def ended_in_silence() -> bool:
-    """Returns True if this rank's process in the previous start by the same torchrun wrote no message, as after a kill.
-
-    torchrun itself names the rank that ended first, which may only have lost its peer.
-    """
+    """Returns True if this rank's process in the previous start by the same torchrun wrote no message, as after a
+    kill. torchrun itself names the rank that ended first. That rank may only have lost its peer."""
     path, count = os.environ.get("TORCHELASTIC_ERROR_FILE"), _restarts()
     if not path or count == 0 or len(Path(path).parts) < 4:
         return False
@@ -71,11 +69,11 @@ def note_end(code: int, by_any_rank: bool = False) -> None:
     """
     for path in _end_file(by_any_rank):
         with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
-            file.write(f"{code}\n")  # without this file, job.sh only sees whether there is a new checkpoint
+            file.write(f"{code}\n")  # without it, job.sh only sees whether there is a new checkpoint
 
 
 def end_launcher() -> None:
-    """Ask torchrun to end if it has restarts left: a restart on the same devices would fail again."""
+    """Ask torchrun to end if it has restarts left, because a restart on the same devices would fail again."""
     if "TORCHELASTIC_RUN_ID" in os.environ and _is_started_again():
         print(
             "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
@@ -85,14 +83,14 @@ def end_launcher() -> None:
 
 
 def _end_file(of_any_rank: bool = False) -> list[Path]:
-    """Returns the files of the exit code on the main rank of a submitted job; empty elsewhere."""
+    """Returns the files of the exit code on the main rank of a submitted job, and an empty list elsewhere."""
     folder = os.environ.get(SUBMISSION)
     is_asked = of_any_rank or os.environ.get("RANK", "0") == "0"
     return [Path(folder) / "exit_code"] if folder and is_asked else []
 
 
 def _is_started_again() -> bool:
-    """Returns True if torchrun has restarts left; it then prints no summary."""
+    """Returns True if torchrun has restarts left. torchrun then prints no summary."""
     return _restarts() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 

@@ -1,5 +1,7 @@
-"""Handles stop requests to this process: signals and the time limit. Imports no torch, so that handlers are installed
-before the slow imports."""
+"""Handle stop requests to this process: signals and the time limit.
+
+The module does not import torch, so that handlers are installed before the slow imports.
+"""
 
 from __future__ import annotations
 
@@ -69,18 +71,16 @@ def _end_at_once(said: str) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line to stderr on the main rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{line}", file=sys.stderr, flush=True)
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Returns the STOP_SIGNALS that this process does not ignore."""
     return tuple(each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN)
 
 
 class StopRequest:
-    """Records stop requests to this process; `StopVote` makes the decision for all ranks."""
+    """Records stop requests to this process. `StopVote` makes the decision for all ranks."""
 
     def __init__(self) -> None:
         self.deadline: float | None = None
@@ -93,7 +93,7 @@ class StopRequest:
 
     @property
     def reason(self) -> int:
-        """Returns the last stop signal's number, LAUNCHER_GONE, FOLDER_GONE or TIME_LIMIT; 0 without a request."""
+        """Returns the last stop signal's number, LAUNCHER_GONE, FOLDER_GONE or TIME_LIMIT, or 0 without a request."""
         if self._signal:
             return self._signal
         if self.folder_is_gone():
@@ -101,10 +101,8 @@ class StopRequest:
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def watch(self) -> None:
-        """Start a thread that handles Ctrl-C; before `listen`, Ctrl-C prints a line and ends this process at once.
-
-        Python runs signal handlers only when the main thread returns from torch, possibly after minutes.
-        """
+        """Start a thread that handles Ctrl-C. Before `listen`, Ctrl-C prints a line and ends this process at once.
+        Python runs signal handlers only when the main thread returns from torch, possibly after minutes."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -129,14 +127,14 @@ class StopRequest:
         self._listens = True
 
     def ask(self, reason: int) -> None:
-        """Record a stop request, like a signal does. Callable from any thread."""
+        """Record a stop request, as a signal does. Callable from any thread."""
         self._signal = reason
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signal = int(number)
 
     def _heed(self, number: int) -> None:
-        """Print the answer to Ctrl-C. torchrun forwards the first one as SIGINT; at the second, it sends SIGTERM."""
+        """Print the answer to Ctrl-C. torchrun forwards the first Ctrl-C as SIGINT, and sends SIGTERM at the second."""
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
         now = time.monotonic()
@@ -168,12 +166,10 @@ def launchers_patience() -> float:
 
 @contextmanager
 def children_keep_running() -> Iterator[None]:
-    """Block stop signals in processes that are started inside: torchrun and Slurm send them to children, too.
-
+    """Block stop signals in processes that are started inside, because torchrun and Slurm also send them to children.
     Children inherit this thread's signal mask even if they lose the handlers. End such children by other means than
-    SIGTERM. This process receives blocked signals at the end of the block.
-    """
-    resource_tracker.ensure_running()  # before the mask is set: its start unblocks SIGTERM
+    SIGTERM. This process receives blocked signals at the end of the block."""
+    resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -184,8 +180,10 @@ def children_keep_running() -> Iterator[None]:
 def find_deadline(
     limit_minutes: float, margin_minutes: float, environ: Mapping[str, str], began: float
 ) -> float | None:
-    """Returns the time (`time.time`) to stop: `limit_minutes` after the job's start, or `margin_minutes` before the end
-    of the Slurm job if that is earlier; None without limits.
+    """Returns the time (`time.time`) to stop, or None without limits.
+
+    The time is `limit_minutes` after the job's start, or `margin_minutes` before the end of the Slurm job if that is
+    earlier.
 
     Args:
         limit_minutes: 0 for no limit.
@@ -212,6 +210,7 @@ def _slurm_time(name: str, environ: Mapping[str, str]) -> int:
 
 
 def job_start_time() -> float:
-    """Returns the start time of torchrun, which is the same for its restarts; without torchrun, of this process."""
+    """Returns the start time of torchrun, which its restarts share. Without torchrun, returns this process's start
+    time."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return psutil.Process(os.getppid() if under_torchrun else os.getpid()).create_time()

@@ -1,4 +1,4 @@
-"""Makes all ranks stop before the same step, even if only one rank receives the signal."""
+"""Stop all ranks before the same step, even if only one rank receives the signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StopVote:
     """Takes the maximum of all ranks' stop reasons by all-reduces of two numbers on CPUs (gloo).
 
     A result is read at the next call of `ask`, so that hosts do not wait for each other. With slow steps this would be
-    a step too late, so the result is read at once. The second number is the time between the calls: all ranks see the
+    a step too late, so the result is read at once. The second number is the time between the calls. All ranks see the
     same results and times, and decide alike.
     """
 

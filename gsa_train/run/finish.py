@@ -1,4 +1,4 @@
-"""Ends a run: last validation, n-gram baselines and summary.json; or the files and messages of an early stop."""
+"""End a complete run with validation, n-gram baselines and summary.json, or end a stopped run with its report."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ def data_fingerprint(text: dict[str, Any]) -> str:
     """Returns 16 hex digits that depend only on the content of training text and tokenizer, not on their paths.
 
     Args:
-        text: position in the training text; holds both fingerprints.
+        text: position in the training text, which includes both fingerprints.
     """
     of = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
     return hashlib.sha256(" ".join(of).encode()).hexdigest()[:16]
 
 
 def leave(run: Run, stop: Stopped) -> None:
-    """End this process after a requested stop; the checkpoint is already saved. Collective."""
+    """End this process after a requested stop. The checkpoint is already saved. Collective."""
     _end_account(run, INTERRUPTED if stop.reason == signal.SIGINT else GOODPUT_STOPPED)
     if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
@@ -164,7 +164,7 @@ def leave(run: Run, stop: Stopped) -> None:
 
 
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
-    """End this process after the monitor stopped the run; all checkpoints are older than the spike. Collective."""
+    """End this process after the monitor stopped the run. All checkpoints are older than the spike. Collective."""
     event = {"event": "stop", "step": run.state.step, "phase": phase.name, "reason": str(stop)}
     run.services.log.log(event)
     _end_account(run, "stopped by the monitor")
@@ -175,10 +175,8 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
 
 
 def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
-    """End this process after a corruption check failed. Collective.
-
-    Writes a report: a restart drops metrics that are newer than its checkpoint, so they would not keep the fault.
-    """
+    """End this process after a corruption check failed. Collective. The fault goes into a report, because a restart
+    drops metrics that are newer than its checkpoint."""
     newest_save(run)
     _end_account(run, "corrupted")
     if run.parallel.is_main:
@@ -191,13 +189,13 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
 
 
 def _end_account(run: Run, reason: str) -> None:
-    run.services.goodput.clock.begin("other")  # an exception may have left another kind open
+    run.services.goodput.clock.begin("other")  # An exception may have left another activity open.
     run.services.goodput.end(reason)
 
 
 @contextmanager
 def _goes_on_without(run: Run, what: str) -> Iterator[None]:
-    """Log an OSError instead of raising it: an exception would change the exit code and keep other ranks waiting."""
+    """Log an OSError instead of raising it. An exception would change the exit code and keep other ranks waiting."""
     try:
         yield
     except OSError as error:  # a full disk
@@ -221,11 +219,9 @@ def _close(run: Run, exit_code: int) -> None:
 
 
 def leave_world(watchdog: HangWatchdog) -> None:
-    """Leave the process group; the watchdog keeps its limit until the end. Collective.
-
-    There are two barriers. At the first one, the watchdog still reports a rank that does not arrive. At the second one,
-    no rank uses the store of torch.distributed any more: the store may end with the first rank that exits.
-    """
+    """Leave the process group. The watchdog keeps its limit until the end. Collective. There are two barriers. At the
+    first barrier, the watchdog still reports a rank that does not arrive. After the second barrier, no rank uses the
+    store of torch.distributed, which may end with the first rank that exits."""
     try:
         dist.barrier()
         watchdog.begin_to_leave()

@@ -1,4 +1,4 @@
-"""Opens the run folder: resolved config, metrics files, console and goodput log. Only the main rank writes."""
+"""Open the run folder: resolved config, metrics files, console and goodput log. Only the main rank writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class RunFolder:
 
 
 def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: RunClock) -> RunFolder:
-    """Open the files that the run writes; print the header of this start. Collective. Errors are raised on all ranks.
+    """Open the files that the run writes, and print the header of this start. Collective. All ranks raise the same
+    errors.
 
     Raises:
         WandbRefused: the W&B run cannot be opened; existing files of the folder are unchanged.
@@ -111,8 +112,8 @@ def _silent_ranks(parallel: Parallel) -> list[str]:
 
 
 def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
-    """Returns the lines of goodput.jsonl, and a line for a previous start that did not write its own end. Must run
-    before a start at step 0 moves the file away."""
+    """Returns the lines of goodput.jsonl, and a line for a previous start that did not write its own end. A start at
+    step 0 later moves the file away, so call this function first."""
     if not (start.same_run or start.same_job):
         return [], []
     lines = read_lines(folder)
@@ -120,8 +121,8 @@ def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """Open the W&B run of the checkpoint or of this folder. Opens a new W&B run if the recorded one belongs to a run
-    with another name, which means that the folder was copied or renamed."""
+    """Open the W&B run of the checkpoint or of this folder. If the recorded W&B run belongs to a run with another
+    name, a new one is opened: the folder was copied or renamed."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     run_id = copied_from = None
@@ -132,7 +133,7 @@ def _open_wandb(config: Config, start: Start) -> WandbSink | None:
                 "the folder is a copy of the folder of run %s: W&B gets a new run, which names that one", of
             )
             run_id, copied_from = None, run_id
-    with children_keep_running():  # W&B's service among them
+    with children_keep_running():  # W&B's service is a child, too
         resolved, has_begun = dataclasses.asdict(config), start.same_run and start.step > 0
         return open_wandb(config.logging, folder, config.run.name, resolved, run_id, has_begun, copied_from)
 
@@ -154,7 +155,7 @@ def _open_files(
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)
     is_complete = start.step == total_steps
-    went_back = continues and _go_back_to_older(start.checkpoint)  # before later records leave the metrics
+    went_back = continues and _go_back_to_older(start.checkpoint)  # before metrics drop later records
     starts = read_starts(folder)
     hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
     sinks = open_sinks(
@@ -200,8 +201,8 @@ def _open_files(
 
 
 def _go_back_to_older(checkpoint: Path | None) -> bool:
-    """Set aside checkpoints that are newer than the one to resume from (--resume-from or `latest`): a restart before
-    the next save would otherwise resume from a newer one. Returns True if there were any."""
+    """Set aside checkpoints that are newer than the one to resume from (--resume-from or `latest`). Otherwise a
+    restart before the next save would resume from a newer checkpoint. Returns True if there were any."""
     if checkpoint is None:
         return False
     if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
@@ -211,7 +212,8 @@ def _go_back_to_older(checkpoint: Path | None) -> bool:
 
 
 def _keep_summary(folder: Path) -> None:
-    """Rename a summary.json from before the phases were extended: with it, the continued run would look complete."""
+    """Rename a summary.json that was written before the user extended the phases. The continued run would otherwise
+    look complete."""
     path = folder / "summary.json"
     if not path.is_file():
         return
@@ -224,8 +226,8 @@ def _keep_summary(folder: Path) -> None:
 
 
 def config_changes(saved_yaml: str, config: Config) -> list[str]:
-    """Returns `field: before -> now` for each field that differs from the checkpoint's config. Fields that the
-    checkpoint lacks are newer than it and are left out."""
+    """Returns `field: before -> now` for each field that differs from the checkpoint's config. Fields that are newer
+    than the checkpoint are left out, because the checkpoint lacks them."""
     before, now = (saved_sections(text) for text in (saved_yaml, config_to_yaml(config)))
     lines = []
     names = [", ".join(phase["name"] for phase in tree["phases"]) for tree in (before, now)]

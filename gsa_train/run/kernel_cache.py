@@ -1,6 +1,6 @@
-"""Sets Triton's cache folder to a folder in `run.dir`, which all nodes and restarts share.
+"""Set Triton's cache folder to a folder in `run.dir`, which all nodes and restarts share.
 
-Triton's default is the home folder, which a container loses at its end.
+Triton's default is the home folder. A container loses its home folder when it ends.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def kernel_cache_in_words(config: RunConfig, environment: Mapping[str, str]) -> 
         source = f" ({VARIABLE} of the environment{asked})"
     try:
         count = sum(1 for _ in folder.iterdir())
-    except OSError:  # no folder yet, or not readable: kernels are compiled again
+    except OSError:  # The folder is missing or not readable: kernels are compiled again.
         count = 0
     return f"{folder}{source}: {count} entries of earlier starts"

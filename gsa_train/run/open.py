@@ -1,5 +1,6 @@
-"""Opens data, model, optimizer, checkpoint and run folder of a run. For a rewind, reloads them from an earlier
-checkpoint."""
+"""Open data, model, optimizer, checkpoint and run folder of a run. For a rewind, reload them from an earlier
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def open_run(
     parallel: Parallel,
     clock: RunClock,
 ) -> Run:
-    """Open everything that training needs. The run folder is changed last, so that a refused start changes nothing
-    there. Collective."""
+    """Open everything that training needs. Collective. The run folder is changed last, so that a refused start changes
+    nothing there."""
     ranges, folder = phase_ranges(config.phases), run_dir(config)
     limit = step_limit(config.parallel)
     watchdog = HangWatchdog(parallel.rank, parallel.world_size, limit, folder / "faults", start.step)
@@ -141,7 +142,7 @@ def open_data(
     Args:
         weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose position in the text may be used.
     """
-    # A heartbeat after each part: reads have their own, longer time limits.
+    # A heartbeat follows each part. Reads have their own, longer time limits.
     tokenizer = load_tokenizer(config)
     watchdog.heartbeat(start.step, "starting")
     prompts = encode_prompts(config, tokenizer)
@@ -183,8 +184,8 @@ def open_phase(
         DamagedCheckpoint: a checksum is wrong or a value is not finite; call this again with another checkpoint.
         ResumeError: `weights_from` has values that are not finite.
     """
-    # megatron-core runs a full garbage collection at each save; freezing excludes about a million permanent objects.
-    # The phase's optimizer is made after the freeze, since it is freed with its phase.
+    # megatron-core runs a full garbage collection at each save. Freezing excludes about a million permanent objects
+    # from it. The phase's optimizer is built after the freeze, because it is freed with its phase.
     gc.collect()
     gc.freeze()
     phase_optimizer = build_optimizer(model, phase_range.phase, config)
@@ -198,7 +199,7 @@ def open_phase(
             _check_finite(model, phase_optimizer, parallel)
         except DamagedCheckpoint:
             close_optimizer(model, phase_optimizer)
-            gc.unfreeze()  # the caller calls this function again
+            gc.unfreeze()  # The caller calls this function again.
             raise
     if weights_from is not None:
         load_initial_main_weights(weights_from, model, phase_optimizer, parallel)
@@ -213,7 +214,7 @@ def open_phase(
 
 
 def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Raise DamagedCheckpoint if a loaded value is not finite: old versions saved such values. Collective."""
+    """Raise DamagedCheckpoint if a loaded value is not finite. Old versions saved such values. Collective."""
     with phase_optimizer.whole_weights(changes=False):
         fault = not_finite(model, phase_optimizer, parallel)
     if fault is not None:
@@ -228,7 +229,7 @@ def report_damaged(run: Run) -> None:
 
 
 def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[PhaseRange]) -> None:
-    """Reload `run` from a checkpoint before the spike; the result equals a restart from that checkpoint. Collective.
+    """Reload `run` from a checkpoint before the spike. The result equals a restart from that checkpoint. Collective.
 
     Raises:
         MonitorStop: no checkpoint is old enough, or `monitor.max_rewinds` rewinds are done.
@@ -276,7 +277,8 @@ def _start_before(
     )
     start = run.start = start_from(checkpoint, config, ranges, damaged)
     phase_range = ranges[start.phase_index]
-    # First, because loading takes long: a run killed during it restarts from this checkpoint and drops later records.
+    # This comes first because loading takes long. A run that is killed while it loads restarts from this checkpoint
+    # and drops later records.
     services.log.go_back(start.step)
     services.goodput.go_back(start.step)
     facts = {"signal": spike.signal, "value": spike.value, "threshold": spike.threshold, "action": "rewind"}

@@ -1,4 +1,4 @@
-"""Draws plots and report of a complete run."""
+"""Draw plots and report of a complete run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Report(Service):
     run: Run
 
     def on_complete(self) -> None:
-        """Draw in a child process of the main rank. This may take minutes; no rank waits and no watchdog runs, because
-        this process has left its process group."""
+        """Draw in a child process of the main rank, which may take minutes. No rank waits and no watchdog runs,
+        because this process has left its process group."""
         if not self.run.parallel.is_main or not self.run.config.logging.plots:
             return
         folder, message = run_dir(self.run.config), self.run.services.log.message
@@ -28,7 +28,7 @@ class Report(Service):
             drawn = subprocess.run(
                 command, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
             )
-        except OSError as error:  # the process limit is reached
+        except OSError as error:  # The limit of processes is reached.
             message(f"the run is complete, and cannot be drawn: {error}; gsa-plot {folder} tries again")
             return
         for line in drawn.stdout.splitlines():

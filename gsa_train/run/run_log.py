@@ -1,4 +1,4 @@
-"""Writes a run's records and messages to metrics files, TensorBoard, W&B and the console."""
+"""Write a run's records and messages to metrics files, TensorBoard, W&B and the console."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_train.metrics.sinks import Sinks
 
 @dataclass(frozen=True)
 class RunLog:
-    """Log of a run. Only the main rank has sinks and console; other ranks write nothing."""
+    """Log of a run. Only the main rank has sinks and a console; other ranks write nothing."""
 
     sinks: Sinks | None
     console: Progress | None
@@ -35,8 +35,8 @@ class RunLog:
             self.console.show(record)
 
     def log_late(self, make_and_log: Callable[[], None]) -> None:
-        """Queue a function for `write_late`; call it at once without `writes_late`. It must not use collectives: the
-        ranks call it at different times."""
+        """Queue a function for `write_late`. Without `writes_late`, call the function at once. The function must not
+        use collectives, because the ranks call it at different times."""
         self.late.append(make_and_log)
         if not self.writes_late:
             self.write_late()
@@ -48,13 +48,13 @@ class RunLog:
             self.sinks.log_samples(_stamped(record))
 
     def write_late(self) -> None:
-        """Write the pending records."""
         while self.late:
             self.late.pop(0)()
 
     @property
     def folder_was_gone(self) -> bool:
-        """Returns True on the main rank if the run folder was removed or moved; creates its metrics files again."""
+        """Returns True on the main rank if the run folder was removed or moved. Creates the folder's metrics files
+        again."""
         return self.sinks is not None and self.sinks.folder_was_gone
 
     def message(self, text: str) -> None:
@@ -62,14 +62,13 @@ class RunLog:
             self.console.message(text)
 
     def go_back(self, step: int) -> None:
-        """Remove the records of steps after `step` from metrics.jsonl: these steps run again."""
+        """Remove the records of steps after `step` from metrics.jsonl, because these steps run again."""
         self.write_late()
         if self.sinks is not None and self.console is not None:
             self.sinks.go_back(step)
             self.console.go_back(step)
 
     def close(self, exit_code: int) -> None:
-        """Close without a summary."""
         self.write_late()
         if self.sinks is not None and self.console is not None:
             self.console.close()
@@ -77,5 +76,4 @@ class RunLog:
 
 
 def _stamped(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with the current time in Unix seconds."""
     return {**record, "time": time.time()}

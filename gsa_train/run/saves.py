@@ -1,4 +1,4 @@
-"""Starts checkpoints of a run, waits for the last one and reports how each ended."""
+"""Start checkpoints of a run, wait for the last one, and report how each ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_WAIT_SHARE = 0.25
 
 
 def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
-    """Start to save the current state, unless this step has a checkpoint. Collective.
+    """Start to save the current state, unless a checkpoint of this step exists. Collective.
 
     Raises:
         CheckpointError: too many consecutive saves have failed.
@@ -54,7 +54,7 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
 def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
     """Write the last checkpoint of the run and wait until it is durable. Collective.
 
-    A failed save is tried again after a wait that doubles each time, up to LONGEST_WAIT_SHARE.
+    A failed save is repeated after a wait, which doubles each time up to LONGEST_WAIT_SHARE.
 
     Raises:
         CheckpointError: too many consecutive saves have failed.
@@ -101,7 +101,6 @@ def report_saves(run: Run, results: list[SaveResult]) -> None:
 
 
 def log_save(run: Run, result: SaveResult) -> None:
-    """Write the result of a save to metrics and console."""
     log, saver = run.services.log, run.services.saver
     record = {
         "event": "checkpoint" if result.error is None else "checkpoint_failed",

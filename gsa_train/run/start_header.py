@@ -1,4 +1,4 @@
-"""Builds the console output of a start: a first line before torch is imported, and a header once all is open."""
+"""Build the console output of a start: a first line before torch is imported, and a header once everything is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINED = {"all": "all weights", "base": "all but the indexer", "indexer": "the 
 
 
 def first_line(config: Config, arguments: Arguments) -> str:
-    """Returns the line that is printed before torch is imported, which takes seconds. Imports no torch."""
+    """Returns the line that is printed before torch is imported, because the import takes seconds."""
     ranks = "1 rank" if arguments.world_size == 1 else f"{arguments.world_size} ranks"
     folder = Path(config.run.dir) / config.run.name
     return (
@@ -32,7 +32,7 @@ def start_header(
     kernels: Sequence[str] = (),
     done: tuple[int, int] = (0, 0),
 ) -> str:
-    """Returns the header: model, data, training other than the default, phases, and the paths of config and metrics.
+    """Returns the header: model, data, training settings that differ from the default, phases, and paths.
 
     Args:
         layout: ranks and devices in words.

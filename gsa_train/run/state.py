@@ -1,4 +1,4 @@
-"""Defines the state of a run that lasts across phases: progress, data, model and services."""
+"""Define the state of a run that lasts across phases: progress, data, model and services."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gsa_train.validation.tasks import TaskClock
 
 @dataclass
 class TrainState:
-    """Progress of the run. Checkpoints store it with weights, optimizer state and position in the text."""
+    """Progress of the run. Checkpoints store the progress with weights, optimizer state and position in the text."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -44,8 +44,6 @@ class TrainState:
 
 @dataclass
 class Data:
-    """The text of a run."""
-
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer

@@ -1,7 +1,7 @@
-"""Writes compiled Triton kernels to disk so that a crash leaves no partial file and a full disk does not end the run.
+"""Write compiled Triton kernels to disk so that a crash leaves no partial file and a full disk does not end the run.
 
-Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`; paths and contents are the same.
-Several ranks may write the same kernel at once: each file is replaced atomically, with the same content.
+Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`. Paths and contents are the same.
+Several ranks may write the same kernel at once. Each file is replaced atomically, with the same content.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
-    """Cache manager of one kernel."""
-
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         try:
             super().__init__(key, override, dump)
@@ -29,8 +27,8 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
             self._move(error)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Write a file with fsync and return its path. Triton's own manager calls no fsync: after a crash of the node a
-        kernel file may be empty, and every restart fails."""
+        """Write a file with fsync and return its path. Triton's own manager calls no fsync. After a crash of the node
+        a kernel file may then be empty, and every restart fails."""
         content = data if isinstance(data, bytes) else str(data).encode()
         try:
             return self._write(content, filename)

@@ -1,4 +1,4 @@
-"""Scores the model between steps: loss on validation sets, generated samples, tasks."""
+"""Score the model between steps: loss on validation sets, generated samples, tasks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> di
 
 @dataclass
 class Samples(Service):
-    """Generates continuations of `evaluate.prompts` at each validation."""
-
     run: Run
 
     def on_validate(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
@@ -55,12 +53,12 @@ class Samples(Service):
 @dataclass
 class Tasks(Service):
     """Scores `evaluate.tasks` at their steps, within their share of the run's time. The main rank's clock decides for
-    all ranks whether there is time; training does not depend on it."""
+    all ranks whether there is time. Training does not depend on this clock."""
 
     run: Run
 
     def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """Score and log the tasks, or log why they are left out. Does nothing if this step has been scored. If
+        """Score and log the tasks, or log why they are left out. Do nothing if this step has been scored. If
         `stop_if_asked` raises, the next start scores all tasks again."""
         run, clock = self.run, self.run.state.task_clock
         if run.newest_tasks_step == step:
@@ -68,7 +66,7 @@ class Tasks(Service):
         if _has_time(run):
             before, began = clock.task_seconds, time.perf_counter()
 
-            def count_and_ask() -> None:  # update the clock first: a stop saves it
+            def count_and_ask() -> None:  # Update the clock first, because a stop saves it.
                 clock.task_seconds = before + time.perf_counter() - began
                 stop_if_asked()
 
@@ -84,7 +82,7 @@ class Tasks(Service):
 
 
 def _has_time(run: Run) -> bool:
-    """Returns the main rank's decision on every rank. Collective."""
+    """Returns the main rank's decision to all ranks. Collective."""
     step, clock, percent = run.state.step, run.state.task_clock, run.config.evaluate.tasks_max_time_percent
     decision = torch.zeros((), dtype=torch.int32, device=run.parallel.device)
     if run.parallel.is_main and not (step == run.start.step and _was_scored(run)):
@@ -102,7 +100,7 @@ def _has_time(run: Run) -> bool:
 
 
 def _was_scored(run: Run) -> bool:
-    """Returns True if an earlier start scored this step, as when a complete run is started again."""
+    """Returns True if an earlier start scored this step, as after a second start of a complete run."""
     path = run_dir(run.config) / RECORDS
     records = read_records(path) if path.exists() else []
     return any(each.get("event") == "tasks" and each["step"] == run.state.step for each in records)

@@ -1,5 +1,4 @@
-"""Warns of slow steps on CPUs, of text in which most queries attend densely, and of an indexer that selects hardly
-better than at random."""
+"""Warn about slow steps on CPUs, text in which most queries attend densely, and an almost random indexer."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ LOGGED_STEPS = 3
 
 
 def warn_of_cpus(config: Config, parallel: Parallel) -> None:
-    """Warn before data and model are loaded, as the first step may take minutes."""
+    """Warn before data and model are loaded, because the first step may take minutes."""
     if parallel.is_main and parallel.device.type == "cpu":
         said = cpu_warning(config, cores_of_the_job(parallel.world_size, torch.get_num_threads()))
         if said is not None:
@@ -66,15 +65,15 @@ def cpu_warning(config: Config, cores: int) -> str | None:
 
 
 def cores_of_the_job(world_size: int, threads_per_rank: int) -> int:
-    """Returns the CPU cores that compute: the threads of all ranks, at most the cores of their machines, which are
-    assumed equal."""
+    """Returns the CPU cores that compute: the threads of all ranks, at most the cores of their machines. The machines
+    are assumed to have the same number of cores."""
     local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return world_size // local * min(local * threads_per_rank, len(os.sched_getaffinity(0)))
 
 
 class DenseQueriesWarning(Service):
-    """Warns at the first batch of a start if most queries have no more causal keys than they may select: for these
-    queries GSA equals dense attention."""
+    """Warns at the first batch of a start if most queries may select all their causal keys. GSA equals dense attention
+    for these queries."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -87,8 +86,8 @@ class DenseQueriesWarning(Service):
 
 
 def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -> str | None:
-    """Returns a warning for the packed micro-batches of a step; None if enough queries can leave keys out or the run
-    has no sparse phase. Synchronizes with the device."""
+    """Returns a warning for the packed micro-batches of a step. Synchronizes with the device. Returns None if enough
+    queries can leave keys out, or if the run has no sparse phase."""
     if config.gsa.attention == "dense" or all(phase.attention == "dense" for phase in config.phases):
         return None
     visible = torch.cat([batch.causal_keys() for batch in micro_batches])
@@ -108,7 +107,7 @@ def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -
 
 
 class BlindIndexerWarning(Service):
-    """Warns once a phase if the indexer of a sparse phase selects hardly better than at random."""
+    """Warns once a phase if the indexer of a sparse phase selects little better than at random."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         self._from_step = start + phase.warmup_steps + PATIENCE_STEPS

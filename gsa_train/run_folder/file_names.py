@@ -1,4 +1,4 @@
-"""Names files of a run folder that other programs read. Imports no torch."""
+"""Name the files of a run folder that other programs read. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starts a new run from the weights of another run (`checkpoint.initial_weights`).
+"""Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
-Like Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`, it resets step, optimizer state and
-schedules; the text starts at its beginning unless `checkpoint.initial_text` is `continue`. The new run may change
-sequence length, rotary base, YaRN or key budget, and may add gates and an indexer to a dense model.
+Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`. The text starts at its beginning
+unless `checkpoint.initial_text` is `continue`. The new run may change sequence length, rotary base, YaRN or key
+budget, and may add gates and an indexer to a dense model.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ WITHOUT_WEIGHTS = ("output_transform",)
 
 
 def find_initial_weights(config: Config, parallel: Parallel) -> Path:
-    """Returns the checkpoint of `checkpoint.initial_weights`. Call it once, since a folder may soon have a newer one.
-    Collective.
+    """Returns the checkpoint of `checkpoint.initial_weights`. Call it only once, because the folder may later have a
+    newer checkpoint. Collective.
 
     Raises:
         ResumeError: the folder has no complete checkpoint.
@@ -88,7 +88,7 @@ def find_initial_weights(config: Config, parallel: Parallel) -> Path:
 
 
 def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
-    """Returns the position in the text at which a run starts; None for the beginning.
+    """Returns the position in the text at which a run starts, or None for the beginning.
 
     Args:
         checkpoint: result of `find_initial_weights`; None without `checkpoint.initial_weights`.
@@ -162,8 +162,8 @@ def load_initial_weights(
 def load_initial_main_weights(
     checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
-    """Load the optimizer's fp32 weights of the first phase's parameters from the checkpoint, if it has them: the bf16
-    weights lack updates that are smaller than their precision. Collective."""
+    """Load the optimizer's fp32 weights of the first phase's parameters from the checkpoint, if it has them.
+    Collective. The bf16 weights lack updates that are smaller than their precision."""
     others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
     if others and parallel.is_main:
         logger.warning(
@@ -189,7 +189,7 @@ def _differing(config: Config, state: RunState, fields: Mapping[str, tuple[str, 
         part = getattr(config, section)
         for name in names:
             value = getattr(part, name)
-            # A field that the checkpoint lacks is newer than it; its model had today's default.
+            # A field that the checkpoint lacks is newer than it. The checkpoint's model had today's default.
             before = saved.get(section, {}).get(name, getattr(type(part)(), name))
             if before != value:
                 lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")

@@ -1,4 +1,4 @@
-"""Tells a restart by torchrun or Slurm from a new start by the user."""
+"""Distinguish a restart by torchrun or Slurm from a new start by the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def job_id() -> str:
-    """Returns an id that all starts by one submission, Slurm job or torchrun share. Ids of torchrun are not unique."""
+    """Returns an id that all starts of one submission, Slurm job or torchrun share. torchrun's ids are not unique."""
     names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
@@ -35,19 +35,17 @@ def note_job_start(run_folder: Path) -> None:
 
 def is_restart(run_folder: Path, parallel: Parallel) -> bool:
     """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder. Collective.
-
-    Within a submission, every start after the first is a restart. Otherwise the launcher's restart count decides, as a
-    user may start two runs in one job.
-    """
+    Within a submission, every start after the first is a restart. Otherwise the launcher's restart count decides,
+    because a user may start two runs in one job."""
     by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
     own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())
     found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, own)  # all ranks: the restart count of a new node starts at 0
+    dist.all_gather_object(found, own)  # ask all ranks, because the restart count of a new node starts at 0
     opened_by, opened_at = found[0][:2]
     if opened_by != job_id():
         return False
-    # Without --rdzv-id every multi-node job has the id "none". It is a restart if a launcher began before the folder
-    # was opened; launchers on replacement nodes began later.
+    # Without --rdzv-id every multi-node job has the id "none". The start is a restart if a launcher began before the
+    # folder was opened. Launchers on replacement nodes began later.
     return any(each[2] for each in found) or (
         any(each[3] for each in found) and opened_at > min(each[4] for each in found)
     )

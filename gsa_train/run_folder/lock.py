@@ -1,7 +1,7 @@
-"""Locks a run folder so that one run at a time writes to it: a second run would delete an unfinished save of the first.
+"""Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save.
 
-Uses a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and Lustre
-apply it across nodes. On a file system without locks, the run logs a warning and continues.
+The lock is a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and
+Lustre apply it across nodes. On a file system without locks, the run logs a warning and continues.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RunFolderError(ValueError):
 
 
 class RunLock:
-    """Lock that the main rank holds until its process ends. Read the folder only with the lock held, above all the step
-    to resume from: before, another run may write to the folder."""
+    """Locks the folder on the main rank until its process ends. Read the folder only with the lock held, above all the
+    step to resume from. Another run may otherwise write to it."""
 
     def __init__(self, folder: Path, parallel: Parallel) -> None:
         self._folder, self._parallel = folder, parallel
@@ -46,7 +46,7 @@ class RunLock:
         self._made_parents: list[Path] = []
 
     def take(self) -> None:
-        """Lock the folder; create it if it is missing. Collective.
+        """Lock the folder, and create the folder if it is missing. Collective.
 
         Raises:
             RunFolderError: the lock cannot be taken. Raised on all ranks.
@@ -57,7 +57,8 @@ class RunLock:
             self._made_parents = [each for each in self._folder.parents if not each.exists()]
             try:
                 self._file = _lock(self._folder / FILE)
-                # If two starts create the folders at once, the second one finds the holder that the first has written.
+                # If two starts create the folder at once, the second start finds the holder that the first has
+                # written.
                 self._made_file = not _holder(self._file)
                 self._made_folder = made and self._made_file and os.listdir(self._folder) == [FILE]
                 self._file.truncate(0)
@@ -75,9 +76,9 @@ class RunLock:
             raise RunFolderError(fault[0])
 
     def take_back(self) -> None:
-        """Release the lock of a refused start; remove folder and lock file if this start created them."""
+        """Release the lock of a refused start. Remove folder and lock file if this start created them."""
         if self._made_folder:
-            # A file server keeps a file that is open, such as the lock.
+            # A file server keeps open files, such as the lock.
             shutil.rmtree(self._folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run has a folder there
                 for parent in self._made_parents:
@@ -87,7 +88,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,7 +129,7 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _holder(file: IO[str]) -> str:
-    """Returns the text of the lock file; empty for a new one. Bypasses the buffer to see writes of other processes."""
+    """Returns the text of the lock file, empty for a new one. Bypasses the buffer to see writes of other processes."""
     return os.pread(file.fileno(), 1000, 0).decode(errors="replace").strip()
 
 

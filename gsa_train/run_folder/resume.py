@@ -1,4 +1,4 @@
-"""Chooses where a run starts: at step 0, or at a checkpoint that fits its config."""
+"""Choose where a run starts: at step 0, or at a checkpoint that fits its config."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class ResumeError(ValueError):
-    """The checkpoint cannot continue this config; the message says what differs and what to do."""
+    """The checkpoint cannot continue this config. The message says what differs and what to do."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start of this process: step 0 or a checkpoint."""
+    """Describes where this process starts: at step 0 or at a checkpoint."""
 
     checkpoint: Path | None = None
     state: RunState | None = None
@@ -78,7 +78,8 @@ class Start:
         return self.state.data if self.state else None
 
     def restore_rng(self, parallel: Parallel) -> None:
-        """Restore the random-number generators if the checkpoint has a state for every rank; else log a warning."""
+        """Restore the random-number generators if the checkpoint has a state for every rank. Otherwise log a
+        warning."""
         assert self.state is not None
         if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
             what = "the checkpoint is of another kind of device"
@@ -97,12 +98,12 @@ def choose_start(
 ) -> Start:
     """Choose --resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
-    Both options apply to a job's first start; its restarts resume from the run folder once it has a checkpoint. Damaged
-    checkpoints keep their names until the start can no longer be refused (`set_damaged_aside`).
+    Both options apply to a job's first start. Restarts of the job resume from the run folder once it has a checkpoint.
+    Damaged checkpoints keep their names until the start can no longer be refused (`set_damaged_aside`).
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls
-            `choose_again` if one is damaged.
+            `choose_again` if a file is damaged.
 
     Raises:
         SpikeAhead: the monitor stopped the run, and this start would meet the same spike.
@@ -190,7 +191,7 @@ def start_from(
     _check_same_phases(config.train, state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
     stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
-    # Links are resolved: the run folder or a checkpoint may be a link, for example to a larger disk.
+    # Links are resolved, because the run folder or a checkpoint may be a link, for example to a larger disk.
     own = run_dir(config) / "checkpoints"
     if checkpoint.resolve().parent == own.resolve():
         checkpoint = own / checkpoint.resolve().name
@@ -205,7 +206,7 @@ def start_from(
 
 
 def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
-    """Returns the checkpoint that rank 0 finds in a user's folder; other ranks may see a newer one. Collective.
+    """Returns the checkpoint that rank 0 finds in a user's folder. Other ranks may see a newer checkpoint. Collective.
 
     Args:
         option: option and value, for the message.
@@ -284,8 +285,8 @@ def first_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints and set `latest` to the chosen one in their folder, so that the next start finds
-    it. Call it on the main rank."""
+    """Rename the damaged checkpoints, and set `latest` to the chosen checkpoint in their folder. The next start finds
+    it there. Call this on the main rank."""
     if not damaged:
         return
     renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
@@ -305,9 +306,9 @@ def open_batches(
 ) -> TrainBatches:
     """Open the training text at the run's position. Collective.
 
-    With --accept-new-data, if the checkpoint has other text or another order (shards, text_field, seed, num_lanes,
-    shuffle_documents), the config's text starts at epoch 0; step, schedule, optimizer and counters continue. If the
-    text is the same, the option has no effect, so a job that restarts itself may keep it.
+    --accept-new-data applies if the checkpoint has other text or another order (shards, text_field, seed, num_lanes,
+    shuffle_documents). The config's text then starts at epoch 0, while step, schedule, optimizer and counters
+    continue. If the text is the same, the option has no effect, so a job that restarts itself may keep it.
 
     Args:
         begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`).
@@ -344,7 +345,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
-    """Raise ResumeError if a field that changes the weights or their use differs. A field that the checkpoint lacks is
+    """Raise ResumeError if a field differs that changes the weights or their use. A field that the checkpoint lacks is
     newer than it and had its default."""
     saved = saved_sections(state.config_yaml)
     lines = []

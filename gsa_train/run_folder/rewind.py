@@ -1,7 +1,7 @@
-"""Rewinds a run to an earlier checkpoint and skips the batches around a spike.
+"""Rewind a run to an earlier checkpoint and skip the batches around a spike.
 
-The skipped steps are recorded in the checkpoints folder, for a restart right after the rewind, and in every later
-checkpoint, for copies. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
+The checkpoints folder records the skipped steps, for a restart right after the rewind. Every later checkpoint records
+them too, for copies. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rewind:
-    """One rewind; steps are counted from 1."""
+    """Describes one rewind. Steps are counted from 1."""
 
     checkpoint_step: int
     """Step of the checkpoint that was reloaded."""
@@ -43,7 +43,8 @@ class Rewind:
 
 
 def with_rewinds(state: MonitorState, rewinds: Sequence[dict[str, Any]]) -> MonitorState:
-    """Returns a checkpoint's monitor state with the rewinds, and with the spikes counted after the checkpoint."""
+    """Returns a checkpoint's monitor state with the rewinds, and with the spikes that were counted after the
+    checkpoint."""
     spikes = max([state.spikes, *(each.get("spikes", 0) for each in rewinds)])  # absent in early versions
     return replace(state, rewinds=list(rewinds), spikes=spikes)
 
@@ -117,7 +118,8 @@ def rewind(
     )
     if parallel.is_main:
         set_damaged_aside(checkpoint, damaged)
-        # In this order: if killed in between, the run restarts from this checkpoint and meets the same spike again.
+        # The order matters: a run that is killed in between restarts from this checkpoint and meets the same spike
+        # again.
         go_back_to(checkpoint)
         write_checked(checkpoints / FILE, {"rewinds": [*rewinds, asdict(done)]})
     dist.barrier()
@@ -125,7 +127,7 @@ def rewind(
 
 
 def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[dict[str, Any]]:
-    """Returns the run's earlier rewinds in order, from its folder or else from the checkpoint. Collective."""
+    """Returns the run's earlier rewinds in order, from the run's folder or else from the checkpoint. Collective."""
     shared: list[list[dict[str, Any]]] = [start.monitor.rewinds]
     path = checkpoints / FILE
     if parallel.is_main and start.same_run and path.exists():
@@ -143,7 +145,7 @@ def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[d
 
 
 def _read_rewinds(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError or TypeError for a damaged file. Early versions wrote the list alone."""
+    """Raises ValueError or TypeError for a damaged file. Early versions wrote only the list."""
     content = parse_json(path.read_bytes())
     rewinds = content if isinstance(content, list) else read_checked(path, ["rewinds"])["rewinds"]
     return [asdict(Rewind(**{"spikes": 0, **each})) for each in rewinds]

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same config and see the same run folder: each node reads its own files."""
+"""Check that all ranks have the same config and see the same run folder, because each node reads its own files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class OtherConfig(ValueError):
 
 
 def check_same_config(config: Config) -> None:
-    """Raise OtherConfig on all ranks if a rank's config differs from rank 0's. Collective in the world group: the other
-    groups depend on the config."""
+    """Raise OtherConfig on all ranks if a rank's config differs from rank 0's. Collective in the world group, because
+    the other groups depend on the config."""
     mine = dict(flat_fields(dataclasses.asdict(config)))
     shared: list[Any] = [mine]
     dist.broadcast_object_list(shared, src=0)

@@ -1,7 +1,7 @@
-"""Refuses to restart a run that the monitor stopped, until the user changes something.
+"""Refuse to restart a run that the monitor stopped, until the user changes something.
 
-The same command would train the same batches from the same checkpoint and meet the same spike; torchrun and Slurm
-restart by themselves. A file in the run folder records the stop.
+The same command would train the same batches from the same checkpoint and meet the same spike. torchrun and Slurm
+restart by themselves. A file in the run folder therefore records the stop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS = ("first_step", "last_step", "saved_step", "reason")
 
 
 class SpikeAhead(ValueError):
-    """The start would meet the spike that ended the run; the message says what to do."""
+    """The start would meet the spike that ended the run. The message says what to do."""
 
 
 def note_stop(run_dir: Path, stop: MonitorStop, saved_step: int) -> None:

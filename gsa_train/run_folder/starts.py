@@ -1,4 +1,4 @@
-"""Records each start of a run in `starts.jsonl`: step, layout, device, host, source commit and command."""
+"""Record each start of a run in `starts.jsonl`: step, layout, device, host, source commit and command."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ SOURCE = Path(__file__).resolve().parents[2]
 
 
 def new_run_id() -> str:
-    """Returns a random id for a run at step 0: 12 hex digits and their CRC-32. It tells runs with equal names apart."""
+    """Returns a random id for a run at step 0: 12 hex digits and their CRC-32. The id distinguishes runs with equal
+    names."""
     token = secrets.token_hex(6)
     return f"{token}{zlib.crc32(token.encode()):08x}"
 
 
 def run_id_of(run_dir: Path) -> str:
-    """Returns the run id of the folder's newest start that has an intact id; "" if none has."""
+    """Returns the run id of the folder's newest start that has an intact id, or "" without any."""
     ids = [
         start.get("run_id") or "" for start in _read_starts(run_dir / STARTS)[0]
     ]  # `read_starts` reports damaged lines
@@ -60,7 +61,7 @@ def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) 
 
 
 def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Returns the command that repeats this start: with the torchrun options that its processes know, and without
+    """Returns the command that repeats this start. It has the torchrun options that the processes know, and no
     credentials in URLs."""
     words = list(argv)
     if Path(words[0]).name == "__main__.py":
@@ -74,8 +75,9 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns the starts in order; empty for runs of versions that recorded none. Damaged lines are left out with a
-    warning, except a last line that a kill or a full disk cut off.
+    """Returns the starts in order, or an empty list for runs of versions that recorded none.
+
+    Damaged lines are left out with a warning. A last line that a kill or a full disk cut off causes no warning.
 
     Args:
         needed: keys that each start must have, in addition to `unix_seconds`.
@@ -87,7 +89,7 @@ def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any
 
 
 def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
-    """Returns the intact starts, and the faults of the others in words."""
+    """Returns the intact starts, and the faults of the other starts in words."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     starts, wrong = [], []
     for number, line in enumerate(lines, start=1):
@@ -106,7 +108,7 @@ def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str,
 
 
 def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
-    """Returns what is wrong with a start; empty if nothing is."""
+    """Returns the fault of a start, or "" if the start is intact."""
     if not isinstance(start, dict) or not is_time(start.get("unix_seconds")):
         return "is not an object with unix_seconds"
     for name in ("step", "run_id", "layout", "device", "host", "commit", "torch", "command"):
@@ -119,8 +121,8 @@ def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
 
 
 def source_commit(source: Path) -> str | None:
-    """Returns the commit of the running source: commit.txt of a frozen source, else GSA_COMMIT of the environment, else
-    git's. Ends with `+` if files were changed after the commit. None if unknown."""
+    """Returns the commit of the running source, with `+` at the end if files were changed after the commit, or None.
+    The commit comes from commit.txt of a frozen source, else from GSA_COMMIT of the environment, else from git."""
     frozen = (
         source.parent / "commit.txt"
     )  # launch/slurm/submit.py: the commit, and a line for each changed file

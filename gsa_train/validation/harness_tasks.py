@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found by their names or files, and prepared for scoring between training steps."""
+"""Find tasks of lm-evaluation-harness by names or files, and prepare them for scoring between training steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TASK_ERRORS = (
 def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> Iterator[None]:
     """
     Raises:
-        ValueError: in place of the harness' error for a task that it cannot use.
+        ValueError: instead of the harness' error for a task that it cannot use.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> 
 
 
 class NamingManager(TaskManager):  # type: ignore[misc]
-    """A TaskManager whose errors name tasks."""
+    """Extends TaskManager so that its errors name tasks."""
 
     def load(self, task_list: Any) -> Any:
         given = [
@@ -66,7 +66,7 @@ class NamingManager(TaskManager):  # type: ignore[misc]
 
 
 def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
-    """Returns the task manager, and what its `load` takes.
+    """Returns the task manager, and the argument of its `load`.
 
     Args:
         tasks: the harness' names, or the user's YAML files.
@@ -103,7 +103,7 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
 
 
 def _check_depth(task: str, content: bytes) -> None:
-    """Check the nesting by the parser's events, since the harness' loader is recursive."""
+    """Check the nesting by the parser's events, because the harness' loader is recursive."""
     levels = 0
     for event in yaml.parse(content, yaml.SafeLoader):
         levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -112,7 +112,7 @@ def _check_depth(task: str, content: bytes) -> None:
 
 
 def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
-    """Prepare a multiple-choice task, or a group of them, over all its questions.
+    """Prepare a multiple-choice task, or a group of tasks, over all its questions.
 
     Args:
         max_tokens: number of inputs of a forward pass.
@@ -150,7 +150,7 @@ def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit
         values: dict[str, list[float]] = {}
         first = 0
         for each, document, count in questions:
-            # No metric of METRICS needs whether an answer is the greedy one.
+            # No metric of METRICS needs to know whether an answer is the greedy one.
             results = [(nats, False) for nats in log_likelihoods[first : first + count]]
             first += count
             for name, value in each.process_results(document, results).items():
@@ -164,8 +164,7 @@ def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit
 
 
 class EncodingLM(TemplateLM):  # type: ignore[misc]
-    """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty
-    context.
+    """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty context.
 
     Args:
         template: a chat model's template. Text that spells a special token becomes that token, as in training.
@@ -190,14 +189,14 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """
         Raises:
-            ValueError: the continuation has no tokens; it would have the probability 1.
+            ValueError: the continuation has no tokens, and would have the probability 1.
         """
         if context.strip():
             before, after = super()._encode_pair(context, continuation)
-        else:  # leading white space belongs to the continuation, as in the harness
+        else:  # Leading white space belongs to the continuation, as in the harness.
             before, after = [], self.tok_encode(context + continuation)
         if not before:
-            # A text that begins with an EOS needs no other.
+            # A text that begins with an EOS needs no further EOS.
             own = after[:1] == [self.eot_token_id] and len(after) > 1
             before, after = (after[:1], after[1:]) if own else ([self.eot_token_id], after)
         if not after:
@@ -232,7 +231,7 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The last message is left open if it does not begin an answer.
+        """Write the conversation. The last message stays open unless it begins an answer.
 
         Raises:
             ValueError: there is no template, or it cannot write such a conversation.

@@ -1,4 +1,4 @@
-"""Tasks that a run scores between steps: their tokens, and the function from log-likelihoods to scores."""
+"""Define tasks that a run scores between steps: their tokens, and the function from log-likelihoods to scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gsa_train.validation.requests import Request, encode_requests
 
 
 class TaskError(ValueError):
-    """A task of `evaluate.tasks` that cannot be scored in this run."""
+    """A task of `evaluate.tasks` cannot be scored in this run."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def prepare_tasks(
                 raise ValueError(f"{task}: a task {prepared.name} exists already; rename its folder or file")
         except ValueError as error:
             raise TaskError(f"evaluate.tasks.{number} = {error}") from error
-        except OSError as error:  # for example a data set that the harness does not find
+        except OSError as error:  # for example a missing data set of the harness
             raise TaskError(f"evaluate.tasks.{number} = {task}: {error}") from error
         found[prepared.name] = prepared
     return list(found.values())
@@ -52,7 +52,7 @@ def prepare_tasks(
 
 def _prepare(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
     if not is_request_file(task):
-        # Imported here: a run without such tasks does not need lm-evaluation-harness.
+        # Imported here, because a run without such tasks does not need lm-evaluation-harness.
         from gsa_train.validation.harness_tasks import prepare_harness_task
 
         return prepare_harness_task(task, tokenizer, max_tokens, limit)

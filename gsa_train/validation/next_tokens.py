@@ -1,4 +1,4 @@
-"""The most probable next token after a position, by the training model's forward pass on any layout: no cache."""
+"""Find the most probable next token after a position, by the training model's forward pass. No KV cache is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gsa_train.step import evaluating
 
 @dataclass
 class _Place:
-    """The position in the current micro-batch whose logits are needed, among this rank's tokens."""
+    """Holds the position in the current micro-batch whose logits are needed, among this rank's tokens."""
 
     local: int | None = None
     """None: another context-parallel rank has the position."""
@@ -30,8 +30,8 @@ class _Place:
     """Tensor-parallel rank that has it under sequence parallelism."""
 
     def take(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Pre-hook of the output layer: keep only that position of the hidden states [L / ranks, 1, d], so that
-        no other logits are computed."""
+        """Keep only that position of the hidden states [L / ranks, 1, d], as a pre-hook of the output layer. No other
+        logits are computed."""
         hidden, *others = inputs
         self.shard, row = divmod(self.local or 0, len(hidden))
         return (hidden[row : row + 1], *others)
@@ -48,7 +48,7 @@ def next_tokens(
 ) -> list[int]:
     """Returns the most probable token after a position of each sequence, on every rank. Collective over all ranks.
 
-    Every replica runs every sequence through the whole forward pass; there is no cache.
+    Every replica runs every sequence through the whole forward pass, because there is no KV cache.
 
     Args:
         batches: batches of one sequence each, the same on all ranks
@@ -103,8 +103,8 @@ def _forward_to_logits(
 def _most_probable(
     logits: torch.Tensor, non_loss_data: bool, place: _Place, vocab_size: int, parallel: Parallel
 ) -> torch.Tensor:
-    """Returns the argmax of this rank's logits [1, shards, V / tp]: int64, 0-d, the lower of equals; -1 if another
-    context-parallel rank has the position."""
+    """Returns the argmax of this rank's logits [1, shards, V / tp]: int64, 0-d. Of equal logits the lower token is
+    returned. If another context-parallel rank has the position, returns -1."""
     logits = logits[0, place.shard].float()
     first = len(logits) * parallel.tensor_rank
     logits = logits.masked_fill(

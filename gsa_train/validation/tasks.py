@@ -1,9 +1,9 @@
-"""Tasks between training steps: log-likelihoods of continuations, by the training model's forward pass.
+"""Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
 
-Requests are packed into sequences of the training sequence length, each a document that sees no other. An
-indexer over groups of keys gets each in a separate sequence, as short as possible: its kernels take one document per
-sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
-validation: scores equal a single rank's, and the training state does not change.
+Requests are packed into sequences of the training length, each as a separate document. An indexer over groups of keys
+gets each request in a separate sequence, as short as possible, because its kernels take one document per sequence. The
+sequences are dealt over the data-parallel replicas, and every rank of a replica takes part. Scores equal a single
+rank's scores, and the training state does not change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> li
     """Prepare `evaluate.tasks` on every rank. Collective.
 
     Raises, on every rank:
-        TaskError: some rank cannot read or score them.
+        TaskError: some rank cannot read or score the tasks.
         DataFault: ranks have different requests.
     """
     tasks: list[PreparedTask] = []
@@ -78,7 +78,7 @@ def score_tasks(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Returns `eval_<score>`: task -> value, the same on every rank. Collective.
+    """Returns a dict `eval_<score>` -> task -> value, the same on every rank. Collective.
 
     Args:
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
@@ -114,7 +114,7 @@ def log_likelihoods(
 
 @dataclass(frozen=True)
 class PlacedRequests:
-    """Requests in sequences of one length L: the length in training, or a part of it."""
+    """Holds requests in sequences of one length L: the length in training, or a part of it."""
 
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
@@ -125,7 +125,7 @@ class PlacedRequests:
 
 
 def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:
-    """Place requests: packed, or one in each sequence for an indexer over groups of keys, with any core."""
+    """Pack requests into sequences. An indexer over groups of keys gets one request in each sequence, with any core."""
     if not _needs_own_rows(config):
         return [pack_requests(requests, eos_id, config.train.seq_len_tokens)]
     by_length: dict[int, list[int]] = {}
@@ -135,14 +135,14 @@ def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> 
 
 
 def _needs_own_rows(config: Config) -> bool:
-    """Whether each request needs a sequence: kernels for groups of keys take one document
+    """Whether each request needs a separate sequence. Kernels for groups of keys take one document per sequence
     (gsa_kernels/selection/groups.py)."""
     return config.gsa.indexer_pool > 1
 
 
 def row_tokens(request: Request, config: Config) -> int:
-    """Returns L of a sequence with this request alone: the training sequence length, halved while the request fits and
-    each rank that holds a share of the sequence has whole groups of keys."""
+    """Returns the length L of a sequence with only this request. L is the training sequence length, halved while the
+    request fits and each context-parallel rank has whole groups of keys."""
     unit, length = config.gsa.indexer_pool * config.parallel.tensor, config.train.seq_len_tokens
     least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is only a label
     while length % (2 * unit) == 0 and length // 2 >= least:
@@ -163,7 +163,7 @@ def _place_alone(
 
 
 def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PlacedRequests:
-    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next is another
+    """Pack requests, the longest first. Where there is room an EOS follows, so that the next request is another
     document."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
@@ -186,8 +186,8 @@ def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int)
 def _deal(
     placed: PlacedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences of
-    NOBODY; each has the tokens of a training micro-batch."""
+    """Returns this replica's micro-batches and their owners. Each has the tokens of a training micro-batch. All
+    replicas get the same number of micro-batches, padded with sequences of NOBODY."""
     length = placed.owners.shape[1]
     size = config.train.micro_batch_size * (config.train.seq_len_tokens // length)
     missing = -len(placed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
@@ -206,7 +206,7 @@ def _deal(
 
 @dataclass
 class TaskClock:
-    """Time spent on tasks in the run, over all starts; saved in checkpoints."""
+    """Measures the time spent on tasks in the run, over all starts. Checkpoints save it."""
 
     train_seconds: float = 0.0
     """Time of logged steps, without validation, tasks and saves."""
@@ -216,16 +216,16 @@ class TaskClock:
     """Time of the last scoring of all tasks; 0: never."""
 
     def of_main_rank(self, device: torch.device) -> TaskClock:
-        """Returns the main rank's clock, since ranks measure slightly different times, and a checkpoint has one.
-        Collective."""
+        """Returns the main rank's clock, because ranks measure slightly different times and a checkpoint has one
+        clock. Collective."""
         values = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         dist.broadcast(values, src=0)
         train_seconds, train_steps, *of_tasks = values.tolist()
         return TaskClock(train_seconds, int(train_steps), *of_tasks)
 
     def expected_seconds(self, tasks: Sequence[PreparedTask], config: Config, parallel: Parallel) -> float:
-        """Returns the expected time of scoring all tasks: as last time, or from the time of training steps; inf before
-        any."""
+        """Returns the expected time of scoring all tasks, from the last time or else from the time of training steps.
+        Before any training step the result is inf."""
         if self.newest_seconds:
             return self.newest_seconds
         if not self.train_steps:
@@ -241,7 +241,7 @@ class TaskClock:
         return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
 
     def has_room(self, expected_seconds: float, max_percent: float) -> bool:
-        """Whether tasks stay within their share of the total time of steps and tasks; at 100 they always do."""
+        """Whether tasks stay within their share of the total time of steps and tasks. At 100 they always do."""
         if max_percent >= 100:
             return True
         room_seconds = self.train_seconds * max_percent / (100 - max_percent)

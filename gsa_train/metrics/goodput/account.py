@@ -1,4 +1,4 @@
-"""A run's wall time from the lines of goodput.jsonl: ETTR and the time lost, each second counted once.
+"""Compute a run's account of wall time from goodput.jsonl: ETTR and the time lost, each second counted once.
 
 A line says how the main rank has spent its time since its process began, at a step of the run:
 
@@ -9,8 +9,8 @@ A line says how the main rank has spent its time since its process began, at a s
     lost    written by the next start for a process that wrote no `end`: `time` is its last sign of life, `progress`
             the last progress of its main thread
 
-Every line has `time` (Unix seconds), `step`, and `seconds`: activity -> seconds, which add up to `time` - `began`
-(`progress` - `began` of a `lost` line). docs/reference/goodput.md defines the terms.
+Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
+`began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ PAUSES = (COMPLETE, INTERRUPTED)
 
 @dataclass
 class StartAccount:
-    """The account of one start of the run."""
-
     began: float
     """Unix seconds."""
     step: int
@@ -131,7 +129,7 @@ class _Phase:
 
     @property
     def usual(self) -> float:
-        """Returns the mean seconds of steps other than first ones; 0 if none is known."""
+        """Returns the mean seconds of steps other than first steps, or 0 if none is known."""
         return self.seconds / self.steps if self.steps else 0.0
 
 
@@ -154,7 +152,6 @@ class Accounting:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True if the newest start has completed the run."""
         return bool(self._starts) and self._starts[-1].ended == COMPLETE
 
     def add(self, line: Line) -> None:

@@ -1,4 +1,4 @@
-"""Writes a run's use of time on the main rank: lines of goodput.jsonl, and its process's sign of life."""
+"""Write a run's use of time on the main rank: lines of goodput.jsonl, and a sign of life of the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGITS = 4
 
 
 class GoodputLog:
-    """On other ranks, and before `open`, every method does nothing."""
+    """Writes the log on the main rank. On other ranks, and before `open`, every method does nothing."""
 
     def __init__(self, clock: RunClock) -> None:
         self.clock = clock
@@ -53,7 +53,7 @@ class GoodputLog:
         """
         self._accounting, self.step = Accounting([*before, *lost]), step
         if is_complete and self._accounting.is_complete:
-            self._over = True  # nothing is trained, and the account is closed
+            self._over = True  # no training follows, and the account is closed
             return
         path = folder / FILE
         has_moved = not path.exists()
@@ -66,17 +66,15 @@ class GoodputLog:
         self._say_alive(step, self.clock.now())
 
     def note(self, step: int, phase: str) -> None:
-        """Record that `step` steps are done."""
         self.step = step
         self._note("steps", step, phase=phase)
 
     def start_up_in_words(self) -> str | None:
-        """Returns the start-up times at the end of this process's first step; None at later steps."""
+        """Returns the start-up times at the end of this process's first step, and None at later steps."""
         said, self._start_up_is_said = self._start_up_is_said, True
         return None if said else start_up_in_words(self.clock.read()[1])
 
     def go_back(self, step: int) -> None:
-        """Record that the run has gone back to an earlier step."""
         self.step = step
         self._note("rewind", step)
 
@@ -89,7 +87,6 @@ class GoodputLog:
         return self._accounting.account()
 
     def metrics(self) -> dict[str, Any]:
-        """Returns metrics for the record of a step."""
         if self._file is None:
             return {}
         account = self.account()
@@ -97,7 +94,6 @@ class GoodputLog:
         return {"ettr": account.ettr, "lost_seconds": lost}
 
     def summary(self) -> dict[str, Any]:
-        """Returns entries for summary.json."""
         account = self.account()
         seconds = {"wall_seconds": account.wall_seconds, "productive_seconds": account.productive_seconds}
         return {"ettr": account.ettr, **_rounded(seconds), "lost_seconds": _rounded(account.lost_seconds)}
@@ -130,7 +126,6 @@ class GoodputLog:
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
     def close(self) -> None:
-        """Close the files, after an `end` or an error."""
         self._say_alive(*self._newest_beat)
         if self._file is not None:
             self._file.close()
@@ -179,7 +174,7 @@ class GoodputNotes(Service):
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
         """Move the time of copies, reads and stragglers since the last logged step out of the training time."""
         rank, ratio = record["slowest_rank"], record["slowest_rank_ratio"]
-        # In the first step ranks differ, as they compile.
+        # Ranks differ in the first step, because they compile.
         slow = ratio >= self.straggler_ratio and self._first_wait_seconds is None
         waited = numbers.part_seconds["data_wait"] - (self._first_wait_seconds or 0.0)
         self._first_wait_seconds = None

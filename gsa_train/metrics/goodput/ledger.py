@@ -1,4 +1,4 @@
-"""Reads goodput.jsonl and alive.json of a run folder, of a run in progress, complete or killed."""
+"""Read goodput.jsonl and alive.json of a run folder. The run may be in progress, complete or killed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ ALIVE_BYTES = 1024
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of the run so far; empty for a run of a version that wrote none. A warning names damaged lines,
-    which are skipped: later ones include their times."""
+    """Read the lines of the run so far. A run of an old version has none. Damaged lines are skipped with a warning,
+    because later lines include their times."""
     path = folder / FILE
     if not path.is_file():
         return []
@@ -57,10 +57,9 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """Returns what is known about the end of the newest process; empty if it wrote `end` itself, or there is none.
-
-    Its last sign of life is the newest of its last line, its alive.json, and a report of a hang by another rank.
-    """
+    """Returns what is known about the end of the newest process, or an empty list if it wrote `end` or there is none.
+    The last sign of life is the newest of the process's last line, its alive.json, and another rank's report of a
+    hang."""
     starts = [each for each in lines if each["kind"] == "start"]
     if not starts or lines[-1]["kind"] in ("end", "lost"):
         return []
@@ -72,7 +71,7 @@ def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
         if alive["progress"] >= newest["time"]:
             line |= {key: alive[key] for key in ("progress", "step", "seconds")}
     reports = [path.stat().st_mtime for path in (folder / "faults").glob("*/report.txt")]
-    known = (at for at in reports if began <= at <= time.time())  # later: the clock was set back
+    known = (at for at in reports if began <= at <= time.time())  # later: a user set the clock back
     return [{**line, "time": max([line["time"], *known])}]
 
 
@@ -81,7 +80,7 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _read_alive(path: Path) -> dict[str, Any]:
-    """Read alive.json; returns {} if it is missing, or damaged (with a warning). A kill before the first write leaves
+    """Read alive.json. Returns {} if it is missing, or damaged (with a warning). A kill before the first write leaves
     it empty."""
     if not path.is_file():
         return {}
@@ -103,6 +102,6 @@ def _is_sign_of_life(content: dict[str, Any]) -> bool:
 
 
 def read_account(folder: Path) -> Account | None:
-    """Returns the account of a run's time; None for a run of a version that did not record it."""
+    """Returns the account of a run's time, or None for a version that did not record it."""
     lines = read_lines(folder)
     return Accounting([*lines, *lost_line(folder, lines)]).account() if lines else None

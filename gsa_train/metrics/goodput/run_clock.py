@@ -1,4 +1,4 @@
-"""Measures the main thread's activities from the begin of its process, each second counted once."""
+"""Measure the main thread's activities from the beginning of its process. Each second is counted once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gsa_train.metrics.goodput.account import ACTIVITIES
 
 
 def process_began(pid: int) -> float:
-    """Returns Unix seconds, exact to milliseconds; psutil's time of the boot is rounded to seconds."""
+    """Returns Unix seconds, exact to milliseconds. psutil rounds the time of the boot to seconds."""
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -25,7 +25,7 @@ def process_began(pid: int) -> float:
 
 
 class _Spent(NamedTuple):
-    """Immutable, since the watchdog's thread reads it."""
+    """Immutable, because the watchdog's thread reads it."""
 
     seconds: dict[str, float]
     """Seconds by activity, without the current activity."""
@@ -34,7 +34,7 @@ class _Spent(NamedTuple):
 
 
 class RunClock:
-    """Times are Unix seconds that never jump: the monotonic clock plus a fixed offset."""
+    """Measures Unix seconds that never jump: the monotonic clock plus a fixed offset."""
 
     def __init__(self, began: float | None = None) -> None:
         """
@@ -51,7 +51,6 @@ class RunClock:
         return self.unix_at(time.monotonic())
 
     def unix_at(self, monotonic: float) -> float:
-        """Convert a time of `time.monotonic`."""
         return self._offset + monotonic
 
     def begin(self, activity: str) -> None:
@@ -62,15 +61,15 @@ class RunClock:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Do this activity, then return to the previous one. An error keeps it current: a peer may have died long
-        before, and the time since the last progress belongs to no activity."""
+        """Do this activity, then return to the previous one. After an error the activity stays current, because a peer
+        may have died long before. The time since the last progress then belongs to no activity."""
         before = self._spent.activity
         self.begin(activity)
         yield
         self.begin(before)
 
     def share_out(self, parts: Mapping[str, float]) -> None:
-        """Move seconds of the training since the last call to these activities, at most as much time as has passed."""
+        """Move seconds of training time since the last call to these activities, but no more than has passed."""
         now = self.now()
         seconds = _until(self._spent, now)
         left = seconds.get("training", 0.0) - self._shared_out
@@ -83,8 +82,8 @@ class RunClock:
         self._spent = _Spent(seconds, self._spent.activity, now)
 
     def read(self, until: float | None = None) -> tuple[float, dict[str, float]]:
-        """Returns a time (now, or `until` if the current activity had begun), and the seconds by activity up to it.
-        Callable from any thread."""
+        """Returns a time (now, or `until` if the current activity had begun), and the seconds by activity up to this
+        time. Callable from any thread."""
         spent = self._spent
         moment = max(spent.since, self.now() if until is None else until)
         return moment, _until(spent, moment)

@@ -1,4 +1,4 @@
-"""Formats the account of a run's time: a line for the console, rows for tables."""
+"""Format the account of a run's time as a line for the console and rows for tables."""
 
 from __future__ import annotations
 

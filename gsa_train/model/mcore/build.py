@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
+    """Holds this rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
 
     chunks: list[GPTModel]
     """In model order."""
@@ -62,13 +62,11 @@ class Model:
 
     @property
     def gpt(self) -> GPTModel:
-        """The only chunk."""
         (chunk,) = self.chunks
         return chunk
 
     @property
     def module(self) -> torch.nn.Module:
-        """The only module."""
         (module,) = self.modules
         return module
 

@@ -1,4 +1,4 @@
-"""Translate the config into megatron-core's."""
+"""Translate our config into megatron-core's config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers, megatron
 
 @dataclass
 class GSATransformerConfig(TransformerConfig):
-    """megatron-core's transformer config with the sections `gsa` and `moe` and our model options."""
+    """Extends megatron-core's transformer config by the sections `gsa` and `moe` and our model options."""
 
     gsa: GSAConfig = field(default_factory=GSAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -39,7 +39,7 @@ class GSATransformerConfig(TransformerConfig):
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Data type of weights and activations: `auto` is bf16 on GPUs and fp32 on CPUs."""
+    """Return the data type of weights and activations. `auto` is bf16 on GPUs and fp32 on CPUs."""
     if config.train.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
@@ -58,7 +58,7 @@ def uses_fused_ops(config: Config, device: torch.device) -> bool:
 
 
 def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
-    """Translate the config; fields not named here keep megatron-core's defaults.
+    """Translate the config. Fields not named here keep megatron-core's defaults.
 
     Raises:
         DeviceError: the device does not support a configured precision or kernel.
@@ -100,7 +100,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         rotary_percent=model.rotary_percent,
         sandwich_norm=model.sandwich_norm,
         fused_ops=fused_ops,
-        use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
+        use_te_activation_func=fused_ops,  # use the activation of the layer's spec (spec.py)
         linears=chosen(LINEAR_LAYERS, "train.linear_layers", train.linear_layers)(train),
         gsa=config.gsa,
         moe=config.moe,
@@ -108,8 +108,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # model/mcore/init.py initializes weights by name, in any layout. megatron-core's initialization must still run:
-        # it marks the parameters that tensor parallelism shards.
+        # model/mcore/init.py initializes weights by name, in any layout. megatron-core's initialization must still
+        # run, because it marks the parameters that tensor parallelism shards.
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,
@@ -119,7 +119,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         pipeline_model_parallel_size=parallel.pipeline_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=_pipeline_layout(config),
-        # Interleaved stages must exchange tensors one at a time: with batched sends, two stages that are both next and
+        # Interleaved stages must exchange tensors one at a time. With batched sends, two stages that are both next and
         # previous to each other silently swap tensors. Megatron-LM asserts this, megatron-core does not.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -130,7 +130,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         recompute_method="uniform" if recompute_layers else None,
         recompute_num_layers=train.recompute_num_layers if recompute_layers else None,
         gradient_accumulation_fusion=adds_weight_gradients,
-        # megatron-core's own fusions need Apex, Transformer Engine or a compiler at run time
+        # megatron-core's own fusions need Apex, Transformer Engine or a compiler at run time.
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -140,7 +140,6 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
 
 
 def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
-    """Convert `model.rope_scaling`; None without scaling."""
     scaling = model.rope_scaling
     if scaling.rope_type == "default":
         return None
@@ -154,7 +153,7 @@ def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
 
 
 def _pipeline_layout(config: Config) -> list[list[str]] | None:
-    """Layers of each model chunk in megatron-core's layout format."""
+    """List the layers of each model chunk in megatron-core's layout format."""
     if config.parallel.pipeline == 1:
         return None
     chunks = [["decoder"] * layers for layers in chunk_layers(config)]
@@ -164,7 +163,7 @@ def _pipeline_layout(config: Config) -> list[list[str]] | None:
 
 
 def _experts(config: Config) -> dict[str, int]:
-    """Settings for megatron-core's experts; router and token exchange are ours."""
+    """Return settings for megatron-core's experts. Router and token exchange are ours."""
     if config.moe.experts == 0:
         return {}
     return {

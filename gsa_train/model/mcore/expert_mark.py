@@ -1,4 +1,4 @@
-"""How megatron-core marks expert parameters, which are replicated over different ranks than dense parameters."""
+"""Mark expert parameters as megatron-core does: they are replicated over different ranks than dense parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def mark_as_expert(parameter: Any) -> None:
-    """Mark the parameter. megatron-core does so only if `parallel.expert` is above 1; without the mark it reduces
+    """Mark the parameter. megatron-core does so only if `parallel.expert` is above 1. Without the mark it reduces
     expert gradients over too few ranks when `parallel.tensor` shards everything except experts."""
     parameter.allreduce = False
 

@@ -1,7 +1,7 @@
 """Accumulate weight and bias gradients directly into their fp32 buffers.
 
-megatron-core needs an Apex extension for this (`gradient_accumulation_fusion`); here cuBLAS does it through torch. No
-bf16 gradient is rounded, written and read again.
+megatron-core needs an Apex extension for this (`gradient_accumulation_fusion`). Here torch calls cuBLAS. No bf16
+gradient is rounded, written and read again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class CublasAccumulation:
 def weight_gradient(
     weight: torch.Tensor, inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
 ) -> torch.Tensor:
-    """grad_output [tokens, out]^T inputs [tokens, in], for autograd.
+    """Return grad_output [tokens, out]^T inputs [tokens, in], for autograd.
 
     Args:
-        accumulates: add it to `weight.main_grad` instead, and return an uninitialized tensor, because megatron-core's
+        accumulates: add the product to `weight.main_grad` instead, and return an uninitialized tensor. megatron-core's
             hook runs only if there is a gradient.
     """
     if not accumulates:
@@ -44,8 +44,8 @@ def weight_gradient(
 def joined_weight_gradients(
     weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
 ) -> list[torch.Tensor]:
-    """`weight_gradient` of weights concatenated in one product; grad_output has their columns in order, and may have
-    more."""
+    """Compute `weight_gradient` of concatenated weights in one product. grad_output has the columns of the weights in
+    order, and may have more."""
     sizes = [len(weight) for weight in weights]
     if not accumulates:
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))
@@ -58,12 +58,12 @@ def joined_weight_gradients(
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [n, k] @ b [k, m] of bf16 or fp16 inputs with an fp32 result. CUDA only."""
+    """Compute a [n, k] @ b [k, m] of bf16 or fp16 inputs with an fp32 result. CUDA only."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def bias_gradient(bias: torch.Tensor, grad_output: torch.Tensor, accumulates: bool) -> torch.Tensor:
-    """The sum of grad_output [tokens, out] over the tokens; `accumulates` as in `weight_gradient`."""
+    """Sum grad_output [tokens, out] over the tokens. `accumulates` is as in `weight_gradient`."""
     if not accumulates:
         return grad_output.sum(0)
     from gsa_kernels.fused.sums.op import add_column_sums  # imports Triton

@@ -1,6 +1,7 @@
-"""The routed experts of one layer on this rank: SwiGLU with torch's grouped matrix products.
+"""Run the routed experts of one layer on this rank: SwiGLU with torch's grouped matrix products.
 
-`moe.experts_impl` chooses between this and megatron-core's SequentialMLP; checkpoints have the same names and shapes.
+`moe.experts_impl` chooses between this module and megatron-core's SequentialMLP. Both have the same names and shapes
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class GroupedExperts(MegatronModule):
             [M, d], weighted; with expert tensor parallelism this rank's partial sum.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        # Weighting before the second product avoids keeping its output for the backward pass (as in megatron-core).
+        # The outputs are weighted before the second product, as in megatron-core. Its output is then not kept for the
+        # backward pass.
         inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends), weights)
         return GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 
@@ -107,7 +109,7 @@ class GroupedExperts(MegatronModule):
 
 
 class _Weights(torch.nn.Module):
-    """[experts, out, in]: a module of its own, so that the parameter has megatron-core's name."""
+    """Holds [experts, out, in] as a separate module, so that the parameter has megatron-core's name."""
 
     def __init__(
         self, config: GSATransformerConfig, shape: tuple[int, int, int], split: int, stride: int
@@ -120,12 +122,13 @@ class _Weights(torch.nn.Module):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # megatron-core's marks, so that each rank's shard counts in the gradient norm
+        # These are megatron-core's marks, which let each rank's shard count in the gradient norm.
         weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, split + 1, stride
         self.weight = weight
 
     def forward(self) -> torch.Tensor:
-        """Return the weight. With `parallel.overlap_param_gather` a hook on this call waits for its all-gather."""
+        """Return the weight. With `parallel.overlap_param_gather` a hook on this call waits for the all-gather of the
+        weight."""
         return self.weight
 
 

@@ -1,8 +1,8 @@
-"""Initial weights that are independent of the layout.
+"""Sample initial weights that are independent of the layout.
 
 Each full parameter is sampled from a generator seeded by the run's seed and the parameter's global name, then cut to
-this rank's shard. megatron-core's initialization gives every pipeline stage the same random stream, so its weights
-change with the layout.
+this rank's shard. megatron-core instead gives every pipeline stage the same random stream, so its weights change with
+the layout.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Param
 
 @torch.no_grad()
 def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> None:
-    """Matrices: normal, output projections scaled by 1/sqrt(2 layers); norms 1; gate biases as configured;
-    everything else 0."""
+    """Initialize matrices from a normal distribution, norms as 1, gate biases as configured, and everything else as 0.
+    Output projections are scaled by 1/sqrt(2 layers)."""
     for name, parameter in global_named_parameters(gpt):
         if name.endswith(("layernorm.weight", "_norm_weight")):
             parameter.fill_(1.0)
@@ -73,7 +73,7 @@ def _matrices(
 
 
 def _tensor_ranks(parameter: torch.Tensor, parallel: Parallel) -> tuple[int, int]:
-    """This rank in the group that shards the parameter, and the group's size."""
+    """Return this rank in the group that shards the parameter, and the group's size."""
     if is_of_expert(parameter):
         return parallel.expert_tensor_rank, parallel.expert_tensor_size
     return parallel.tensor_rank, parallel.tensor_size
@@ -88,7 +88,7 @@ def _full_matrix(name: str, parameter: Any, config: Config, parallel: Parallel) 
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= _tensor_ranks(parameter, parallel)[1]
-    # 32 bits hold both: torch's CPU generator ignores the upper half of a 64-bit seed
+    # 32 bits hold run seed and name, because torch's CPU generator ignores the upper half of a 64-bit seed.
     key = zlib.crc32(f"{config.run.seed} {name}".encode())
     generator = torch.Generator(parallel.device).manual_seed(key)
     return torch.randn(shape, generator=generator, device=parallel.device) * std
@@ -99,6 +99,6 @@ def _local_part(full: torch.Tensor, parameter: Any, parallel: Parallel) -> torch
         return full
     rank, size = _tensor_ranks(parameter, parallel)
     dim, stride = parameter.partition_dim, parameter.partition_stride
-    # stride 2: the ranks shard the two halves of a gated feed-forward matrix separately
+    # Stride 2: the ranks shard the two halves of a gated feed-forward matrix separately.
     pieces = full.split(parameter.shape[dim] // stride, dim)
     return torch.cat(pieces[rank::size], dim)

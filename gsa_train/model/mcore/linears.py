@@ -1,7 +1,7 @@
-"""The linear layers of attention and feed-forward layers.
+"""Build the linear layers of attention and feed-forward layers.
 
-A new precision is a function of the settings and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them:
-projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+A new precision is a function of the settings and a row of LINEAR_LAYERS; `train.linear_layers` chooses. The table does
+not cover projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
 """
 
 from __future__ import annotations

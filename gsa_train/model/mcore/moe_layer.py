@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: router, token exchange, routed and shared experts."""
+"""Implement a mixture-of-experts layer: router, token exchange, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gsa_train.profiling.trace_spans import trace_span
 
 
 class OneByOne(SequentialMLP):
-    """megatron-core's experts without the empty `_extra_state` for Transformer Engine: checkpoints have the format of
-    `GroupedExperts`."""
+    """Runs megatron-core's experts without the empty `_extra_state` for Transformer Engine. Checkpoints then have the
+    format of `GroupedExperts`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -41,17 +41,15 @@ class OneByOne(SequentialMLP):
 
 
 def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
-    """Hook of `load_state_dict`: ignore missing `_extra_state`."""
+    """Ignore missing `_extra_state`, as a hook of `load_state_dict`."""
     found.missing_keys[:] = [
         key for key in found.missing_keys if not (".local_experts." in key and key.endswith("._extra_state"))
     ]
 
 
 class MixtureOfExperts(MegatronModule):
-    """u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t).
-
-    Each rank routes its own tokens under sequence and context parallelism.
-    """
+    """Computes u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t). Each rank routes its own
+    tokens under sequence and context parallelism."""
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class MixtureOfExperts(MegatronModule):
             of_shared = copy(config)
             of_shared.ffn_hidden_size = (
                 moe.shared_expert_ffn_hidden_size
-            )  # MLP's second layer reads this from the config
+            )  # MLP's second layer reads this value from the config.
             width = of_shared.ffn_hidden_size
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
@@ -99,7 +97,7 @@ class MixtureOfExperts(MegatronModule):
         self.router.layer = number - 1
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """This rank's [L, B, d] -> the same shape, and no bias."""
+        """Return the output of this rank's [L, B, d], in the same shape, and no bias."""
         with trace_span("router"):
             routing = self.router(hidden)
         with trace_span("exchange"):
@@ -124,7 +122,8 @@ def feed_forward_parts(linears: LinearLayers, activation: Any) -> MLPSubmodules:
 
 
 def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts: MLPSubmodules) -> type:
-    """Return a class for the layer spec with bound arguments: megatron-core warns about foreign module arguments."""
+    """Return a class for the layer spec with bound arguments, because megatron-core warns about foreign module
+    arguments."""
 
     class Mixture(MixtureOfExperts):
         def __init__(self, config: GSATransformerConfig) -> None:
@@ -149,7 +148,7 @@ def router_context(config: Config, runtime: AttentionRuntime, parallel: Parallel
 def earlier_choices(
     chosen: torch.Tensor, cut: ContextSharding, groups: ProcessGroupCollection
 ) -> torch.Tensor:
-    """`RouterContext.earlier_choices`"""
+    """Implement `RouterContext.earlier_choices`."""
     tensor = groups.tp.size()
     held = chosen.to(torch.uint8).contiguous()
     every = held.new_empty(tensor * held.shape[0], *held.shape[1:])

@@ -1,5 +1,6 @@
-"""megatron-core's layer and model with named trace spans (gsa_train.profiling.trace_spans), and the sandwich-norm
-layer."""
+"""Add named trace spans (gsa_train.profiling.trace_spans) to megatron-core's layer and model; define the sandwich-norm
+layer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from gsa_train.profiling.trace_spans import trace_span
 
 
 class NamedTransformerLayer(TransformerLayer):
-    """The spans of attention and feed-forward network include their norm and residual connection."""
+    """Names the spans of attention and feed-forward network, which include their norm and residual connection."""
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("attention"):
@@ -30,7 +31,7 @@ class NamedTransformerLayer(TransformerLayer):
 
 
 class SandwichTransformerLayer(NamedTransformerLayer):
-    """Adds norms after attention and after the feed-forward network: `model.sandwich_norm`."""
+    """Adds norms after attention and after the feed-forward network (`model.sandwich_norm`)."""
 
     self_attn_bda: Any
     mlp_bda: Any
@@ -70,7 +71,7 @@ class NamedGPTModel(GPTModel):
     """Settings of the objective."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Labels [B, L] and this rank's logits [L, B, V / tp] -> losses [B, L], fp32."""
+        """Return losses [B, L], fp32, from labels [B, L] and this rank's logits [L, B, V / tp]."""
         loss = self.objective if self.training else cross_entropy
         return loss(logits, labels, self.pg_collection.tp, self.config.fused_ops, self.train_config)
 

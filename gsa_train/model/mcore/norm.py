@@ -1,4 +1,4 @@
-"""RMSNorm that works under sequence parallelism without Transformer Engine or Apex."""
+"""Implement RMSNorm under sequence parallelism without Transformer Engine or Apex."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from megatron.core.transformer import TransformerConfig
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension, in the dtype of x.
-
-    megatron-core's wrapper of torch's norm refuses sequence parallelism, where each tensor-parallel rank processes a
-    slice of the tokens. The weight's attribute makes megatron-core sum its gradients over these ranks.
-    """
+    """Computes x / rms(x) * weight over the last dimension, in the dtype of x. Under sequence parallelism each
+    tensor-parallel rank processes a slice of the tokens. megatron-core's wrapper of torch's norm refuses that. The
+    weight's attribute makes megatron-core sum its gradients over these ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()

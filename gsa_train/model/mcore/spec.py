@@ -1,4 +1,4 @@
-"""megatron-core's layer specification with our attention plugged in."""
+"""Build megatron-core's layer specification with our attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decoder_spec(
     of_experts: tuple[RouterContext, Collection[int]] | None,
     chunk: int | None,
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk of this pipeline stage and the final norm.
+    """Return the layers of one chunk of this pipeline stage, and the final norm.
 
     Args:
         of_experts: router settings and the MoE layers (from 0); None without experts.

@@ -1,4 +1,4 @@
-"""SwiGLU as the activation module of megatron-core's feed-forward layer."""
+"""Wrap SwiGLU as the activation module of megatron-core's feed-forward layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gsa_kernels.fused.swiglu.op import fused_swiglu
 
 
 class FusedSwiGLU(MegatronModule):
-    """One kernel per direction, in the slot for Transformer Engine's activations."""
+    """Runs one kernel per direction, in the slot for Transformer Engine's activations."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)

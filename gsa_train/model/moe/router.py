@@ -1,4 +1,4 @@
-"""The router of an MoE layer, and the update of loads and biases after a step."""
+"""Route tokens of an MoE layer, and update loads and biases after a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gsa_train.model.runtime import AttentionRuntime
 
 
 class Routing(NamedTuple):
-    """The k experts of each of T tokens."""
+    """Holds the k experts of each of T tokens."""
 
     experts: torch.Tensor
     """int64 [T, k]"""
@@ -37,8 +37,6 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterContext:
-    """Settings that all routers share."""
-
     runtime: AttentionRuntime
     loss_scale: float
     """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of the global
@@ -51,11 +49,9 @@ class RouterContext:
 
 
 class Router(torch.nn.Module):
-    """h -> scores of all experts -> the top k, in fp32.
-
-    Loads and biases change only in `update_routers`, after the optimizer step: all micro-batches of a step and their
-    recomputation use the same values. They are buffers, so they are saved with the model.
-    """
+    """Scores all experts for h and chooses the top k, in fp32. Loads and biases change only in `update_routers`, after
+    the optimizer step. All micro-batches of a step and their recomputation thus use the same values. Both are buffers,
+    so they are saved with the model."""
 
     layer: int
     """Layer index, from 0."""
@@ -109,7 +105,7 @@ class Router(torch.nn.Module):
         return [held for held in (self.loads, self.expert_bias) if held is not None]
 
     def forward(self, hidden: torch.Tensor) -> Routing:
-        """This rank's hidden [L, B, d] -> routing, T = L B."""
+        """Route this rank's hidden [L, B, d], where T = L B."""
         moe = self.moe
         attention_pass = self.context.runtime.pass_of_this_forward()
         precise = torch.promote_types(hidden.dtype, torch.float32)
@@ -136,7 +132,8 @@ class Router(torch.nn.Module):
         return weights
 
     def _kept(self, experts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """bool [T, k]: the choice fits the capacity. First come, first served: no later token drops an earlier one."""
+        """Return bool [T, k]: whether the choice fits the capacity. Earlier tokens come first, so no later token drops
+        them."""
         moe, tokens = self.moe, shape[0] * self.context.ranks_of_sequence
         capacity = expert_capacity(moe.capacity_factor, tokens, moe.top_k, moe.experts)
         chosen = torch.zeros(len(experts), moe.experts, dtype=torch.bool, device=experts.device)
@@ -149,7 +146,7 @@ class Router(torch.nn.Module):
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
     """Update loads and biases from the choices of a step over all ranks, and reset the counts. Collective.
 
-    Call it after each step that trains the base. Loads and biases are unchanged if the step is not `applied` (0-d
+    Call it after each step that trains the base. Loads and biases stay unchanged if the step is not `applied` (0-d
     bool). The host does not wait for the device.
 
     Args:

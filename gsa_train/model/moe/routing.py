@@ -1,6 +1,6 @@
-"""Choice of experts, balance loss and z-loss, as plain functions.
+"""Compute the choice of experts, the balance loss and the z-loss as plain functions.
 
-T tokens, E experts, k per token. Computed in fp32, or in fp64 for fp64 logits.
+Symbols: T tokens, E experts, k per token. Results are computed in fp32, or in fp64 for fp64 logits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """Logits [T, E] -> scores in (0, 1), [T, E].
+    """Map logits [T, E] to scores in (0, 1), [T, E].
 
     Args:
         score: `moe.router_score`.
@@ -39,7 +39,8 @@ def choose_experts(
 
 
 def expert_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [count]: occurrences of each expert in `experts`. Integer sums do not depend on the order of additions."""
+    """Count the occurrences of each expert in `experts`: int64 [count]. Integer sums do not depend on the order of
+    additions."""
     flat = experts.flatten()
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)
@@ -47,7 +48,7 @@ def expert_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
-    """Sum over the tokens of E sum_i f_i p_i (arXiv 2501.11873, eq. 2, before its mean over tokens): 0-d.
+    """Sum E sum_i f_i p_i over the tokens (arXiv 2501.11873, eq. 2, before its mean over tokens): 0-d.
 
     Args:
         scores: [T, E]; p is each row divided by its sum.
@@ -58,12 +59,12 @@ def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Sum over the tokens of the squared log-sum-exp of their logits [T, E] (ST-MoE, arXiv 2202.08906, eq. 5): 0-d."""
+    """Sum the squared log-sum-exp of the tokens' logits [T, E] (ST-MoE, arXiv 2202.08906, eq. 5): 0-d."""
     return logits.logsumexp(-1).square().sum()
 
 
 def moved_biases(biases: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """Biases after a step that sent `counts` choices to each expert (arXiv 2408.15664, algorithm 1).
+    """Return the biases after a step that sent `counts` choices to each expert (arXiv 2408.15664, algorithm 1).
 
     Args:
         biases: [..., E], fp32.
@@ -74,5 +75,5 @@ def moved_biases(biases: torch.Tensor, counts: torch.Tensor, rate: float) -> tor
 
 
 def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
-    """Choices that an expert accepts from a sequence of `tokens` tokens."""
+    """Return the number of choices that an expert accepts from a sequence of `tokens` tokens."""
     return math.ceil(factor * tokens * top_k / experts)

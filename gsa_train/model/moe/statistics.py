@@ -1,4 +1,4 @@
-"""Router statistics of logged steps."""
+"""Compute router statistics of logged steps."""
 
 from __future__ import annotations
 

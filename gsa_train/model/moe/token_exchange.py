@@ -1,8 +1,8 @@
 """Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair; a rank has T k of them. Choices are sorted by expert, so that the rows for each rank
-are contiguous; one all-to-all sends them, and the reverse all-to-all returns the outputs. With expert tensor
-parallelism each rank of an expert gets a copy, and the partial outputs are summed after their return.
+A choice is a (token, expert) pair, and a rank has T k choices. Choices are sorted by expert, so that the rows for each
+rank are contiguous. One all-to-all sends the rows, and the reverse all-to-all returns the outputs. With expert tensor
+parallelism, each rank that holds a part of an expert gets a copy. The partial outputs are summed after their return.
 
 All data moves by permutations whose backward passes are gathers. There are no atomic additions, unlike in
 megatron-core's dispatchers, so results repeat bit for bit.
@@ -21,8 +21,6 @@ from gsa_train.model.moe.routing import expert_counts
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks over which a layer's experts are sharded."""
-
     group: dist.ProcessGroup
     """Ordered by expert-parallel rank, then by expert-tensor-parallel rank."""
     expert_rank: int
@@ -33,7 +31,7 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class _Rows:
-    """N rows of this rank's choices, in sending order."""
+    """Describes N rows of this rank's choices, in sending order."""
 
     choices: torch.Tensor
     """int64 [N]: the choice of each row, token * k + j."""
@@ -45,7 +43,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The plan of one layer's token exchange for one micro-batch."""
+    """Plans one layer's token exchange for one micro-batch."""
 
     ranks: ExpertRanks
     top_k: int
@@ -61,8 +59,8 @@ class Exchange:
     """The inverse of `by_expert`."""
 
     def to_experts(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T, d], weights [T, k] -> rows [M, d] for this rank's experts, sorted by expert, and weights [M].
-        Collective."""
+        """Send tokens [T, d] and weights [T, k] to their experts. Collective. Returns rows [M, d] for this rank's
+        experts, sorted by expert, and weights [M]."""
         rows = self.rows
         hidden = _GatherRows.apply(
             tokens, rows.choices // self.top_k, rows.of_choice.view(len(tokens), -1), rows.dropped
@@ -71,7 +69,7 @@ class Exchange:
         return self._there(hidden), self._there(scales).squeeze(1)
 
     def to_tokens(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The experts' outputs [M, d] -> their sum per token, [T, d]. Collective."""
+        """Return the experts' outputs [M, d] and sum them per token, [T, d]. Collective."""
         rows, home = self.rows, self._back(outputs)
         result: torch.Tensor = _SumRows.apply(
             home,
@@ -151,7 +149,7 @@ def _rows_to_send(order: torch.Tensor, sent: list[int], copies: int, dropped: bo
 
 
 def _by_expert(received: torch.Tensor, total: int) -> torch.Tensor:
-    """int64 [total]: permutation of rows sorted by (rank, expert) to the order (expert, rank).
+    """Return the permutation from rows sorted by (rank, expert) to the order (expert, rank): int64 [total].
 
     Args:
         received: int64 [ranks, experts], number of rows.
@@ -161,13 +159,13 @@ def _by_expert(received: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def _inverse(places: torch.Tensor, length: int) -> torch.Tensor:
-    """int64 [length]: index of each number below `length` in `places`; len(places) if absent."""
+    """Return the index in `places` of each number below `length`, or len(places) if absent: int64 [length]."""
     inverse = torch.full((length,), len(places), dtype=torch.int64, device=places.device)
     return inverse.scatter_(0, places, torch.arange(len(places), device=places.device))
 
 
 def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tensor:
-    """rows [N, d] at places [T, c] -> their sums [T, d].
+    """Take rows [N, d] at places [T, c] and sum them to [T, d].
 
     Args:
         dropped: places may contain N, which stands for a row of zeros.
@@ -179,7 +177,8 @@ def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tens
 
 
 class _GatherRows(torch.autograd.Function):
-    """[T, d] -> rows [N, d] at `places` [N]; rows `rows_of` [T, c] hold copies of each token."""
+    """Gathers rows [N, d] from [T, d] at `places` [N]. `rows_of` [T, c] gives the rows that hold copies of each
+    token."""
 
     @staticmethod
     def forward(
@@ -196,7 +195,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """The transpose of `_GatherRows`: [N, d] -> the sum of each token's rows, [T, d]."""
+    """Sums each token's rows, [N, d] to [T, d]: the transpose of `_GatherRows`."""
 
     @staticmethod
     def forward(
@@ -222,7 +221,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of contiguous rows per rank; the backward pass returns the gradients."""
+    """Exchanges contiguous rows per rank. The backward pass returns the gradients."""
 
     @staticmethod
     def forward(

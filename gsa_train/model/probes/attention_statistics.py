@@ -1,6 +1,6 @@
-"""Probes of measured steps: budgets, selections and attention probabilities, from a layer's tensors.
+"""Measure budgets, selections and attention probabilities from a layer's tensors, in steps that are measured.
 
-`MeasuredQueries` computes once what is equal in all layers, to keep the kernel launches per layer few.
+`MeasuredQueries` computes values that are equal in all layers once, which saves kernel launches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MOST_PROBABILITIES = 1 << 24
 def measure_selection(
     selection: Selection, variance_ema: torch.Tensor, queries: MeasuredQueries, implementation: Implementation
 ) -> Statistics:
-    """Budgets of all queries that select, and the selections of the sample."""
+    """Measure the budgets of all queries that select, and the selections of the sample."""
     sample = queries.sample
     statistics = budget_statistics(selection.budget, selection.variance, queries)
-    statistics.means["variance_ema"] = variance_ema.clone()  # it moves after the step
+    statistics.means["variance_ema"] = variance_ema.clone()  # a copy, because it changes after the step
     if selection.density is not None:
         statistics.means["union_density"] = torch.full((1,), selection.density, device=variance_ema.device)
     if len(sample) == 0:
@@ -64,7 +64,7 @@ def measure_attention(
     """Measure the sparse queries of the sample: recall and overlap of the selection, and attention probability by
     position in the document.
 
-    Separate launches compute them, so that measuring does not change the results of the pass.
+    Separate launches compute these, so that measuring does not change the results of the pass.
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
@@ -192,8 +192,8 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    Overlap, union ratio and random recall count only queries that leave keys out, because other queries have no choice,
-    and only neighbours of one document, because neighbours of two documents share no key.
+    Overlap, union ratio and random recall count only queries that leave keys out, because other queries have no
+    choice. They count only neighbours in one document, because neighbours in two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
@@ -210,8 +210,7 @@ def selection_statistics(
         whole = of_groups.unflatten(1, (-1, sample.group)).all(-1) & queries.groups_in_one_document
         statistics.average("union_ratio_32", union_ratios, whole)
     if sparse > 0:
-        # The exact expectation for |S_t| uniformly random causal keys: their share of the probability is their share of
-        # the keys.
+        # For |S_t| uniformly random causal keys, the expected share of the probability equals their share of the keys.
         share = sizes[:, sample.sparse_rows] / queries.sparse.visible
         statistics.average("random_recall", share, of_sparse)
     return statistics
@@ -221,7 +220,7 @@ def selection_statistics(
 def log_sums(
     q: torch.Tensor, k: torch.Tensor, masks: torch.Tensor, implementation: Implementation
 ) -> torch.Tensor:
-    """Log-sum-exp of each query over several sets of keys, in one launch: fp32 [B, n_h, sets, T].
+    """Compute the log-sum-exp of each query over several sets of keys, in one launch: fp32 [B, n_h, sets, T].
 
     Args:
         q: [B, T, n_h, d_k]
@@ -236,7 +235,7 @@ def log_sums(
 
 @torch.no_grad()
 def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_head: int) -> Statistics:
-    """Attention probability by the position of the key in the query's document.
+    """Measure the attention probability by the position of the key in the query's document.
 
     Args:
         by_position: `log_sums` over the attended keys in each of `SparseQueries.position_masks`, [B, n_h, groups, T]
@@ -255,7 +254,7 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
             "sink_by_position": Vector(of_positions, number.expand(len(POSITIONS))),
         },
     )
-    # Average over all queries: a query of a later document gives the sequence's first token 0.
+    # The average is over all queries, because a query of a later document gives the sequence's first token 0.
     statistics.average("sequence_start_attention", first, queries.in_first_document[..., None])
     statistics.counts["sequence_start_attention"] = first.numel()
     return statistics

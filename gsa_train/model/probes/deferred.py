@@ -1,4 +1,4 @@
-"""Deferred reductions: keep small tensors of all layers and reduce them together, with few kernel launches."""
+"""Defer reductions: keep small tensors of all layers and reduce them together, with few kernel launches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class DeferredReductions:
         self._bytes = 0
 
     def put(self, key: tuple[Any, ...], layer: int, tensors: tuple[torch.Tensor | None, ...]) -> bool:
-        """Keep the tensors; a second one of bools is expanded to the shape of the first.
-
-        Returns whether the kept tensors exceed MOST_BYTES."""
+        """Keep the tensors, and return whether all kept tensors exceed MOST_BYTES. A second tensor of bools is
+        expanded to the shape of the first."""
         first, *others = (None if tensor is None else tensor.detach() for tensor in tensors)
         assert first is not None
         if others and others[0] is not None and others[0].dtype == torch.bool:

@@ -1,5 +1,7 @@
-"""The largest activation of the residual stream and its place: massive activations occur in few dimensions, at first
-tokens and delimiters."""
+"""Find the largest activation of the residual stream and its place.
+
+Massive activations occur in few dimensions, at first tokens and delimiters.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ def largest_activation(hidden: torch.Tensor) -> Largest:
 
 
 def token_kinds(positions: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
-    """STARTS_DOCUMENT, ENDS_DOCUMENT (an EOS, if it is not the sequence's last token) or ORDINARY: int64 [T, B], or
-    [T, 1] without documents.
+    """Return STARTS_DOCUMENT, ENDS_DOCUMENT or ORDINARY for each token: int64 [T, B], or [T, 1] without documents.
+
+    A token that ends a document is an EOS, unless the sequence ends there.
 
     Args:
         positions: int64 [T]
@@ -75,7 +78,7 @@ def token_kinds(positions: torch.Tensor, document_ids: torch.Tensor | None) -> t
 
 
 def _positions(attention: GSASelfAttention, held: int, device: torch.device) -> torch.Tensor:
-    """Positions in the sequence of this rank's tokens after a layer: int64 [held]."""
+    """Return positions in the sequence of this rank's tokens after a layer: int64 [held]."""
     tp, length = attention.groups.tp, held
     if attention.config.sequence_parallel:
         length = held * tp.size()

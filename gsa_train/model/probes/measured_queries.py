@@ -1,4 +1,4 @@
-"""Properties of the measured queries that depend only on the documents: equal in all layers, so computed once."""
+"""Compute properties of the measured queries that depend only on the documents. All layers share them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LEAST_KEYS = 64
 
 
 def position_groups(positions: torch.Tensor) -> torch.Tensor:
-    """Index of each position's group in POSITIONS: int64, same shape."""
+    """Return the index of each position's group in POSITIONS: int64, same shape."""
     firsts = 4 ** torch.arange(len(POSITIONS) - 1, device=positions.device)  # created on the device: no copy
     return torch.bucketize(positions, firsts, right=True)
 
 
 @dataclass(frozen=True)
 class SparseQueries:
-    """The few queries (`QuerySample.sparse`) that are compared with all their keys."""
+    """Holds the few queries (`QuerySample.sparse`) that are compared with all their keys."""
 
     positions: torch.Tensor
     """int64 [T], in the sequence."""
@@ -63,7 +63,7 @@ class SparseQueries:
         return {}
 
     def causal_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """`causal` as ones and zeros, for matrix products."""
+        """Return `causal` as ones and zeros, for matrix products."""
         if dtype not in self.causal_numbers:
             self.causal_numbers[dtype] = self.causal.to(dtype)
         return self.causal_numbers[dtype]
@@ -80,7 +80,8 @@ class SparseQueries:
 
     @cached_property
     def has_choice(self) -> torch.Tensor:
-        """bool [B, T]: at least two causal keys. With one, softmax and selection do not depend on logits and scores."""
+        """bool [B, T]: at least two causal keys. With one key, softmax and selection do not depend on logits and
+        scores."""
         return self.visible >= 2
 
     @cached_property
@@ -90,8 +91,8 @@ class SparseQueries:
 
     @cached_property
     def position_masks(self) -> torch.Tensor:
-        """Packed masks of the keys in each group of POSITIONS, counted from the start of the query's document: int32
-        [B, groups, T, ceil(L_k / 32)]."""
+        """Packed masks of the keys in each group of POSITIONS, int32 [B, groups, T, ceil(L_k / 32)]. Positions count
+        from the start of the query's document."""
         firsts = [self.starts + first for first in POSITIONS if first < self.num_keys]
         bounds = torch.stack([*firsts, torch.full_like(self.starts, self.num_keys)], dim=1)
         return packed_mask_of_ranges(bounds[:, :-1], bounds[:, 1:], self.num_keys)
@@ -99,7 +100,7 @@ class SparseQueries:
 
 @dataclass(frozen=True)
 class MeasuredQueries:
-    """The queries of one chunk: budget statistics use all, other statistics a sample."""
+    """Describes the queries of one chunk. Budget statistics use all queries, other statistics a sample."""
 
     sample: QuerySample
     geometry: Geometry
@@ -117,7 +118,7 @@ class MeasuredQueries:
 
     @cached_property
     def leaders_visible(self) -> torch.Tensor:
-        """`visible` of the queries that select, the first of each block: [B, R]."""
+        """`visible` of the queries that select, which are the first of each block: [B, R]."""
         return self.visible[:, :: self.geometry.selection_block]
 
     @cached_property
@@ -141,7 +142,7 @@ class MeasuredQueries:
 
     @cached_property
     def leaders_by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Membership of the queries that select in each group of POSITIONS, bool [groups, B R], and group sizes, int64
+        """Membership of the selecting queries in each group of POSITIONS, bool [groups, B R], and group sizes, int64
         [groups]."""
         groups = position_groups(self.leaders_visible - 1).flatten()
         members = groups == torch.arange(len(POSITIONS), device=groups.device)[:, None]
@@ -154,7 +155,8 @@ class MeasuredQueries:
 
     @cached_property
     def pairs_in_one_document(self) -> torch.Tensor:
-        """bool [B, P]. Within a document each query has one causal key more than its predecessor."""
+        """bool [B, P]: both queries are in one document, where each query has one causal key more than its
+        predecessor."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
         return visible[:, pairs + 1] - visible[:, pairs] == 1
 

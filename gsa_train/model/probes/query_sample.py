@@ -1,7 +1,7 @@
-"""The queries that attention statistics sample: evenly spaced chunks of adjacent queries.
+"""Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
-Their positions depend only on the sequence length and are the same in each sequence, layer, step and layout. A change
-between two logged steps is thus a change of the model, and a checkpoint needs no state.
+Their positions depend only on the sequence length, and are the same in each sequence, layer, step and layout. A change
+between two logged steps is thus a change of the model, and a checkpoint needs no state for the sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class QuerySample:
-    """The sampled queries in start .. end - 1 of a sequence; may be empty."""
+    """Lists the sampled queries in start .. end - 1 of a sequence; may be empty."""
 
     start: int
     end: int
@@ -46,17 +46,15 @@ class QuerySample:
 
     @cached_property
     def compared(self) -> torch.Tensor:
-        """int64 [2 P + G * group + T]: indices into `rows` of the pairs' first and second queries, of group members and
-        of sparse queries, concatenated for one gather."""
+        """Indices into `rows`, concatenated for one gather: int64 [2 P + G * group + T]. They are the pairs' first and
+        second queries, the group members, and the sparse queries."""
         return torch.cat([self.neighbours, self.neighbours + 1, self.grouped, self.sparse_rows])
 
 
 def sampled_stretches(length: int) -> list[range]:
-    """Positions in a sequence of `length` tokens: all up to STRETCH * STRETCHES tokens, else STRETCH adjacent positions
-    near the middle of each of STRETCHES equal parts.
-
-    They start at multiples of STRETCH, so that context-parallel chunks rarely cut them.
-    """
+    """Return the sampled positions in a sequence of `length` tokens. Up to STRETCH * STRETCHES tokens, all positions
+    are sampled. Longer sequences are divided into STRETCHES equal parts, and STRETCH adjacent positions near the
+    middle of each are sampled. They start at multiples of STRETCH, so that context-parallel chunks rarely cut them."""
     if length <= STRETCH * STRETCHES:
         return [range(length)]
     middles = [(2 * part + 1) * length // (2 * STRETCHES) for part in range(STRETCHES)]
@@ -82,7 +80,7 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
         neighbours += range(first, len(rows) - 1)
         grouped += range(first, first + len(held) // GROUP * GROUP)
     group = GROUP
-    if not grouped and len(neighbours) + 1 == len(rows):  # adjacent queries, fewer than a group
+    if not grouped and len(neighbours) + 1 == len(rows):  # Fewer adjacent queries than a group.
         grouped, group = list(range(len(rows))), len(rows)
 
     def numbers(each: list[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
+"""Measure early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
-Logged steps compare few queries (`QuerySample.sparse`) with all their causal keys, which costs one matrix product for a
-small fraction of the pairs.
+Logged steps compare few queries (`QuerySample.sparse`) with all their causal keys. The cost is one matrix product for
+a small fraction of the pairs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def saturation_statistics(
 
 
 def largest_logit(q: torch.Tensor, k: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """max over heads, queries t and causal keys s of q[t] . k[s] / sqrt(d_k), 0-d.
+    """Return the maximum over heads, queries t and causal keys s of q[t] . k[s] / sqrt(d_k), 0-d.
 
     Args:
         q: [B, T, n_h, d_k]
@@ -73,7 +73,8 @@ def saturated_share(
     activation: str,
     causal: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Fraction of each query's causal keys, per indexer head, where the activation (eq. 7) is flat: fp32 [B, T, H_I].
+    """Return the fraction of causal keys where the activation (eq. 7) is flat, per query and indexer head: fp32 [B, T,
+    H_I].
 
     Args:
         queries: [B, T, H_I, d_I]
@@ -90,5 +91,5 @@ def saturated_share(
         z += score_bias[:, None]
     assert activation in ("sigmoid", "relu"), f"when has {activation} no slope?"
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
-    # A product in the dtype of z: summing bools would first copy them to int64.
+    # This product has the dtype of z. Summing bools would first copy them to int64.
     return (flat * seen[:, :, None]).sum(-1, dtype=torch.float32) / number[..., None]

@@ -1,4 +1,4 @@
-"""Statistics of the layers: kept on the device, reduced once per logged step."""
+"""Keep statistics of the layers on the device, and reduce them once per logged step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class Vector(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Statistics of one layer for one chunk of queries. Do not modify the tensors: they are reduced later."""
+    """Holds statistics of one layer for one chunk of queries. Do not modify the tensors, because they are reduced
+    later."""
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     """name of `MEANS` -> values to average, of any shape."""
@@ -107,7 +108,6 @@ class Statistics:
     """name of `MEANS` or `EXTREMES` -> bool, expandable to the values: which of them count. Without an entry all do."""
 
     def join(self, others: Statistics) -> None:
-        """Add the statistics of `others`, which have different names."""
         self.means |= others.means
         self.counts |= others.counts
         self.vectors |= others.vectors
@@ -124,8 +124,6 @@ class Statistics:
 
 
 class StatsCopy(NamedTuple):
-    """A copy of the state of `LayerStats`."""
-
     sums: torch.Tensor
     own_counts: list[list[int]]
     counts: torch.Tensor
@@ -135,11 +133,9 @@ class StatsCopy(NamedTuple):
 
 
 class LayerStats:
-    """Sums, counts and extremes per layer of the whole model; each rank fills the rows of its own layers.
-
-    Added values are kept (deferred.py) and reduced for all layers together, when they are read or exceed a limit.
-    Separate reductions would need several kernel launches per layer and statistic.
-    """
+    """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers. Added
+    values are kept (deferred.py). All layers are reduced together, when the values are read or exceed a limit.
+    Separate reductions would need several kernel launches per layer and statistic."""
 
     def __init__(
         self, num_layers: int, device: torch.device, num_heads: int = 0, num_experts: int = 0
@@ -195,7 +191,7 @@ class LayerStats:
 
         Args:
             count: 0-d, divisor of their sum; None: the number of counted values.
-            counted: bool, expandable to the values: which of them count; None: all.
+            counted: bool, expandable to the values, True for those that count; None: all.
         """
         row = _row(MEANS, name)
         if count is None and counted is None:
@@ -235,7 +231,7 @@ class LayerStats:
             self.sum_up()
 
     def sum_up(self) -> None:
-        """Reduce the kept values into the tables. Call it early, so that the device is never idle before a read."""
+        """Reduce the kept values into the tables. An early call avoids an idle device before a read."""
         for (what, *where), layers, tensors in self._deferred.take():
             if what == "means":
                 row, on_host = where
@@ -318,8 +314,9 @@ class LayerStats:
         Calls `send` and waits for the result.
 
         Returns:
-            name -> value per layer, without names that no layer recorded (None for a layer without a record; an entry
-            of a vector is named `vector/label`); the reduced sums, the device's first; the reduced maxima.
+            A dict name -> value per layer, the reduced sums (the device's first), and the reduced maxima. The dict
+            lacks names that no layer recorded, and has None for a layer without a record. An entry of a vector is
+            `vector/label`.
         """
         layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
         return layers, sums, maxima
@@ -331,7 +328,7 @@ class LayerStats:
         host_maxima: list[float],
         device_numbers: torch.Tensor,
     ) -> Callable[[], tuple[dict[str, list[float | None]], list[float], list[float], list[float]]]:
-        """Reduce the values over all ranks and copy them to the host, which does not wait. Collective.
+        """Reduce the values over all ranks and copy them to the host. The host does not wait. Collective.
 
         Tensor-parallel replicas enter numerators and denominators equally.
 
@@ -393,14 +390,14 @@ class LayerStats:
 
 
 def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:
-    """kept <- max(kept, values), each 0-d; NaN if either is."""
+    """Set kept to max(kept, values), each 0-d. The result is NaN if either is NaN."""
     largest = torch.maximum(torch.stack(kept), values)
     torch._foreach_copy_(kept, [*largest])
 
 
 def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Pack value, dimension and kind, [layers, 1] each, into numbers below 2^53 ordered by value, [layers], so that
-    their maximum refers to one place: bits of non-negative floats are ordered like the floats."""
+    """Pack value, dimension and kind, [layers, 1] each, into numbers below 2^53 that are ordered by value: [layers].
+    Their maximum thus keeps a value with its place. The bits of non-negative floats are ordered like the floats."""
     bits = values.float().abs().view(torch.int32).long()
     return ((bits * _DIMENSIONS + dimensions) * _KINDS + kinds).double().flatten()
 
@@ -408,7 +405,7 @@ def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor)
 def _by_layer(
     names: Sequence[str], sums: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, list[float | None]]:
-    """Name -> sums / counts per layer, both [names, layers], without names whose counts are all 0."""
+    """Return a dict name -> sums / counts per layer, both [names, layers], without names whose counts are all 0."""
     rows = zip(names, (sums / counts).tolist(), (counts > 0).tolist(), strict=True)
     return {
         name: [number if there else None for number, there in zip(row, present, strict=True)]

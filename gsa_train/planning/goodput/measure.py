@@ -1,4 +1,4 @@
-"""Reads the parts of a simulation from a run's folder, and simulates the run itself for comparison."""
+"""Read the parts of a simulation from a run's folder, and simulate the run itself for comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BESIDE_STEPS = ("validation", "tasks", "text", "stragglers", "other")
 
 
 class NoAccount(ValueError):
-    """The folder has no account of the run's time; the message names what is missing, and the remedy."""
+    """The folder has no account of the run's time. The message names what is missing, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _parts(account: Account, metrics: Path) -> dict[str, float]:
 
 
 def again_in_fast_motion(run: MeasuredRun, parts: Parts) -> Outcome:
-    """Simulate the run with its own faults, stops and start-ups at their times, and the mean of everything else."""
+    """Simulate the run with its own faults, stops and start-ups at their times, and mean values for everything else."""
     account = run.account
     first_step = account.lost_seconds["first_step"] / len(account.starts)
     lives = [

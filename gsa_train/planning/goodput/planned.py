@@ -1,4 +1,4 @@
-"""Formats a simulated run: ETTR, the best interval between checkpoints, and categories of time."""
+"""Format a simulated run: ETTR, the best interval between checkpoints, and categories of time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class Planned:
 
     @property
     def mean_seconds(self) -> float:
-        """Returns the mean seconds between faults of the run."""
         return 3600 * self.mtbf_hours / self.gpus
 
     @property

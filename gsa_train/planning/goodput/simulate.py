@@ -1,8 +1,8 @@
-"""Simulates a run of many GPUs with random faults, restarts and saves, from measured times.
+"""Simulate a run of many GPUs with random faults, restarts and saves, from measured times.
 
-Faults strike GPUs one by one, each after a time that is exponentially distributed, so that among `gpus` of them one is
-hit every `mtbf / gpus` seconds on average. A fault costs what was done since the newest durable checkpoint, the time
-until it is detected, the time until the next start, and that start. No fault strikes a run that is down.
+Each GPU fails after an exponentially distributed time. Among `gpus` GPUs one fails every `mtbf / gpus` seconds on
+average. A fault costs the work since the newest durable checkpoint, the time until the fault is detected, the time
+until the next start, and that start. No fault strikes while the run is down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REACH = 8.0
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run, in seconds of wall time."""
+    """Holds the parts of a run, in seconds of wall time."""
 
     step_seconds: float
     """Time of a step, without what `extra_share` counts."""
@@ -61,7 +61,7 @@ class Life(NamedTuple):
 
 @dataclass
 class Outcome:
-    """Seconds, except `faults`; `wall` is the sum of the others."""
+    """Holds seconds, except `faults`. `wall` is the sum of the other times."""
 
     wall: float = 0.0
     productive: float = 0.0
@@ -79,7 +79,8 @@ class Outcome:
 
 
 def simulate(parts: Parts, interval_steps: int, lives: Iterable[Life], wall_seconds: float) -> Outcome:
-    """Simulate a run of `wall_seconds`, with a save every `interval_steps`. The last start's steps count, saved or not.
+    """Simulate a run of `wall_seconds`, with a save every `interval_steps`. All steps of the last start count, even
+    unsaved.
 
     Raises:
         ValueError: the lives do not fill the time.
@@ -122,12 +123,12 @@ def _one_life(parts: Parts, interval_steps: int, seconds: float) -> tuple[float,
     start_up = min(parts.start_up_seconds, seconds)
     trains = seconds - start_up
     work = interval_steps * parts.whole_step_seconds
-    cycle = max(work + parts.stall_seconds, parts.durable_seconds)  # a save waits for the previous one
+    cycle = max(work + parts.stall_seconds, parts.durable_seconds)  # A save waits for the previous save.
     begun = _count(trains - work, cycle)
     durable = _count(trains - work - parts.durable_seconds, cycle)
     stalls = 0.0
     if begun > 0:
-        # The only time known to follow the begin of the newest save is its own stall.
+        # Only the stall of the newest save is known to follow its begin.
         since_begin = trains - work - (begun - 1) * cycle
         rest = max(0.0, since_begin - parts.stall_seconds - work)  # waits for the save in progress
         stalls = (begun - 1) * (cycle - work) + min(parts.stall_seconds, since_begin) + rest
@@ -135,7 +136,7 @@ def _one_life(parts: Parts, interval_steps: int, seconds: float) -> tuple[float,
 
 
 def _count(seconds: float, cycle: float) -> int:
-    """Returns the number of moments 0, one cycle, two cycles ... that have passed."""
+    """Returns the number of moments (0, one cycle, two cycles ...) that have passed."""
     return 0 if seconds < 0 else int(seconds / cycle) + 1
 
 
@@ -147,7 +148,7 @@ def lives_by_chance(mean_seconds: float, seed: int) -> Iterator[Life]:
 
 @dataclass(frozen=True)
 class Tried:
-    """Simulated runs with one interval between saves."""
+    """Holds simulated runs with one interval between saves."""
 
     interval_steps: int
     runs: list[Outcome]
@@ -158,12 +159,10 @@ class Tried:
 
     @property
     def error(self) -> float:
-        """Returns the standard error of `ettr`."""
         return statistics.stdev(each.ettr for each in self.runs) / math.sqrt(len(self.runs))
 
     @property
     def faults(self) -> float:
-        """Returns the mean number of faults of a run."""
         return statistics.fmean(each.faults for each in self.runs)
 
     def share(self, part: str) -> float:
@@ -174,7 +173,7 @@ class Tried:
 def try_interval(
     parts: Parts, interval_steps: int, mean_seconds: float, days: float, trials: int, seed: int
 ) -> Tried:
-    """Simulate runs of this many days with one interval; the same seeds draw the same faults for every interval.
+    """Simulate runs of this many days with one interval. The same seeds draw the same faults for every interval.
 
     Args:
         mean_seconds: between faults of the whole run.
@@ -187,8 +186,9 @@ def try_interval(
 
 
 def try_intervals(parts: Parts, mean_seconds: float, days: float, trials: int, seed: int) -> list[Tried]:
-    """Try intervals around Young's, or around the time of a save if that is longer and saves would wait for each
-    other, in ascending order; the best has the highest ETTR."""
+    """Try intervals around Young's interval, in ascending order. The best interval has the highest ETTR. If the time
+    of a save is longer than Young's interval, saves would wait for each other. Intervals around that time are then
+    tried."""
     middle = (
         max(young_seconds(parts.stall_seconds, mean_seconds), parts.durable_seconds)
         / parts.whole_step_seconds
@@ -199,12 +199,14 @@ def try_intervals(parts: Parts, mean_seconds: float, days: float, trials: int, s
 
 
 def young_seconds(stall_seconds: float, mean_seconds: float) -> float:
-    """Returns the work between two saves by Young (1974): sqrt(2 C M), first order in C / M."""
+    """Returns the work between two saves by Young (1974): sqrt(2 C M), first order in C / M. C is the stall of a save,
+    and M the mean time between faults."""
     return math.sqrt(2 * stall_seconds * mean_seconds)
 
 
 def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
-    """Returns the same by Daly (2006), of higher order; M itself if a save takes more than 2 M."""
+    """Returns the work between two saves by Daly (2006), of higher order. If a save takes more than 2 M, the result is
+    M."""
     if stall_seconds >= 2 * mean_seconds:
         return mean_seconds
     ratio = math.sqrt(stall_seconds / (2 * mean_seconds))
@@ -212,7 +214,6 @@ def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
 
 
 def first_order_ettr(parts: Parts, interval_seconds: float, mean_seconds: float) -> float:
-    """Returns the ETTR whose loss Young's formula minimises: 1 - C / T - (T / 2 + restart) / M, for T and C far below
-    M."""
+    """Returns the ETTR whose loss Young's formula minimises: 1 - C / T - (T / 2 + restart) / M, for C << T << M."""
     restart = parts.start_up_seconds + parts.detection_seconds + parts.down_seconds
     return 1 - parts.stall_seconds / interval_seconds - (interval_seconds / 2 + restart) / mean_seconds

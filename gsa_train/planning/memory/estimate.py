@@ -1,14 +1,14 @@
-"""Memory of each rank's device in a training step, from a config alone.
+"""Estimate the memory of each rank's device in a training step, from a config alone.
 
-Counts tensor by tensor what the layers keep (layer.py) and what is in addition in use when memory is at its
-peak (moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers; the reference core by its large tensors only. Tests compare it with traces of the real step
-(tests/unit/test_memory_trace.py). Not included: what a checkpoint, a validation and a logged step need for a moment,
-buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
+(moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
+linear layers. The reference core is counted by its large tensors only. Tests compare the estimate with traces of the
+real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation or a logged
+step, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
-`attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
-(selection.py), experts as grouped products whose loads are even (`worst_expert_load` gives the worst case). The
-estimate is for the context-parallel rank with most.
+`attention_impl: auto` is counted as on a GPU, and `precision: auto` as bf16. Key lists have their largest length
+(selection.py). Experts are grouped products with even loads (`worst_expert_load` gives the worst case). The estimate
+is for the context-parallel rank that needs most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKSPACE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each rank of one pipeline stage, in one phase."""
+    """Holds the bytes on each rank of one pipeline stage, in one phase."""
 
     weights: float
     gradients: float
@@ -50,18 +50,18 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """Returns the bytes at the peak: a layer and the loss never run at once."""
+        """Returns the bytes at the peak. A layer and the loss never run at once."""
         held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.graph
         return held + max(self.working, self.logits)
 
 
 def fields_of(estimate: MemoryEstimate) -> dict[str, float]:
-    """Returns name -> bytes, the total last."""
+    """Returns a dict name -> bytes, with the total last."""
     return {**asdict(estimate), "total": estimate.total}
 
 
 def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
-    """Estimate the memory of a stage's ranks in a phase; see the module's docstring for what is left out."""
+    """Estimate the memory of a stage's ranks in a phase. The module's docstring says what is left out."""
     parallel, train = config.parallel, config.train
     sizes = sizes_of(config)
     weights, gradients, optimizer = _parameters_and_state(config, phase, world_size, stage)
@@ -89,13 +89,13 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
 
 
 def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
-    """Returns the bytes that a rank of a stage needs beyond an estimate, which assumes even loads of experts, if all
-    tokens of all layers and micro-batches in flight go to its experts."""
+    """Returns the bytes that a rank of a stage needs in addition if all tokens go to its experts. This covers all
+    layers and micro-batches in flight. The estimate itself assumes even loads of experts."""
     replicas = data_parallel_size(config, world_size)
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
     layers, recomputed = stage_layers(config, stage), config.train.recompute_num_layers
     kept = _in_flight(config, stage, micro_batches) * _mixtures_among(layers, config)
-    if config.train.recompute == "full":  # units run one by one
+    if config.train.recompute == "full":  # Units run one by one.
         units = (layers[at : at + recomputed] for at in range(0, len(layers), recomputed))
         kept = max(_mixtures_among(unit, config) for unit in units)
     return worst_load_bytes(config, sizes_of(config), kept)
@@ -107,11 +107,8 @@ def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
 def _parameters_and_state(
     config: Config, phase: PhaseConfig, world_size: int, stage: int
 ) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer state.
-
-    Weights in the working precision, gradients as they are reduced. Only what the phase trains has gradients and
-    optimizer state.
-    """
+    """Returns the bytes of weights, gradients and optimizer state. Weights have the working precision, and gradients
+    the precision of their reduction. Only parameters that the phase trains have gradients and optimizer state."""
     parallel, train = config.parallel, config.train
     base, indexer = _parameters_per_rank(config, stage)
     experts = _expert_parameters_per_rank(config, stage)
@@ -134,8 +131,8 @@ def _parameters_and_state(
 
 
 def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
-    """Returns the bytes of a save in a phase over all ranks, which hold them in host memory until they are written:
-    weights in the working precision, and for trained ones the optimizer's state."""
+    """Returns the bytes of a save in a phase over all ranks, which hold them in host memory until they are written. A
+    save has weights in the working precision, and the optimizer's state of trained weights."""
     count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
@@ -144,14 +141,13 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
 
 
 def _state_bytes(train: TrainConfig) -> int:
-    """Bytes for each parameter that learns: what the optimizer keeps in fp32 and, under bf16, the fp32 weight."""
+    """Returns bytes for each trained parameter: the optimizer's fp32 state and, under bf16, the fp32 weight."""
     return 4 * len(optimizer_kind(train).state) + (0 if train.precision == "fp32" else 4)
 
 
 def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
-    """Returns the parameters of the base without routed experts, and of the indexers, on one rank of a stage; norms,
-    routers and indexers are replicated over tensor-parallel ranks, and with tied embeddings the last stage holds a
-    copy."""
+    """Returns the parameters of the base without routed experts, and of the indexers, on one rank of a stage. Norms,
+    routers and indexers are replicated over tensor-parallel ranks. With tied embeddings the last stage holds a copy."""
     parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
@@ -176,7 +172,6 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
 
 
 def _expert_parameters_per_rank(config: Config, stage: int) -> float:
-    """Returns the parameters of the routed experts."""
     mixtures = _mixtures_among(stage_layers(config, stage), config)
     if mixtures == 0:
         return 0.0
@@ -185,12 +180,10 @@ def _expert_parameters_per_rank(config: Config, stage: int) -> float:
 
 
 def _mixtures_among(layers: list[int], config: Config) -> int:
-    """Returns the number of `layers` that are mixtures of experts."""
     return len(set(layers) & set(expert_layers(config)))
 
 
 def _indexers_among(layers: list[int], config: Config) -> int:
-    """Returns the number of `layers` that own an indexer."""
     if config.gsa.attention == "dense":
         return 0
     return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
@@ -204,13 +197,13 @@ def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
-    # Interleaved: chunks in flight (megatron-core's warm-up and one more); each has a share of what is kept.
+    # With interleaving, megatron-core's warm-up and one more chunk are in flight. Each chunk has a share of what is
+    # kept.
     ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
     return min(ahead, micro_batches * virtual) / virtual
 
 
 def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Returns the bytes that a stage keeps of one micro-batch."""
     if not has_graph(config, phase):
         return 0.0
     recompute, held = config.train.recompute, stage_layers(config, stage)
@@ -237,8 +230,8 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
 
 
 def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Peak in addition to what the stage keeps, while its last mixture of experts or its last dense layer runs;
-    what the layers after this one keep is not there yet."""
+    """Returns the peak, in addition to what the stage keeps, of its last mixture of experts or last dense layer. The
+    memory that later layers keep is subtracted, because it is not allocated yet."""
     held, found = stage_layers(config, stage), []
     for mixture in (False, True):
         of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]
@@ -253,25 +246,26 @@ def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> fl
     return max(found)
 
 
-# ---- beside them
+# ---- other memory
 
 
 def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: int) -> float:
-    # For each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
+    # For each token of a step: the token and its label in int64, its document in int32, its weight in fp32.
     text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
     local_tokens = sizes.tokens // config.train.micro_batch_size
-    # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them: each chunk of the model has its own.
+    # Angles of the rotary embedding, fp32 [L, d_k], or cos and sin of half of them. Each chunk of the model has its
+    # own.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
-        # One for all indexers, fp32 [L, d_I], or cos and sin of half of them.
+        # All indexers share one: fp32 [L, d_I], or cos and sin of half of the angles.
         angles += 4 * local_tokens * config.gsa.indexer_dim
-    # megatron-core's buffer for an input of all tokens [L, B, d]; products with frozen weights do not take it.
+    # This is megatron-core's buffer for an input of all tokens [L, B, d]. Products with frozen weights do not use it.
     gather = sizes.gathered if has_graph(config, phase) else 0.0
     return WORKSPACE_BYTES + text + angles + gather
 
 
 def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
-    """Returns what the schedule holds in addition to the micro-batches in flight, [L / shards, B, d] each."""
+    """Returns the bytes that the schedule holds in addition to the micro-batches in flight: [L / shards, B, d] each."""
     parallel = config.parallel
     if parallel.pipeline == 1 or micro_batches == 1:
         return 0.0
@@ -280,5 +274,5 @@ def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, mic
         return (receives + (stage < parallel.pipeline - 1)) * sizes.stream
     if parallel.virtual_pipeline == 1:  # the last gradient sent back
         return sizes.stream if stage > 0 else 0.0
-    # Inputs and gradients received ahead, outputs and gradients not yet sent: the most that traces have shown.
+    # These are inputs and gradients received ahead, and outputs and gradients not yet sent: the most in any trace.
     return (5 + parallel.virtual_pipeline) * sizes.stream

@@ -1,7 +1,7 @@
-"""Memory that a mixture of experts keeps, and uses in addition, at even loads of its experts.
+"""Estimate the memory that a mixture of experts keeps, and uses in addition, if the loads of its experts are even.
 
-Symbols in shapes, in addition to sizes.py's: T = B L / shards tokens that a rank routes to k of E experts each, N = T
-k copies rows that it sends, one copy for each rank that splits an expert's width; R rows that its own experts get, w
+Symbols in shapes, in addition to sizes.py: T = B L / shards tokens that a rank routes to k of E experts each; N = T k
+rows that the rank sends, one copy for each rank that splits an expert's width; R rows that its own experts receive; w
 their width on this rank.
 """
 
@@ -12,13 +12,13 @@ from gsa_train.planning.memory.sizes import Sizes
 
 
 def routed_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R at even loads, which equals N: the rows sent to a rank's experts if all are chosen equally often."""
+    """Returns R if all experts are chosen equally often. R then equals N."""
     return sizes.tokens / sizes.shards * config.moe.top_k * config.parallel.expert_tensor
 
 
 def most_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R where all tokens of all ranks that share the experts choose this rank's experts: k rows for
-    each token, or fewer where the rank has fewer experts or they have less room."""
+    """Returns R if all tokens of all ranks that share the experts choose this rank's experts. R is then k rows for
+    each token, or fewer if the rank has fewer experts or they have less capacity."""
     moe, parallel = config.moe, config.parallel
     own = moe.experts // parallel.expert
     choices = routed_rows(config, sizes) * parallel.expert
@@ -29,7 +29,6 @@ def most_rows(config: Config, sizes: Sizes) -> float:
 
 
 def sends(config: Config) -> bool:
-    """Whether choices go to other ranks."""
     return config.parallel.expert * config.parallel.expert_tensor > 1
 
 
@@ -41,7 +40,7 @@ def matrix_elements(config: Config, sizes: Sizes) -> float:
 
 
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns name and shape -> bytes that the layer keeps, its input norm excluded."""
+    """Returns a dict name and shape -> bytes that the layer keeps, without its input norm."""
     return {
         **_kept_by_router(config, sizes),
         **_kept_by_exchange(config, sizes),
@@ -71,10 +70,6 @@ def _kept_by_exchange(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def kept_by_experts(config: Config, sizes: Sizes, rows: float) -> dict[str, float]:
-    """
-    Args:
-        rows: R.
-    """
     width = config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor
     plain = config.train.fused_ops == "none"
     return {
@@ -93,7 +88,7 @@ def _kept_by_shared(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns name -> bytes in addition to what is kept."""
+    """Returns a dict name -> bytes in addition to what is kept."""
     rows, width = (
         routed_rows(config, sizes),
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
@@ -104,24 +99,25 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
     plain = config.train.fused_ops == "none"
     shared = sum(_kept_by_shared(config, sizes).values())
     return {
-        # Forward: what W_2 gives [R, d], the same at home [N, d] and in the order of the tokens [N, d], and its sum
-        # for each token [T, d]; the shared expert has not run.
+        # Forward: the output of W_2 [R, d], the same rows after their return [N, d] and in the order of the tokens [N,
+        # d], and their sum for each token [T, d]. The shared expert has not run.
         "outputs come home": stream + (3 if sends(config) else 2) * of_rows - shared,
-        # Gradients of the layer's output [T, d], and of the rows [R, d] as they came and sorted by expert.
+        # Gradients of the layer's output [T, d], and of the rows [R, d] as received and sorted by expert.
         "rows' gradients arrive": stream + (2 if sends(config) else 1) * of_rows,
-        # Of the rows, of what is weighted [R, w] and of W_2 [experts, d, w].
+        # Gradients of the rows, of the weighted activations [R, w] and of W_2 [experts, d, w].
         "experts' W_2's backward": stream + of_rows + inner + weight,
-        # One by one: the last in fp32, times the weights and times the output itself, fp32 [R, w] each, and the first
-        # product in the working precision, where W_2's input was. Fused: of SwiGLU's input [R, 2 w] beside the last.
+        # Plain torch: the gradient of the weighted activations in fp32, its products with the weights and with the
+        # activations, fp32 [R, w] each, and the first product in the working precision, in the memory of W_2's input.
+        # Fused: the gradient of SwiGLU's input [R, 2 w], and the gradient of the weighted activations.
         "weighting's backward": stream + (3 * 4 * rows * width if plain else 2 * inner),
-        # Gradients of SwiGLU's input [R, 2 w], of the rows [R, d] and of W_1 [experts, 2 w, d]; all that SwiGLU kept
-        # has gone.
+        # Gradients of SwiGLU's input [R, 2 w], of the rows [R, d] and of W_1 [experts, 2 w, d]. All that SwiGLU kept
+        # is freed.
         "experts' W_1's backward": stream + 2 * inner + of_rows + 2 * weight - (5 if plain else 3) * inner,
     }
 
 
 def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns name -> bytes of a forward pass that keeps nothing."""
+    """Returns a dict name -> bytes of a forward pass that keeps nothing."""
     rows, width = (
         routed_rows(config, sizes),
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
@@ -131,14 +127,14 @@ def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
     return {
         "experts' W_1": of_rows + 2 * inner,
         "weighting": of_rows + 3 * inner + (4 * rows * width if plain else 0),
-        # Beside the rows themselves, as in `mixture_moments`.
+        # in addition to the rows themselves, as in `mixture_moments`
         "outputs come home": sizes.stream + (4 if sends(config) else 3) * of_rows,
     }
 
 
 def worst_load_bytes(config: Config, sizes: Sizes, layers: float) -> float:
-    """Bytes in addition to even loads when all tokens go to this rank's experts: the kept rows of `layers` layers, and
-    the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
+    """Returns the bytes in addition to even loads if all tokens go to this rank's experts. They are the kept rows of
+    `layers` layers, and the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
     more = most_rows(config, sizes) - routed_rows(config, sizes)
     kept = sum(kept_by_experts(config, sizes, more).values())
     return layers * kept + 2 * sizes.value * more * sizes.hidden

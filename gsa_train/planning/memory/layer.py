@@ -1,4 +1,4 @@
-"""Memory that one layer keeps of one micro-batch from forward to backward pass, tensor by tensor."""
+"""Estimate the memory that one layer keeps of a micro-batch from forward to backward pass, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensors = dict[str, float]
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one micro-batch, for all B sequences on this rank."""
+    """Holds the bytes of one micro-batch, for all B sequences on this rank."""
 
     attention: float
     """Attention outside its core, the core's inputs included."""
@@ -31,7 +31,7 @@ class Layer:
 
 
 def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:
-    """Returns the bytes of a layer that owns an indexer, if the config has any.
+    """Returns the bytes of a layer, which owns an indexer if the config has any.
 
     Args:
         mixture: whether its feed-forward layer is a mixture of experts.
@@ -55,8 +55,8 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
 
 def _attention(config: Config, sizes: Sizes) -> Tensors:
     gsa = config.gsa
-    # Under context parallelism attention reads the K and V of the whole sequence, which are the core's; a recomputed
-    # core gathers them again. The fused G2 keeps the gated V in any case, whose memory K shares
+    # Under context parallelism attention reads K and V of the whole sequence, which the core keeps. A recomputed core
+    # gathers them again. The fused G2 keeps the gated V in any case, and K shares its memory
     # (fused/split_rotate_gate/op.py).
     reads_own = config.parallel.context == 1 or config.train.recompute == "selective"
     keeps_both = reads_own or (gsa.value_gate and fuses_heads(config))
@@ -68,7 +68,7 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
         "K, rotated, and gated V, 2 x [L, B, kv]": sizes.bytes(2 * keeps_both * sizes.key_value),
         "input of linear_proj [L, B, q]": sizes.bytes(sizes.query),
     }
-    # The gates' projection gathers what all projections read, and keeps that instead.
+    # The gates' projection gathers the input of all projections, and keeps the gathered input instead.
     if sizes.shards > 1 and sizes.gates_gather:
         kept["normed input, gathered [L, B, d]"] = sizes.gathered
     else:
@@ -82,11 +82,11 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
         return kept
     if gsa.value_gate:
         kept["V and sigmoid of G2, fp32, 2 x [L, B, kv]"] = 2 * 4 * sizes.tokens * sizes.key_value
-    if config.model.qk_norm:  # norms keep their inputs: a copy of Q, and K where the projection left it
+    if config.model.qk_norm:  # Norms keep their inputs: a copy of Q, and K in the projection's output.
         heads = sizes.heads * (1 + sizes.key_value / sizes.query)
         kept["Q before its norm [L, B, q]"] = sizes.bytes(sizes.query)
         kept["1 / rms of heads, fp32 [L, B, n_h + n_kv]"] = 4 * sizes.tokens * heads
-    v_is_view = reads_own and not gsa.value_gate  # of QKV, and counted above
+    v_is_view = reads_own and not gsa.value_gate  # V is then a view of QKV, counted above.
     if config.model.qk_norm or v_is_view:
         kept["QKV [L, B, q + 2 kv]"] = sizes.bytes(sizes.query + (2 - v_is_view) * sizes.key_value)
     local_tokens = sizes.tokens // config.train.micro_batch_size
@@ -96,8 +96,8 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
-    """What gates in plain torch keep: their input and the gate in fp32, and G1 in another form than the core has also
-    the core's output. Gates of the paper's form are counted where they act."""
+    """Returns what gates in plain torch keep: their input and the gate in fp32. If G1 has another form than the
+    core's, the core's output is also kept. Gates of the paper's form are counted where they act."""
     gsa, kept = config.gsa, {}
     gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
     if gsa.output_gate and not has_paper_form(gsa):
@@ -159,9 +159,9 @@ def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
-    """The gradients of its queries, weights and keys, which the loss makes in the forward pass; with selective
-    recomputation these projections themselves, as many, and keys of the whole sequence. Replicated over
-    tensor-parallel ranks."""
+    """Returns the gradients of the indexer's queries, weights and keys, which the loss computes in the forward pass.
+    Selective recomputation also keeps the projections themselves, of equal size, and keys of the whole sequence. All
+    are replicated over tensor-parallel ranks."""
     gsa, train = config.gsa, config.train
     recomputes = train.recompute == "selective"
     if phase.train == "base" and not recomputes:

@@ -1,8 +1,8 @@
-"""The moments of a step at which memory may peak, and the memory then used in addition to what is kept.
+"""List the moments of a step at which memory may peak, and the memory that each uses in addition to what is kept.
 
-Bytes are relative to all that the stage's layers keep of the micro-batches in flight: memory not yet allocated,
-or already freed, counts negative. Only the last layer of a stage matters: when the others run, less is kept. Moments at
-which traces never peaked are left out: attention's projections, norms, sums.
+Bytes are relative to all that the stage's layers keep of the micro-batches in flight: memory not yet allocated, or
+already freed, counts negative. Only the last layer of a stage matters, because less is kept while other layers run.
+Moments at which traces never peaked are left out: attention's projections, norms, sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gsa_train.planning.memory.sizes import Sizes, fuses_heads, has_graph, uses_
 def layer_moments(
     config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
 ) -> dict[str, float]:
-    """Returns name -> bytes of the layers' own work.
+    """Returns a dict name -> bytes of the layers' own work.
 
     Args:
         mixture: whether the layer is a mixture of experts.
@@ -44,35 +44,37 @@ def layer_moments(
 
 def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
     stream, ffn, hidden = sizes.stream, sizes.bytes(sizes.ffn), sizes.bytes(sizes.hidden)
-    # Where the product itself adds a weight's gradient to its buffer, what stands for it in autograd is as large.
+    # If the product itself adds a weight's gradient to its buffer, autograd still gets a placeholder of the same size.
     weight = sizes.value * sizes.ffn * sizes.hidden
     kept_by_swiglu = (5 if config.train.fused_ops == "none" else 3) * ffn
     part = stream if sizes.shards > 1 else 0.0
     return {
-        # Gradients of the layer's output [L / shards, B, d], the same gathered [L, B, d], of SwiGLU's output [L, B, f]
-        # and of W_2 [d, f].
+        # Gradients of the layer's output [L / shards, B, d], of the gathered output [L, B, d], of SwiGLU's output [L,
+        # B, f] and of W_2 [d, f].
         "W_2's backward": stream + sizes.gathered + ffn + weight,
-        # Gradients of the layer's output, of SwiGLU's output and input [L, B, 2 f]; the output itself has gone.
+        # Gradients of the layer's output, of SwiGLU's output and of its input [L, B, 2 f]. SwiGLU's output itself is
+        # freed.
         "SwiGLU's backward": stream + ffn + 2 * ffn - ffn,
-        # Gradients of the layer's output, of SwiGLU's input, of the normed input [L, B, d] and its part
-        # [L / shards, B, d], and of W_1 [2 f, d]; all that SwiGLU kept has gone.
+        # Gradients of the layer's output, of SwiGLU's input, of the normed input [L, B, d] and its shard [L / shards,
+        # B, d], and of W_1 [2 f, d]. All that SwiGLU kept is freed.
         "W_1's backward": stream + 2 * ffn + hidden + part + 2 * weight - kept_by_swiglu,
     }
 
 
 def _selecting(config: Config, sizes: Sizes) -> float:
-    """Forward: scores and a selection; linear_proj's input [L, B, q] does not exist yet."""
+    """Returns the bytes of scores and a selection in the forward pass. linear_proj's input [L, B, q] does not exist
+    yet."""
     return _indexed(config, sizes) + selecting_bytes(config, sizes) - sizes.bytes(sizes.query)
 
 
 def _learning(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Forward: the indexer loss and its gradients."""
+    """Returns the bytes of the indexer loss and its gradients in the forward pass."""
     return _indexed(config, sizes) + learning_bytes(config, phase, sizes)
 
 
 def _indexed(config: Config, sizes: Sizes) -> float:
-    """The indexer's projections of the tokens, queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I]; and the
-    normed input [L / shards, B, d] beside the gathered one, where the gates' projection keeps only this."""
+    """Returns the bytes of the indexer's queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I]. If the
+    gates' projection keeps only the gathered input, the normed input [L / shards, B, d] is added."""
     gsa = config.gsa
     queries = sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1))
     keys = sizes.value * sizes.all_tokens * gsa.indexer_dim
@@ -80,17 +82,17 @@ def _indexed(config: Config, sizes: Sizes) -> float:
 
 
 def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> float:
-    """Bytes from the gradient of linear_proj's input to the gradients of Q, K, V and the gates' logits."""
+    """Returns the bytes from the gradient of linear_proj's input to the gradients of Q, K, V and the gates' logits."""
     gsa = config.gsa
     output = sizes.bytes(sizes.query)  # gradient of the gated output [B, L, q]
-    attended = output if gsa.output_gate else 0.0  # the same before G1
+    attended = output if gsa.output_gate else 0.0  # gradient of the output before G1
     logits = 0.0
-    if gsa.output_gate:  # with room for G2's where one projection has both
+    if gsa.output_gate:  # If one projection computes both gates, G2's logits are included.
         logits = sizes.bytes(sizes.gates if fuses_heads(config) else sizes.query)
     queries = output  # gradient of Q [B, L, q]
     keys = key_gradients(sizes)
     if not uses_kernels(config):
-        keys += layer.core  # gradients of what is L x L
+        keys += layer.core  # gradients of the [L, L] tensors
     elif phase.attention == "sparse":
         loss = keys + fused_loss_bytes(config, sizes) if fuses_indexer_loss(config, phase, sizes) else 0.0
         keys = max(attending_bytes(config, sizes), loss)
@@ -100,25 +102,26 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
 
 
 def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:
-    """Bytes recomputed and kept until the end of their backward pass."""
+    """Returns the bytes that are recomputed and kept until the end of their backward pass."""
     recompute = config.train.recompute
     if recompute == "selective":
         return layer.core
     if recompute == "none":
         return 0.0
     one = layer.attention + layer.core + layer.feed_forward + layer.indexer + layer.selection
-    # The unit's input is kept already, its output is recomputed [L / shards, B, d].
+    # The unit's input is kept already, and its output [L / shards, B, d] is recomputed.
     return config.train.recompute_num_layers * one
 
 
 def _without_graph(
     config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
 ) -> dict[str, float]:
-    """An indexer warm-up, in which nothing is kept: what a layer makes stays while its part of the layer runs."""
+    """Returns the moments of an indexer warm-up, which keeps nothing. A layer part's tensors exist while the part
+    runs."""
     stage_input = sizes.stream  # held by the schedule
     made = stage_input + layer.attention + layer.selection
     ffn = sizes.bytes(sizes.ffn)
-    # Stream and normed input [L / shards, B, d]; the selection waits for the next layer's.
+    # These are the stream and normed input [L / shards, B, d]. The selection stays until the next layer's selection.
     normed = stage_input + 2 * sizes.stream + layer.selection
     if mixture:
         moments = {name: normed + size for name, size in mixture_without_graph(config, sizes).items()}
@@ -133,8 +136,9 @@ def _without_graph(
 
 
 def embedding_bytes(config: Config, sizes: Sizes) -> float:
-    """Last in a micro-batch's backward pass, when nothing of it is kept: gradients of the embedding's weight
-    [V / tp, d] and of its output, [L / shards, B, d], gathered [L, B, d] and turned [B, L, d]."""
+    """Returns the bytes of the last moment of a micro-batch's backward pass, when nothing is kept any more. They are
+    gradients of the embedding's weight [V / tp, d] and of its output: [L / shards, B, d], gathered [L, B, d] and
+    transposed [B, L, d]."""
     vocabulary = config.model.vocab_size / config.parallel.tensor
     return sizes.value * vocabulary * sizes.hidden + sizes.stream + sizes.gathered + sizes.bytes(sizes.hidden)
 
@@ -146,12 +150,12 @@ def loss_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     normed = 2 * sizes.stream  # the last layer's output and the normed one
     if not has_graph(config, phase):
         normed += sizes.gathered
-    # Gradients of the output layer's input [L, B, d] and its part [L / shards, B, d], and of its weight [V / tp, d].
+    # Gradients of the output layer's input [L, B, d] and its shard [L / shards, B, d], and of its weight [V / tp, d].
     backward = 0.0
     if has_graph(config, phase):
         backward = sizes.bytes(sizes.hidden) + (sizes.stream if sizes.shards > 1 else 0.0)
         backward += sizes.value * vocabulary * sizes.hidden
-    # The fused loss writes the logits' gradient over them; megatron-core's has their softmax in fp32 beside them, which
-    # goes when the gradient is there.
+    # The fused loss overwrites the logits with their gradient. megatron-core's loss has their softmax in fp32 in
+    # addition, which is freed once the gradient exists.
     softmax = 4 * logits if config.train.fused_ops == "none" else 0.0
     return normed + sizes.value * logits + max(softmax, backward)

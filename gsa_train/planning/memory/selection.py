@@ -1,7 +1,7 @@
-"""Estimates the memory of selections, and of the fused kernels during selection, attention and indexer loss.
+"""Estimate the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
-Key lists are assumed to have their largest length, as if neighbouring queries shared no keys. A trained indexer's lists
-are shorter.
+Key lists (for each tile of neighbouring queries, the keys that any of them selects) are assumed to have their largest
+length, as if the queries shared no keys. A trained indexer's lists are shorter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
-    lists with a key and a word per entry; with groups of keys also their packed mask."""
+    """Returns the bytes of a layer's selection for this rank's queries, int32. It is a packed mask [B, L, Lw / 32], or
+    key lists with a key and a word per entry. With groups of keys, the groups' packed mask is added."""
     if config.gsa.selection_block > 1 and gathers(config):
         return 4 * sizes.tokens * sum(_block_entries(config))
     of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
@@ -25,9 +25,9 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists made from packed masks add two chunks'
-    masks and the lists before they are joined. Blocks add the masks of some chunks and of the previous chunks, and the
-    buffers of the search in long rows."""
+    """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists that are made from packed masks add two
+    chunks' masks, and the lists before they are joined. Blocks add the masks of some chunks and of the previous
+    chunks, and the buffers of the search in long rows."""
     block, pool = config.gsa.selection_block, config.gsa.indexer_pool
     scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
     if pool > 1:
@@ -61,8 +61,9 @@ def _listing_groups(config: Config, sizes: Sizes) -> float:
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """Returns the additional bytes while these queries' key lists are built, some rows at a time: scores of rows with
-    few keys, two packed masks, and candidates of rows without a list yet, or all lists before they are joined."""
+    """Returns the additional bytes while these queries' key lists are built, some rows at a time. They are scores of
+    rows with few keys, two packed masks, and candidates of rows without a list yet. All lists before they are joined
+    replace the candidates if they are larger."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
@@ -72,8 +73,8 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     scored, guessed = turn - queries.start, queries.end - turn
     scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
     chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
-    # Of a row a score and a key each; before them the scores of a sample of the keys, one of 32; two sums for each
-    # program's keys.
+    # Each row has a score and a key per candidate. Earlier it has the scores of a sample of the keys, one of 32, and
+    # two sums for each program's keys.
     program_keys = limits.SCORED_KEYS[sizes.value]
     candidates = (
         batch * chunk * (max(limits.CANDIDATE_BYTES * room, queries.end / 8) + 8 * queries.end / program_keys)
@@ -84,10 +85,12 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the backward pass over a selection. Packed masks: gradients of K and V, 2 x [B, Lw, kv],
-    their parts, and the transposed mask. With key lists: partial gradients of K and V, [entries, 2 d_k] for some tiles
-    and heads at a time, an index for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]; the gradients are made
-    last, after the partial gradients are freed."""
+    """Returns the bytes of the backward pass over a selection.
+
+    Packed masks need gradients of K and V, 2 x [B, Lw, kv], their parts, and the transposed mask. Key lists need
+    partial gradients of K and V, [entries, 2 d_k] for some tiles and heads at a time, an index for each entry, and
+    their sums, fp32 [B, Lw, n_kv, 2 d_k]. The gradients are made last, after the partial gradients are freed.
+    """
     keys = key_gradients(sizes)
     if not gathers(config):
         return keys + _key_parts(config, sizes) + sizes.pairs / 8
@@ -112,8 +115,8 @@ def key_gradients(sizes: Sizes) -> float:
 
 
 def _key_parts(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of K's and V's gradients by part of the query heads, before their sum: fp32,
-    2 x [parts, B, keys, kv], for the largest chunk of queries."""
+    """Returns the bytes of K's and V's gradients by part of the query heads, before the parts are summed. They are
+    fp32, 2 x [parts, B, keys, kv], for the largest chunk of queries."""
     model, batch = config.model, config.train.micro_batch_size
     heads, group = round(sizes.key_value / model.head_dim), model.num_heads // model.num_kv_heads
 
@@ -130,9 +133,9 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
-    # Beside the chunk's: the keys' gradients summed up, fp32 [B, Lw, d_I].
+    # In addition to the chunk: the sum of the keys' gradients, fp32 [B, Lw, d_I].
     heads = gathered_heads(sizes) + 4 * sizes.all_tokens * gsa.indexer_dim
-    # Before it Q of this rank, of all ranks as they sent it, and in the order of the heads.
+    # Before it: Q of this rank, of all ranks as they sent it, and in the order of the heads.
     gathering = (
         sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
     )
@@ -142,7 +145,7 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     if phase.attention == "sparse" and gathers(config):
         entries, per_entry = _loss_entries(config, sizes)
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
-    # Per pair: the target, fp16 in bf16 runs, and partial gradients.
+    # For each pair: the target, which is fp16 in bf16 runs, and partial gradients.
     target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk / gsa.selection_block * share)
@@ -150,8 +153,8 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
-    """Returns the list entries of a chunk of queries, with each list at its largest length, and the loss's bytes per
-    entry: the target of each query with its own target, and the key's gradient, fp32."""
+    """Returns the list entries of a chunk of queries, and the loss's bytes per entry. Each list has its largest
+    length. An entry has the target of each query with its own target, and the key's gradient, fp32."""
     gsa = config.gsa
     rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
     lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
@@ -160,7 +163,7 @@ def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
 
 def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     """Returns the bytes of transposed shared lists: a row per entry and a start per key, int32. The indexer loss keeps
-    them for attention's backward pass if it has all tiles of a chunk of queries at once (`KeptHits`)."""
+    the lists for attention's backward pass if it has all tiles of a chunk of queries at once (`KeptHits`)."""
     gsa = config.gsa
     learns = phase.attention == "sparse" and phase.train != "base" and gathers(config)
     tile_by_tile = 1 < gsa.selection_block <= limits.TILE_QUERIES
@@ -200,21 +203,21 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
 
 
 def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries: the target of a row
-    chunk in fp16, as partial sums, and the partial gradients of `learning_bytes`."""
+    """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries. They are the target
+    of a row chunk in fp16, as partial sums, and the partial gradients of `learning_bytes`."""
     gsa, block = config.gsa, config.gsa.selection_block
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     if block > 1:
-        of_row += 4  # the target summed over the block
+        of_row += 4  # target, summed over the block
     pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
     return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + of_row / block)
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Returns the bytes per query and key: partial gradients of the keys, one for a tile of rows, and of the queries,
-    one for a segment of keys; sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py).
-    As on Hopper, where bf16 has the stacked kernels."""
+    """Returns the bytes per query and key: partial gradients of the keys for a tile of rows, and of the queries for a
+    segment. Sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). Hopper is
+    assumed, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))
     if tile.stacked:
@@ -232,12 +235,12 @@ def gathered_heads(sizes: Sizes) -> float:
 
 
 def _list_entries(config: Config) -> float:
-    """Returns the list entries of a rank's queries, the largest number over the context-parallel ranks: for each tile
-    the keys that its queries may select, at most its causal keys."""
+    """Returns the list entries of a rank's queries, for the context-parallel rank with most. A tile's entries are the
+    keys that its queries may select, at most its causal keys."""
     most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:
-        turn = min(max(most, queries.start), queries.end)  # up to here the keys that are there are the limit
+        turn = min(max(most, queries.start), queries.end)  # up to here the number of causal keys is the limit
         return (turn**2 - queries.start**2) / 2 + (queries.end - turn) * most
 
     per_query = max(sum(entries(queries) for queries in rank) for rank in _chunks_of_ranks(config))
@@ -245,7 +248,7 @@ def _list_entries(config: Config) -> float:
 
 
 def _longest_list(config: Config) -> int:
-    """Returns the keys of a tile whose queries select no common key; for a shared list, its capacity."""
+    """Returns the keys of a tile whose queries select no common key. For a shared list, returns its capacity."""
     gsa, length = config.gsa, config.train.seq_len_tokens
     if gsa.selection_block > 1:
         return min(most_keys(config) + _near(config), length)
@@ -253,12 +256,10 @@ def _longest_list(config: Config) -> int:
 
 
 def most_keys(config: Config) -> int:
-    """Returns the largest key budget of a query."""
     return min(max(config.gsa.k_max, config.gsa.dense_below - 1), config.train.seq_len_tokens)
 
 
 def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
-    """Returns the chunks of queries of each context-parallel rank."""
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
     return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]
@@ -267,7 +268,7 @@ def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
 def _block_entries(config: Config) -> tuple[float, float]:
     """Returns the number of keys and of words of shared lists, per query."""
     block, room = config.gsa.selection_block, _longest_list(config)
-    # Without documents only the window has words.
+    # Without attention across documents only the window has words.
     words = _near(config) if config.data.attend_across_documents else room
     return room / block, words / min(block, limits.TILE_QUERIES)
 

@@ -1,8 +1,8 @@
-"""Sizes of one micro-batch on one rank, from which the other memory modules count bytes.
+"""Define the sizes of one micro-batch on one rank, from which the other memory modules count bytes.
 
-In shapes: L tokens of this context-parallel rank, Lw of the whole sequence, B sequences, d hidden size, q, kv and f the
-columns of queries, of keys (and of values) and of the feed-forward layer on this tensor-parallel rank, n_h its query
-heads. Activations are in the working precision unless a text says otherwise.
+Symbols in shapes: L tokens of this context-parallel rank, Lw tokens of the whole sequence, B sequences, d hidden size.
+On this tensor-parallel rank: q columns of queries, kv columns of keys (and of values), f columns of the feed-forward
+layer, n_h query heads. Activations are in the working precision unless a text says otherwise.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Sizes:
     """The same of one chunk, whose end may be the sequence's."""
 
     def bytes(self, columns: float) -> float:
-        """Of [L, B, columns]."""
         return self.value * self.tokens * columns
 
     @property
     def stream(self) -> float:
-        """Bytes of the residual stream, of its gradient, of a norm's result: [L / shards, B, d]."""
+        """Bytes of the residual stream [L / shards, B, d], and also of its gradient and of a norm's result."""
         return self.bytes(self.hidden) / self.shards
 
     @property
     def gathered(self) -> float:
-        """Bytes of the stream of all tokens beside its part, [L, B, d]; 0 without sequence parallelism."""
+        """Bytes of the gathered stream [L, B, d], in addition to this rank's shard. Without sequence parallelism it is
+        0."""
         return self.bytes(self.hidden) if self.shards > 1 else 0.0
 
 
@@ -75,7 +75,7 @@ def sizes_of(config: Config) -> Sizes:
     tokens = all_tokens // context
     query = model.num_heads * model.head_dim / parallel.tensor
     key_value = model.num_kv_heads * model.head_dim / parallel.tensor
-    # Half of a rank's chunks are a group's r-th chunk, half its r-th from the end (context_sharding.py).
+    # Half of a rank's chunks are the r-th of their group, and half the r-th from the end (context_sharding.py).
     keys_of_chunks = train.seq_len_tokens * ((chunks * context + 1) / (2 * context) if context > 1 else 1)
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size)
     of_heads = sum(rows[position] for position in ON_HEADS)
@@ -105,12 +105,12 @@ def sizes_of(config: Config) -> Sizes:
 
 
 def uses_kernels(config: Config) -> bool:
-    """Attention by the fused kernels, as a GPU has it."""
+    """Whether the fused kernels run attention, as on a GPU."""
     return config.gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
 
 
 def fuses_heads(config: Config) -> bool:
-    """Split, rotary embedding and G2 in one kernel (model/gsa_attention.py)."""
+    """Whether one kernel runs split, rotary embedding and G2 (model/gsa_attention.py)."""
     plain_heads = not config.model.qk_norm and config.model.rotary_percent == 1 and fuses_gates(config.gsa)
     return config.train.fused_ops != "none" and plain_heads and uses_kernels(config)
 
@@ -120,13 +120,13 @@ def uses_indexer(config: Config, phase: PhaseConfig) -> bool:
 
 
 def has_graph(config: Config, phase: PhaseConfig) -> bool:
-    """Whether the base runs with one. An indexer warm-up by megatron's strategy has none: each layer's indexer learns
-    on the spot."""
+    """Whether the base runs with an autograd graph. An indexer warm-up by megatron's strategy has no graph, because
+    each layer's indexer learns at once."""
     return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
 
 
 def gathers(config: Config) -> bool:
-    """Attention over lists of keys, not under a mask of bits."""
+    """Whether attention runs over key lists instead of packed masks."""
     gsa = config.gsa
     keys_per_query = gsa.k_base + gsa.local_window
     return takes_key_lists(

@@ -1,4 +1,4 @@
-"""Checks all devices of a job before it trains; names bad ones by host, index and UUID."""
+"""Check all devices of a job before training, and name bad devices by host, index and UUID."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gsa_train.reliability.health.findings import Exchange, Finding, nodes_of_ba
 from gsa_train.reliability.health.links import faults_of_neighbours, faults_of_sums, first_line
 from gsa_train.reliability.last_words import SUBMISSION
 
-if TYPE_CHECKING:  # megatron-core, which a look at a node does not need
+if TYPE_CHECKING:  # imports megatron-core, which a check of a node does not need
     from gsa_train.distributed.parallel import Parallel
 
 BAD_NODES = "bad_nodes"
@@ -39,11 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class UnhealthyDevice(RuntimeError):
-    """A device or its links failed the check; the message, the same on all ranks, names it."""
+    """A device or its links failed the check. The message, the same on all ranks, names it."""
 
 
 def check_device(device: torch.device, index: int, seconds: float) -> Finding:
-    """Check one device, without its links."""
     here, faults = device_here(device, index), []
     nvml = open_driver() if here.uuid else None
     xids = None
@@ -70,7 +69,8 @@ def device_here(device: torch.device, index: int) -> Finding:
 
 
 def check_presence() -> None:
-    """Check that this rank's GPU exists and answers. Call it before the ranks join: they would wait for a bad one.
+    """Check that this rank's GPU exists and answers. Call this before the ranks join, because they would wait for a
+    bad GPU.
 
     Raises:
         UnhealthyDevice: the GPU is lost or fails at once; raised on this rank only.
@@ -121,8 +121,9 @@ def check_health(parallel: Parallel, seconds: float) -> None:
 
 
 def check_ranks(device: torch.device, seconds: float) -> list[Finding]:
-    """Check each rank's device, then the links between the ranks. Returns the findings by rank. Collective over the
-    world group.
+    """Check each rank's device, then the links between the ranks. Returns the findings by rank.
+
+    Collective over the world group.
 
     Raises:
         UnhealthyDevice: a device or link of any rank is bad; do not use any device afterwards.
@@ -131,7 +132,7 @@ def check_ranks(device: torch.device, seconds: float) -> list[Finding]:
     exchange = Exchange(here)
     found = _tell_all(exchange, "devices", check_device(device, here.index, seconds), nodes_of_bad_devices)
     if dist.get_world_size() > 1:
-        # Neighbours first: if one cannot be reached, an all-reduce never ends.
+        # Check neighbours first, because an all-reduce never ends if a neighbour cannot be reached.
         neighbours = replace(here, faults=faults_of_neighbours(device))
         _tell_all(exchange, "neighbours", neighbours, nodes_of_bad_links)
         _tell_all(exchange, "sums", replace(here, faults=faults_of_sums(device)), lambda _: [])
@@ -168,7 +169,7 @@ def note_bad_nodes(nodes: Sequence[str]) -> None:
     if not folder or not nodes:
         return
     path = Path(folder) / BAD_NODES
-    with contextlib.suppress(OSError):  # the message names the nodes too
+    with contextlib.suppress(OSError):  # The message names the nodes too.
         known = path.read_text(encoding="utf-8").split() if path.exists() else []
         new = [name for name in dict.fromkeys(nodes) if name not in known]
         with open(

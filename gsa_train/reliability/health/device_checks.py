@@ -1,4 +1,4 @@
-"""Finds faults of one device: wrong matrix products, wrong memory, and faults that its driver reports."""
+"""Find faults of one device: wrong matrix products, wrong memory, and faults that its driver reports."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
     else:
         sizes = [CPU_MEMORY_BYTES]
     blocks: list[torch.Tensor] = []
-    with contextlib.suppress(torch.OutOfMemoryError):  # someone else has taken some of it meanwhile
+    with contextlib.suppress(torch.OutOfMemoryError):  # Another process has taken some memory meanwhile.
         for size in sizes:
             blocks.append(torch.empty(size // 8, dtype=torch.int64, device=device))
     for pattern in PATTERNS:
         word = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
         for number, block in enumerate(blocks):
-            write(block, word ^ number)  # differs by block: finds wrong addresses
+            write(block, word ^ number)  # differs by block, which finds wrong addresses
         wrong = [_wrong_words(block, word ^ number) for number, block in enumerate(blocks)]
         count = sum(int(each) for each in wrong)
         if count:
@@ -62,7 +62,7 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
     del blocks
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # a run reports the peak of its training
+        torch.cuda.reset_peak_memory_stats(device)  # The run later reports the peak of its training.
 
 
 def write(block: torch.Tensor, word: int) -> None:

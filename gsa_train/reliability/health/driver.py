@@ -1,4 +1,4 @@
-"""Asks NVIDIA's driver about a device (NVML, package nvidia-ml-py): ECC errors, rows to be remapped, critical XIDs."""
+"""Ask NVIDIA's driver about a device (NVML, package nvidia-ml-py): ECC errors, rows to be remapped, critical XIDs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ XIDS_OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
 
 
 def open_driver() -> Any:
-    """Returns the initialized package; None if it is not installed or there is no driver."""
+    """Returns the initialized package, or None if the package or the driver is missing."""
     try:
         import pynvml
     except ImportError:
@@ -30,7 +30,7 @@ def open_driver() -> Any:
 
 
 class XidWatch:
-    """Collects critical XIDs of one device from now on; NVML does not report earlier ones."""
+    """Collects critical XIDs of one device from now on. NVML does not report earlier ones."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml = nvml
@@ -39,7 +39,7 @@ class XidWatch:
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
 
     def faults(self) -> list[str]:
-        """Returns the XIDs since then, without XIDS_OF_PROGRAMS."""
+        """Returns the XIDs since the construction, without XIDS_OF_PROGRAMS."""
         found = []
         try:
             while True:
@@ -81,7 +81,7 @@ def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
             ask()
         except nvml.NVMLError_GpuIsLost:
             found.append(LOST)
-        except nvml.NVMLError:  # ECC is off, no row remapping on this device, or no permission
+        except nvml.NVMLError:  # ECC is off, the device has no row remapping, or there is no permission.
             continue
     return found
 

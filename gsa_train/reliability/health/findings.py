@@ -1,6 +1,6 @@
-"""Exchanges the faults that ranks find at their devices and links; a rank that does not answer counts as a fault.
+"""Exchange the faults that ranks find at their devices and links. A rank that does not answer counts as a fault.
 
-Uses the store of torch.distributed: a collective would wait for a rank whose device hangs in its driver.
+The exchange uses the store of torch.distributed. A collective would wait for a rank whose device hangs in its driver.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ ANSWER_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Faults of one device."""
-
     node: str
     """Slurm's name of the node, else the host's name."""
     index: int
@@ -42,16 +40,14 @@ class Finding:
 
 
 class Exchange:
-    """Exchanges the findings of all ranks."""
-
     def __init__(self, mine: Finding) -> None:
-        """Collective: call it while all ranks still answer.
+        """Collective. Call it while all ranks still answer.
 
         Args:
             mine: this rank's device, without faults.
         """
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
-        # torchrun may keep its store across restarts, with entries of earlier ranks.
+        # torchrun may keep its store, with entries of earlier ranks, across restarts.
         name: list[Any] = [uuid.uuid4().hex]
         group = dist.new_group(backend="gloo")  # uses the hosts' network, not the devices
         dist.broadcast_object_list(name, src=0, group=group)
@@ -62,10 +58,10 @@ class Exchange:
         self._store = dist.PrefixStore(f"health/{name[0]}", connect_to_store(longest))
 
     def tell_all(self, stage: str, mine: Finding, at_first: Callable[[list[Finding]], None]) -> list[Finding]:
-        """Share this rank's finding; returns the findings of all ranks, with the same faults on each rank.
+        """Share this rank's finding. Returns the findings of all ranks, with the same faults on each rank.
 
         Args:
-            at_first: called with the findings on one rank before any other rank has them, since ranks may then end.
+            at_first: called with the findings on one rank before any other rank has them, because ranks may then end.
 
         Raises:
             RuntimeError: neither the first nor the last rank answers.
@@ -75,7 +71,7 @@ class Exchange:
             found = self._collect(stage)
             if self._rank == 0 or not self._has_answered(stage, 0):
                 at_first(found)
-                # Only bad findings: thousands of ranks read this value.
+                # Send only bad findings, because thousands of ranks read this value.
                 bad = {rank: asdict(each) for rank, each in enumerate(found) if each.faults}
                 self._store.set(stage, json.dumps(bad))
                 return found
@@ -103,20 +99,17 @@ class Exchange:
 
 
 def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
-    """Returns the nodes with bad devices, each once; none if all of several nodes are bad. The cause is then the driver
-    or the check, and the job would exclude one node after another."""
+    """Returns the nodes with bad devices, each once. If all of several nodes are bad, returns none. The cause is then
+    the driver or the check, and the job would exclude one node after another."""
     named = list(dict.fromkeys(each.node for each in findings if each.faults))
     nodes = {each.node for each in findings}
     return [] if len(named) == len(nodes) > 1 else named
 
 
 def nodes_of_bad_links(findings: Sequence[Finding]) -> list[str]:
-    """Returns the nodes that explain all bad links of the ring, each once; none if they cannot be told. Each rank
-    reports the link from the previous rank.
-
-    If both links of a node are bad, the node is at fault and its neighbours are not. For a single bad link, both ends
-    are named.
-    """
+    """Returns the nodes that explain all bad links of the ring, each once, or none if the links do not tell. Each rank
+    reports the link from the previous rank. If both links of a node are bad, that node is at fault and its neighbours
+    are not. For a single bad link, both ends are named."""
     nodes = [each.node for each in findings]
     links = [{nodes[rank - 1], nodes[rank]} for rank, each in enumerate(findings) if each.faults]
     counts = Counter(node for link in links for node in link)

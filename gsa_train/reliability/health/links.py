@@ -1,4 +1,4 @@
-"""Checks the links between the ranks with known numbers: sent around a ring, and summed over all ranks."""
+"""Check the links between the ranks: known numbers are sent around a ring, and summed over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES = 64
 
 
 def faults_of_neighbours(device: torch.device) -> list[str]:
-    """Returns faults of the link from the previous rank: wrong numbers, or no transfer in time. Collective; after a
+    """Returns faults of the link from the previous rank: wrong numbers, or no transfer in time. Collective. After a
     failed transfer the process group must not be used again."""
     rank, count = dist.get_rank(), dist.get_world_size()
     size = SIZES[device.type]
@@ -36,13 +36,13 @@ def faults_of_neighbours(device: torch.device) -> list[str]:
             late = f"{longest_seconds(count):.0f} s"
             return [f"nothing from rank {before} within {late}, or nothing reaches rank {after}"]
         wrong = int((received != pattern(before, size, device)).sum())
-    except RuntimeError as error:  # of NCCL and gloo
+    except RuntimeError as error:  # from NCCL or gloo
         return [f"transfers from rank {before} and to rank {after} failed: {first_line(error)}"]
     return [f"{wrong} of {size} numbers from rank {before} are wrong"] if wrong else []
 
 
 def faults_of_sums(device: torch.device) -> list[str]:
-    """Returns faults of an all-reduce over all ranks; it cannot tell which rank is at fault. Collective."""
+    """Returns faults of an all-reduce over all ranks, which cannot tell the rank at fault. Collective."""
     rank, count = dist.get_rank(), dist.get_world_size()
     size = SIZES[device.type]
     try:
@@ -65,7 +65,6 @@ def pattern(rank: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
-    """Returns the sum of the patterns of `count` ranks."""
     whole, rest = divmod(count, VALUES)
     total = torch.full((size,), float(whole * sum(range(VALUES))), device=device)
     for rank in range(rest):
@@ -74,8 +73,8 @@ def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _done(works: list[Any], clock: Callable[[], float] = time.monotonic) -> bool:
-    """Returns True if the transfers end in time. NCCL is polled, since its `wait` does not block the host; gloo reports
-    completion only to `wait`.
+    """Returns True if the transfers end in time. NCCL is polled, because its `wait` does not block the host. gloo
+    reports completion only to `wait`.
 
     Raises:
         RuntimeError: a transfer failed.

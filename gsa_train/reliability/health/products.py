@@ -1,8 +1,8 @@
-"""Computes matrix products with a result that is known bit for bit, for any order of the sums.
+"""Compute matrix products whose result is known bit for bit, for any order of the sums.
 
-A = [X, X, s a], B = [Y; -Y; s b] with random integers X and Y: the first two parts of the product cancel; the rest is
-the outer product of a and b times the length of s, a power of two. All sums are integers below 2^24, which fp32 holds
-exactly; bf16 holds the result exactly.
+The factors are A = [X, X, s a] and B = [Y; -Y; s b], with random integers X and Y. The first two parts of the product
+cancel. The rest is the outer product of a and b times the length of s, a power of two. All sums are integers below
+2^24, which fp32 holds exactly; bf16 holds the result exactly.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, i
         deadline = time.monotonic() + seconds
         while count < least or time.monotonic() < deadline:
             result = multiply(problem)
-            wrong += (result != problem.expected).sum()  # counts NaN as wrong
+            wrong += (result != problem.expected).sum()  # NaN counts as wrong
             count += 1
             if count % 32 == 0 and device.type == "cuda":
-                torch.cuda.synchronize(device)  # so that the loop measures the device's time
+                torch.cuda.synchronize(device)  # the loop then measures the device's time
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
     on_host = int((result[:CHECKED_ROWS].cpu() != problem.expected_rows).sum())

@@ -1,11 +1,12 @@
-"""Detects silent data corruption: wrong results of a device, or weights that changed in memory.
+"""Detect silent data corruption: wrong results of a device, or weights that changed in memory.
 
-Two checks run at the intervals of `monitor`. One repeats a step's forward and backward pass with the same weights,
-micro-batches and random numbers: the loss, and the bits of each rank's gradients before their reduction, must be equal.
-The other compares the weights of data-parallel replicas bit for bit. Both are exact, because our kernels are
-deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
+Two checks run at the intervals of `monitor`. One check repeats a step's forward and backward pass with the same
+weights, micro-batches and random numbers. The loss, and the bits of each rank's gradients before their reduction, must
+be equal. The other check compares the weights of data-parallel replicas bit for bit. Both checks are exact because our
+kernels are deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
-Neither check finds an error that repeats, or an error in a shard of the distributed optimizer, which has no replica.
+Neither check finds an error that repeats. Neither finds an error in a shard of the distributed optimizer, which has no
+replica.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gsa_train.reliability.monitor.spikes import Verdict
 
 
 class CorruptionFound(RuntimeError):
-    """A result or a weight is wrong; the message names step, ranks and hosts."""
+    """A result or a weight is wrong. The message names step, ranks and hosts."""
 
 
 class Computed(NamedTuple):
@@ -43,8 +44,6 @@ class Computed(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a rank in the parallel groups."""
-
     host: str
     tensor_rank: int
     pipeline_rank: int
@@ -99,7 +98,7 @@ class CorruptionCheck:
     # --- a step, twice ---------------------------------------------------------------------------------------
 
     def compute(self, step: int, compute: Callable[[], Computed]) -> Computed:
-        """Run a step's forward and backward pass; repeat it if the step is due for a check.
+        """Run a step's forward and backward pass. If the step is due for a check, repeat the pass.
 
         Args:
             step: counted from 1.
@@ -118,14 +117,14 @@ class CorruptionCheck:
         return self._again(step, first, compute) if self._rechecked else first
 
     def suspects(self, verdict: Verdict) -> bool:
-        """Returns True if the verdict on a step requires that it is computed again. Synchronizes with the device."""
+        """Returns True if the verdict requires that the step is computed again. Synchronizes with the device."""
         if not self._config.recheck_spikes or self._rechecked:
             return False
         loss_spikes, norm_spikes, finite, _ = verdict.row[4:].tolist()
         return bool(loss_spikes or norm_spikes or not finite)
 
     def compute_again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
-        """Repeat a step for which `suspects` returned True; returns the second result. Raises as `compute` does."""
+        """Repeat a step for which `suspects` returned True, and return the second result. Raises as `compute` does."""
         return self._again(step, first, compute)
 
     def _again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
@@ -152,7 +151,7 @@ class CorruptionCheck:
     def _note_and_reduce(self, group: Any, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if (
             self._noting and group.grad_reduce_handle is None
-        ):  # else this reduction already runs, and the call does nothing
+        ):  # otherwise this reduction already runs, and the call does nothing
             gradients = (bucket.grad_data for bucket in group.buckets)
             self._gradient_bits += bits_of(gradients, self._parallel.device)
         return reduce(*args, **kwargs)
@@ -167,8 +166,8 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call it before the update, while the weights of the forward pass are gathered, or before an unplanned save, with
-        whole weights.
+        Call it before the update, while the weights of the forward pass are gathered. Before an unplanned save, call
+        it with whole weights.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.
@@ -195,7 +194,7 @@ class CorruptionCheck:
 
     @staticmethod
     def _odd_ones_out(sums: Sequence[int], places: Sequence[tuple[int, ...]]) -> dict[int, str]:
-        """Returns the ranks that differ from their replicas; ranks at the same place are replicas."""
+        """Returns the ranks that differ from their replicas. Ranks at the same place are replicas."""
         differing: dict[int, str] = {}
         for place in set(places):
             differing |= odd_ones_out({rank: sums[rank] for rank, own in enumerate(places) if own == place})
@@ -204,7 +203,6 @@ class CorruptionCheck:
     # --- what is found ---------------------------------------------------------------------------------------
 
     def _gather(self, values: torch.Tensor) -> list[list[int]]:
-        """Returns the values of every rank. Synchronizes with the device."""
         rows = [torch.empty_like(values) for _ in range(self._parallel.world_size)]
         dist.all_gather(rows, values)
         return [row.tolist() for row in rows]
@@ -221,7 +219,8 @@ class CorruptionCheck:
 
 
 def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of the bit patterns of all elements, int64 0-d on `device`; 0 without tensors. Copies nothing."""
+    """Returns the sum of the bit patterns of all elements, int64 0-d on `device`, or 0 without tensors. Copies
+    nothing."""
     sums = [torch.zeros((), dtype=torch.int64, device=device)]
     for tensor in tensors:
         integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
@@ -230,10 +229,8 @@ def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:
-    """Returns rank -> difference of its sum from its replicas' sums; empty if all are equal.
-
-    A value that more than half of the replicas have counts as right; without such a majority every rank is suspect.
-    """
+    """Returns a dict rank -> difference of its sum from its replicas' sums, which is empty if all are equal. A value
+    that more than half of the replicas have counts as right. Without such a majority every rank is suspect."""
     (most, count), *others = Counter(sums.values()).most_common()
     if not others:
         return {}
@@ -252,5 +249,4 @@ def _difference(row: list[int]) -> str:
 
 
 def needs_check(config: MonitorConfig) -> bool:
-    """Returns True if any of the checks is enabled."""
     return config.recheck_spikes or config.recheck_every_steps > 0 or config.compare_replicas_every_steps > 0

@@ -1,4 +1,4 @@
-"""Watches statistics of the layers that often jump before the loss does, at logged steps, which measure them."""
+"""Watch statistics of the layers that often jump before the loss does, at logged steps, which measure them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ stream, attention logits, indexer loss, spread and saturation of the indexer's s
 
 
 class LayerWatch:
-    """Judges the logarithm of each statistic of each layer against its last values: median of 8 + max(8 deviations,
-    log 4), the deviation from the differences of neighbours."""
+    """Judges the logarithm of each statistic of each layer against its last values. The limit is the median of 8
+    values plus max(8 deviations, log 4). The deviation follows from differences of neighbours."""
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history

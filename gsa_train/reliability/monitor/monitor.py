@@ -1,8 +1,8 @@
-"""Acts on the verdicts on the steps, on the host: counts spikes, logs events, applies the policy `monitor.action`.
+"""Act on the verdicts about steps, on the host: count spikes, log events, and apply the policy `monitor.action`.
 
-The device judges a step and skips its update if needed, before the host knows (spikes.py). The host reads a verdict
-READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first. So all ranks, and every repetition
-of the run, act at the same step, and the host never waits for the current step.
+The device judges a step and skips its update if needed (spikes.py), before the host knows. The host reads a verdict
+READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first. All ranks, and every repetition of
+the run, therefore act at the same step. The host never waits for the current step.
 
 Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """
@@ -41,7 +41,7 @@ class MonitorStop(RuntimeError):
 
 
 class NotFinite(MonitorStop):
-    """State to be saved, or the last validation loss, is not finite; no batch is known to be the cause."""
+    """A state to be saved, or the last validation loss, is not finite. No batch is known to be the cause."""
 
     def __init__(self, why: str, step: int) -> None:
         """`step` is the last trained step, counted from 1."""
@@ -57,8 +57,6 @@ class NotFinite(MonitorStop):
 
 
 class SpikeFound(NamedTuple):
-    """A spike that asks for a rewind."""
-
     first_step: int
     """First flagged step, counted from 1."""
     last_step: int
@@ -99,7 +97,6 @@ class MonitorState:
     """Each rewind in order, as a dict of gsa_train.run_folder.rewind.Rewind."""
 
     def entering(self, phase_index: int) -> MonitorState:
-        """Returns this state for the beginning of another phase."""
         if phase_index == self.phase_index:
             return self
         kept = ("judged_steps", "spikes", "skipped_updates", "score_steps", "rewinds")
@@ -112,8 +109,6 @@ class _Unread(NamedTuple):
 
 
 class Monitor:
-    """Monitor of one phase."""
-
     def __init__(
         self,
         config: MonitorConfig,
@@ -142,19 +137,17 @@ class Monitor:
     # --- a step --------------------------------------------------------------------------------------------
 
     def lr_factor(self, step: int) -> float:
-        """Returns the factor on the learning rates of a step."""
         lowered = any(first <= step <= last for first, last in self._state.lowered)
         return self._config.lower_lr_factor if lowered else 1.0
 
     def observe(self, step: int, verdict: Verdict) -> None:
-        """Start the copy of a verdict to the host."""
         self._unread.append(_Unread(step, ToHost(verdict.row)))
 
     def read(self, through: int) -> SpikeFound | None:
         """Read the verdicts on the steps up to `through` and act on them.
 
         Returns:
-            The spike, if one requires a rewind; later verdicts are then not read.
+            The spike, if a spike requires a rewind; later verdicts are then not read.
 
         Raises:
             MonitorStop: a spike ends the run.
@@ -192,7 +185,7 @@ class Monitor:
         }
 
     def state(self) -> MonitorState:
-        """Returns the current state; every step must have been read. Synchronizes with the device."""
+        """Returns the current state. Every step must have been read. Synchronizes with the device."""
         assert not self._unread
         self._state.detector = self.detector.state()
         self._state.layers = self._layers.history
@@ -240,7 +233,7 @@ class Monitor:
         if config.action == "stop":
             raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)", step)
         if config.action == "lower_lr":
-            # Not earlier: a run that is stopped and resumed in between must use the same rates.
+            # No earlier step: a run that is stopped and resumed in between must use the same rates.
             first = step + READ_DELAY_STEPS + 1
             # The next phase has its own learning rate.
             last = min(first + config.lower_lr_steps - 1, self._phase_range.end)
@@ -278,6 +271,6 @@ class Monitor:
 
 
 def state_of(saved: dict[str, Any]) -> MonitorState:
-    """Returns the state from a checkpoint; it is empty for versions without monitor."""
+    """Returns the state from a checkpoint, which is empty for versions without monitor."""
     pairs = {name: [tuple(pair) for pair in saved.get(name, [])] for name in ("recent", "lowered")}
     return MonitorState(**{**saved, **pairs})

@@ -1,11 +1,11 @@
-"""Detects spikes on the device, with the same result on all ranks, before the update.
+"""Detect spikes on the device before the update, with the same result on all ranks.
 
-A step's loss and gradient norm over the global batch are compared with the last `window_steps` steps. The verdict masks
-the update on the device; the host reads it later (monitor.py). `robust` compares the logarithm of the gradient norm,
-whose noise is multiplicative and has a long tail; `sigma` compares the norm itself.
+A step's loss and gradient norm over the global batch are compared with the last `window_steps` steps. The verdict
+masks the update on the device, and the host reads the verdict later (monitor.py). `robust` compares the logarithm of
+the gradient norm, whose noise is multiplicative and has a long tail. `sigma` compares the norm itself.
 
 A large gradient with a usual loss is most often caused by a short stretch of unusual text. If clipping bounds its
-update, `robust` flags it only if the loss then rises or the norm stays large.
+update, `robust` flags the step only if the loss then rises or the norm stays large.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 
 
 class Verdict(NamedTuple):
-    """Verdict on one step; on the device."""
-
     applied: torch.Tensor
     """0-d bool: the update is made."""
     row: torch.Tensor
@@ -48,8 +46,6 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Verdict on one step, on the host."""
-
     loss: float
     """Nats per scored token of the global batch."""
     grad_norm: float
@@ -66,7 +62,7 @@ class Row:
         return self.loss_spikes or self.grad_norm_spikes or not self.finite
 
     def strongest(self) -> tuple[str, float, float]:
-        """Returns signal, value and limit to report: a value that is not finite first, then the loss."""
+        """Returns signal, value and limit to report. A value that is not finite comes first, then the loss."""
         if not math.isfinite(self.loss) or (self.loss_spikes and self.finite):
             return "loss", self.loss, self.loss_limit
         return "grad_norm", self.grad_norm, self.grad_norm_limit
@@ -98,7 +94,7 @@ class SpikeDetector:
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         """Returns the verdict on a step, and adds the step to the history.
 
-        Spikes are added, too: they change a median only once they fill half of the window, and then are the new level.
+        Spikes are added, too. They change a median only once they fill half of the window, and then are the new level.
 
         Args:
             loss: 0-d, over the global batch.
@@ -132,7 +128,7 @@ class SpikeDetector:
         return Verdict(applied, torch.cat([values[:2], shown, flags]))
 
     def take_back(self) -> None:
-        """Remove the last judged step from the history; at most one step."""
+        """Remove the last judged step from the history. Only one step can be removed."""
         self._history, self._streak = self._earlier
         self._steps -= 1
 
@@ -145,8 +141,8 @@ class SpikeDetector:
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
     def _limits(self) -> torch.Tensor:
-        """Returns fp32 [4, signal]: limits of the next step by itself, with preceding steps, with the other signal, and
-        by itself if it is clipped."""
+        """Returns four limits of the next step, fp32 [4, signal]. They judge the step by itself, with preceding steps,
+        with the other signal, and by itself if it is clipped."""
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
             return self._no_limits
@@ -158,14 +154,14 @@ class SpikeDetector:
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Returns median + max(sigmas * deviation, least rise).
 
-        The median is the lower of the medians of the window and of the last 32 steps: it follows a falling loss, and
-        stays low for a slowly rising one. The deviation comes from the differences of steps 8 and 32 apart about their
-        median, so that neither a trend nor an earlier spike widens it.
+        The median is the lower of the medians of the window and of the last 32 steps. It follows a falling loss, and
+        stays low for a slowly rising loss. The deviation is the median absolute deviation of the differences between
+        steps 8 or 32 apart, so that neither a trend nor an earlier spike widens it.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
         spread = torch.zeros_like(level)
         for lag in LAGS_STEPS:
-            if history.shape[1] >= 2 * lag:  # else there are too few differences
+            if history.shape[1] >= 2 * lag:  # otherwise there are too few differences
                 differences = history[:, lag:] - history[:, :-lag]
                 deviations = (differences - _median(differences)[:, None]).abs()
                 spread = torch.maximum(spread, _median(deviations))
@@ -173,7 +169,8 @@ class SpikeDetector:
         return level + torch.stack([single, lasting, TOGETHER * single, ALONE * single])
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
-        """Returns OLMo-core's limit: mean + sigmas * standard deviation, spikes included; none for lasting spikes."""
+        """Returns OLMo-core's limit: mean + sigmas * standard deviation, including spikes. Lasting spikes have no
+        limit."""
         seen = history < torch.inf  # a phase may begin with steps that are not finite
         count = seen.sum(dim=1)
         mean = torch.where(seen, history, 0).sum(dim=1) / count
