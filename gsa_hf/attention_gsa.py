@@ -73,8 +73,8 @@ class GSARotaryEmbedding(nn.Module):
 def indexer_angles(
     rotary: GSARotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, pool: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return cosines and sines [B, L, DI] for the indexer. With groups of `pool` keys, also return cosines and sines for
-    the keys, which have the angle of their group's first key. An incomplete group then has a mean, too."""
+    """Return cosines and sines [B, L, DI] for the indexer. With groups of `pool` keys also return separate ones for the
+    keys, which have the angle of their group's first key. An incomplete group then has a mean, too."""
     angles = rotary(x, position_ids)
     return angles if pool == 1 else (*angles, *rotary(x, position_ids - position_ids % pool))
 

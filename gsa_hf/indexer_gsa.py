@@ -98,7 +98,7 @@ def key_groups(size: int, slots: torch.Tensor, position_ids: torch.Tensor, order
 
 
 class GSAIndexer(nn.Module):
-    """Computes scores I[t, s] of key s for query t. Each token has HI queries q[t, j], HI weights w[t, j] and a key k[s].
+    """Computes the score I[t, s] of key s for query t. A token has HI queries q[t, j], HI weights w[t, j], a key k[s].
 
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
@@ -155,7 +155,7 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Return whether the scores add the bias c in fp32, as in training. A projection that quantisation or an adapter
+        """Return whether `scores` adds the bias c in fp32, as in training. A projection that quantisation or an adapter
         has replaced adds its bias itself."""
         return type(self.weights_proj) is nn.Linear
 
