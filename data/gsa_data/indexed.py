@@ -5,7 +5,7 @@ int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in byte
 of each document [D] (the last is S). The layout follows megatron.core.datasets.indexed_dataset.
 
 Every dataset is a shard of this corpus, and every document is a line of the shard. Sizes and pointers must fit exactly,
-because megatron-core checks no sizes. The format has no checksums, so ids are compared with the vocabulary while reading.
+because megatron-core checks no sizes. The format has no checksums, so the reader compares ids with the vocabulary.
 """
 
 from __future__ import annotations

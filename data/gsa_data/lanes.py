@@ -3,7 +3,7 @@
 A run has `num_lanes` endless token streams, the lanes. Every shard is cut into `parts`, and a (shard, part) is a unit.
 Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes. A lane reads its units one
 after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number of
-lanes, the tokenizer and the weights of sources (source_weights.py). Ranks, workers and prefetch do not change the order.
+lanes, the tokenizer and the weights of sources (source_weights.py), not on ranks, workers or prefetch.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class OpenUnit(NamedTuple):
     thinning: Thinning | None
 
     def is_lost(self, line: int) -> bool:
-        """Returns whether a line is lost. A shard may fail or lose its end between a save and a resume. Other lines keep
-        their index."""
+        """Returns whether a line is lost. A shard may fail or lose its end between a save and a resume. The other lines
+        keep their index."""
         return line >= len(self.lines)
 
     def line_at(self, document: int, copy: int) -> int:
@@ -93,8 +93,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields (document, copy) of all slots from the given slot on. Slots without a copy are passed over. With
-        `first_in_any_case` the first slot is not."""
+        """Yields (document, copy) of all slots from the given slot on. `first_in_any_case` includes the given slot even
+        if no document has this copy."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy
