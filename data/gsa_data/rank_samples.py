@@ -58,9 +58,9 @@ def last_sample(lane: int, consumed_samples: int, num_lanes: int) -> int:
 class RankSamples(IterableDataset[list[Block]]):
     """Yields the samples of one rank. Worker w of W yields every W-th sample, starting at w, in groups.
 
-    If ranks x workers does not divide num_lanes, several readers share a lane. The start of a block depends on all earlier
-    blocks, so each of these readers makes all blocks of the lane. A reader drops the other readers' blocks and counts.
-    Every block is therefore returned and counted once.
+    If ranks x workers does not divide num_lanes, several readers share a lane. The start of a block depends on all
+    earlier blocks, so each of these readers makes all blocks of the lane, and drops the other readers' blocks and
+    counts. Every block is therefore returned and counted once.
     """
 
     def __init__(
@@ -142,9 +142,7 @@ def group_blocks_of(config: StreamConfig) -> int:
 
 def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Block, None, None]:
     """Yields the rank's blocks in the order of their numbers. Workers start at once and fill their queues."""
-    if (
-        config.num_workers == 0
-    ):  # for prepared tokens a DataLoader would cost as much time as the block itself
+    if config.num_workers == 0:  # a DataLoader would cost as much time as a block of prepared tokens
         return (block for group in samples for block in group)
     return _undo_dealing(_start_workers(samples, config), config.num_workers)
 
@@ -210,9 +208,9 @@ def _next_group(groups: Any) -> list[Block]:
 def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only at the SIGTERM or death of the training process `trainer`.
 
-    torchrun and Slurm also send SIGTERM to readers, while training still needs text to stop cleanly. The function checks
-    the process id, because with a fork server `trainer` is not the reader's parent. torch also ends a reader whose
-    training process is gone, but not a reader with a full queue.
+    torchrun and Slurm also send SIGTERM to readers, while training still needs text to stop cleanly. The function
+    checks the process id, because with a fork server `trainer` is not the reader's parent. torch also ends a reader
+    whose training process is gone, but not a reader with a full queue.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

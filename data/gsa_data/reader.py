@@ -1,8 +1,8 @@
 """Define the interface of shard readers, which return the lines of one shard as tokens.
 
-There are four readers. TextReader tokenizes shards of text, and ChatReader (chat.py) tokenizes conversations. TokenReader
-(token_files.py) maps the files of `prepare.py tokens`, and IndexedReader (indexed.py) maps megatron-core's datasets. The
-lanes, the packing and the stream do not distinguish readers.
+There are four readers. TextReader tokenizes shards of text, and ChatReader (chat.py) tokenizes conversations.
+TokenReader (token_files.py) maps the files of `prepare.py tokens`. IndexedReader (indexed.py) maps megatron-core's
+datasets. The lanes, the packing and the stream do not distinguish readers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ShardReader(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Returns the shards and the fingerprint that define the order. Token files have the manifest of their source."""
+        """Returns the shards and the fingerprint that define the order. Token files have their source's manifest."""
         ...
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """Open every parts-th line of a shard, starting at line `part`.
 
-        `counters` counts the faults of the whole shard (see documents.read_documents). Raises DataFault for a shard that
-        the reader's policy refuses.
+        `counters` counts the faults of the whole shard (see documents.read_documents). Raises DataFault for a shard
+        that the reader's policy refuses.
         """
         ...
 

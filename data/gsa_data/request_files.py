@@ -2,7 +2,7 @@
 
 A folder holds `requests.jsonl.gz` or `requests.jsonl`, with one request per line. `doc_id` numbers the question, and
 `idx` numbers its continuations. `label` is the `idx` of the right continuation, and has no meaning for a single
-continuation. `request` has `context` and `continuation`. The module does not import torch, because config checks use it.
+continuation. `request` has `context` and `continuation`. Config checks use this module, so it does not import torch.
 """
 
 from __future__ import annotations
