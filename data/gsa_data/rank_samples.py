@@ -193,9 +193,7 @@ def _next_group(groups: Any) -> list[Block]:
         if not str(error).startswith("DataLoader "):
             raise
         for worker in groups._workers:  # a hanging worker would keep this process from ending
-            with contextlib.suppress(
-                RuntimeError
-            ):  # torch raises at any place when a reader dies
+            with contextlib.suppress(RuntimeError):  # torch raises at any place when a reader dies
                 worker.kill()
                 worker.join(5)
         raise DataFault(

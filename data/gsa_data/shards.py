@@ -57,8 +57,8 @@ def build_manifest(root: str, text_field: str = "text", reading: Reading | None 
         root: a folder or an fsspec address such as s3://bucket/folder
         reading: policy for shards with the same text under two names; the default refuses them
 
-    Raises DataFault if the folder cannot be listed completely, if it has no shard, if a needed package is not installed,
-    or if a shard has a copy and `reading` does not skip copies.
+    Raises DataFault if the folder cannot be listed completely or has no shard, if a needed package is not installed, or
+    if a shard has a copy and `reading` does not skip copies.
     """
     reading = reading or Reading()
     return manifest_of(root, list_files(root, reading), text_field, reading)

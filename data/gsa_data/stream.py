@@ -196,11 +196,10 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the `local_state()` of all data-parallel ranks into one state of plain values.
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
-    packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations),
-    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document,
-    token_offset, copy, lines]), pools ([num_lanes][waiting documents][the same]).
-    If ranks share a lane, the rank with the lane's newest block has the position. Raises ValueError if ranks are missing
-    or disagree.
+    packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations), seq_len_tokens,
+    source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]),
+    pools ([num_lanes][waiting documents][the same]). If ranks share a lane, the rank with the lane's newest block has
+    the position. Raises ValueError if ranks are missing or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}

@@ -17,15 +17,15 @@ class StreamConfig:
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. A resume may change the length without losing a token."""
     num_lanes: int
-    """The number of lanes is fixed for the run. More lanes mix more documents into a batch. With few shards use few lanes
-    (8). Any number of readers (data-parallel ranks x workers) works, but each block is made by
-    readers / gcd(readers, num_lanes) readers."""
+    """The number of lanes is fixed for the run. More lanes mix more documents into a batch. With few shards use few
+    lanes (8). Any number of readers (data-parallel ranks x workers) works, but each block is made by readers /
+    gcd(readers, num_lanes) readers."""
     seed: int
     shuffle_documents: bool = True
     """Whether to permute the documents inside each shard. Shards are always permuted."""
     source_weights: Mapping[str, float] = field(default_factory=dict)
-    """How often an epoch has each document of a source (source_weights.py). The default weight is 1. A resume may change
-    the weights for the text after the saved position."""
+    """How often an epoch has each document of a source (source_weights.py). The default weight is 1. A resume may
+    change the weights for the text after the saved position."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """Whether to cut blocks from concatenated documents, or to fill blocks with whole documents (best_fit.py)"""
     packing_pool_documents: int = 128
@@ -35,7 +35,7 @@ class StreamConfig:
     num_workers: int = 0
     """Number of reader processes per rank. With 0 the training process reads."""
     prefetch_blocks: int = 64
-    """Number of blocks that each rank prefetches with workers. They should cover the time to open a shard (about 1 s)."""
+    """Number of blocks that each rank prefetches with workers, to cover the time to open a shard (about 1 s)"""
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "num_lanes", "packing_pool_documents", "prefetch_blocks"):

@@ -8,9 +8,9 @@ For every shard of the source the folder has two files at the same relative path
                    sources [lines] (not in format version 1)
 
 A line with a fault k > 0 has no tokens, and the k-th fault in the shard's record is its fault. A run therefore counts
-the same faults as with the source. A line with source s >= 0 has the s-th source (from 0) in the record. The source of a
-line with a fault is -1. `tokens.json` at the root has the source's shards, the tokenizer and one record per shard. It is
-written last.
+the same faults as with the source. A line with source s >= 0 has the s-th source (from 0) in the record. The source of
+a line with a fault is -1. `tokens.json` at the root has the source's shards, the tokenizer and one record per shard. It
+is written last.
 """
 
 from __future__ import annotations
