@@ -1,11 +1,11 @@
-"""Build the bundled sample, train a tokenizer, tokenize shards once.
+"""Build the bundled sample, train a tokenizer, or tokenize shards once.
 
     python data/prepare.py sample --out data/sample
     python data/prepare.py tokenizer --shards data/sample/train --out data/sample/tokenizer.model
     python data/prepare.py tokens --data data/sample/train --tokenizer data/sample/tokenizer.model --out DIR
 
 `sample` collects the Python standard library and the Rust books, drops exact duplicates, and writes shards in
-SlimPajama's layout with a manifest.json and the licences. `tokenizer` and `tokens` come from gsa_data/prepare.py,
+SlimPajama's layout with a manifest.json and the licences. gsa_data/prepare.py describes `tokenizer` and `tokens`,
 which an installation has as `gsa-prepare`.
 """
 
@@ -38,33 +38,33 @@ MIN_CHARACTERS = 200  # shorter files are redirects and empty packages
 VALIDATION_FRACTION = 0.025
 PYTHON, RUST = "PythonStdlib", "RustBooks"
 
-# Other people's packages, generated tables, the data of the test suite, and lib2to3 with its fixtures.
+# These paths hold other people's packages, generated tables, the data of the test suite, and lib2to3 with its fixtures.
 PYTHON_LEFT_OUT = re.compile(
     r"^test/(?!test_[^/]*\.py$)|./test/"
     r"|(^|/)(site-packages|tests|idle_test|lib2to3|encodings|ensurepip|config-[^/]*)/"
     r"|^_sysconfigdata|^pydoc_data/|^html/entities\.py$|^LICENSE\.txt$"
 )
-# The embedded book is left out: its prose is CC-BY-SA-4.0.
+# The embedded book is left out, because its prose is CC-BY-SA-4.0.
 RUST_BOOKS = (
     "book", "cargo", "clippy", "edition-guide", "error_codes", "nomicon", "reference", "rust-by-example",
     "rustc", "rustdoc", "style-guide", "unstable-book",
 )  # fmt: skip
-# Whole-book pages repeat the others, translations repeat the English, test-summary is a generated table.
+# Whole-book pages repeat other pages, translations repeat the English text, and test-summary is a generated table.
 RUST_LEFT_OUT = re.compile(r"(^|/)(print|toc|404|test-summary)\.html$|^rust-by-example/(es|ja|ko|zh)/")
 
-RUST_OLD_EDITION = "edition of the book is no longer distributed"  # hundreds of such pages, all alike
+RUST_OLD_EDITION = "edition of the book is no longer distributed"  # hundreds of pages have this text
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one document goes: a split and a number from which its shard and its order there follow."""
+    """Says where one document goes: a split, and a number that decides its shard and its order in the shard."""
 
     split: str
     order: int
 
 
 def place_of(text: str) -> Place:
-    """Split and order of a document from its own hash, so that they do not depend on what else there is."""
+    """Returns the place of a document. The document's hash decides it, so other documents do not change it."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     draw = int.from_bytes(digest[:8], "big") / 2**64
     split = "validation" if draw < VALIDATION_FRACTION else "train"
@@ -72,7 +72,7 @@ def place_of(text: str) -> Place:
 
 
 def python_documents(stdlib: Path) -> Iterator[str]:
-    """The standard library's sources and notes, and the language reference that `help()` shows."""
+    """Yields the standard library's sources and notes, and the language reference that `help()` shows."""
     for path in sorted(stdlib.rglob("*")):
         relpath = path.relative_to(stdlib).as_posix()
         if path.suffix in (".py", ".txt", ".rst") and not PYTHON_LEFT_OUT.search(relpath):
@@ -84,7 +84,7 @@ def python_documents(stdlib: Path) -> Iterator[str]:
 
 
 def without_repeats(texts: Iterable[str]) -> Iterator[str]:
-    """Yields texts, longest first, if at most half their long lines stand in a longer text already yielded."""
+    """Yields texts, longest first. A text is left out if a longer text has more than half of its long lines."""
     given: set[str] = set()
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         lines = {line for line in text.split("\n") if len(line) > 40}
@@ -94,7 +94,7 @@ def without_repeats(texts: Iterable[str]) -> Iterator[str]:
 
 
 def rust_documents(html: Path) -> Iterator[str]:
-    """The pages of the Rust books as text; the long change logs version by version."""
+    """Yields the pages of the Rust books as text. A long change log gives a document per version."""
     for book in RUST_BOOKS:
         for path in sorted((html / book).rglob("*.html")):
             if RUST_LEFT_OUT.search(path.relative_to(html).as_posix()):
@@ -108,7 +108,7 @@ def rust_documents(html: Path) -> Iterator[str]:
 
 
 def write_corpus(documents: Iterable[Document], out: Path, train_shards: int) -> dict[str, object]:
-    """Deduplicate, split, order by hash and write; returns the `shards` and `sources` part of the manifest."""
+    """Deduplicate, split, order by hash and write documents. Returns `shards` and `sources` for the manifest."""
     if any((out / split).exists() for split in ("train", "validation")):
         raise DataFault(f"{out} already holds a corpus; remove its train and validation folders first")
     shard_lines: dict[str, list[tuple[int, bytes]]] = {}

@@ -1,9 +1,8 @@
-"""The small conversation set that configs/demo_sft.yaml trains on: always the same lines.
+"""Write the small conversation set for configs/demo_sft.yaml, which always has the same lines.
 
     python data/sample_conversations.py --out data/sample_chat
 
-About Python, in the words of a few patterns: enough to see that a model learns the form of an answer and where it
-ends, not to make it useful.
+A few patterns make conversations about Python. A model can learn from them only the form and the end of an answer.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ VALIDATION_SHARE = 0.12
 
 
 def conversations() -> list[list[tuple[str, str]]]:
-    """Of (role, content), in a fixed order."""
+    """Returns conversations as lists of (role, content), in a fixed order."""
     made: list[list[tuple[str, str]]] = []
 
     def add(*turns: str) -> None:

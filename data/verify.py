@@ -1,12 +1,15 @@
-"""Check a corpus folder: every shard unpacks, every line parses, and all is as manifest.json says.
+"""Check that every shard of a corpus folder unpacks, that every line parses, and that manifest.json is right.
 
     python data/verify.py data/sample
     python data/verify.py data/sample/train --tokenizer data/sample/tokenizer.model --seq-len 4096
 
-Prints one row per shard and the problems found; the exit code is 1 when there are any, 2 where it cannot look. With a
-tokenizer also what either way of packing (data.packing) does to the documents of an epoch: the share of the labels that
-only fill sequences up, the share of the documents that are cut, the documents, or parts of documents, in a sequence,
-and the share of the queries that see more keys than they select (gsa.k_base), with a warning where it is below a half.
+The command prints one row per shard, and the problems. The exit code is 1 if there are problems, and 2 if the command
+cannot check the folder. With a tokenizer it also prints four values for each way of packing (data.packing):
+
+    the share of labels that only fill sequences
+    the share of documents that are cut
+    the number of documents, or parts of documents, in a sequence
+    the share of queries with more causal keys than they select (gsa.k_base), with a warning below a half
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class ShardReport:
 def verify_shard(
     root: Path, relpath: str, expected: dict[str, Any] | None, text_field: str = "text"
 ) -> ShardReport:
-    """Read one shard. `expected` is its entry in manifest.json, None when there is no manifest."""
+    """Read one shard. `expected` is its entry in manifest.json, or None without a manifest."""
     problems: list[str] = []
     parsed: list[Document | str] = []
     size_bytes = (root / relpath).stat().st_size
@@ -81,7 +84,7 @@ def verify_shard(
 
 
 def verify_corpus(root: Path, text_field: str = "text") -> tuple[list[ShardReport], list[str]]:
-    """Reports of all shards under `root`, and all problems: theirs, and shards missing or not listed."""
+    """Returns reports of all shards below `root`, and all problems, also of missing and unlisted shards."""
     manifest_file = root / "manifest.json"
     listed: dict[str, dict[str, Any]] | None = None
     if manifest_file.is_file():
@@ -103,31 +106,31 @@ def verify_corpus(root: Path, text_field: str = "text") -> tuple[list[ShardRepor
 
 
 class Packed(NamedTuple):
-    """What a way of packing does to the documents of one epoch."""
+    """Holds the effects of packing on the documents of one epoch."""
 
     filler_share: float
-    """Of the labels."""
+    """Share of the labels that are filler"""
     cut_share: float
-    """Of the documents."""
+    """Share of the documents that are cut"""
     documents_per_block: float
-    """Parts of documents included."""
+    """Number of documents or parts of documents per block"""
 
 
 LEAST_SPARSE_SHARE = 0.5
-"""Of the queries; a model whose attention is sparse for fewer is hardly one."""
+"""A smaller share of queries with sparse attention gives a warning."""
 
 
 def sparse_share(parts: NDArray[np.int64], k_base: int) -> float:
-    """Share of the queries that see more than k_base keys, where attention ends with the document.
+    """Returns the share of queries with more than k_base causal keys, if attention ends with the document.
 
     Args:
-        parts: tokens of each document, or part of one, in a sequence.
+        parts: number of tokens of each document, or part of a document, in a sequence
     """
     return float(np.maximum(parts - k_base, 0).sum() / parts.sum())
 
 
 def concatenated_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.int64]:
-    """Lengths of what each lane is cut into by the ends of documents and of sequences."""
+    """Returns the lengths of the parts of documents in sequences, with packing `concatenate`."""
     cuts = []
     for lengths in lanes:
         ends = np.cumsum([0, *lengths])
@@ -136,7 +139,7 @@ def concatenated_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[n
 
 
 def best_fit_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.int64]:
-    """Returns the lengths of the documents; only those that fit into no sequence are cut."""
+    """Returns the lengths of the parts of documents in sequences, with packing `best_fit`."""
     parts: list[int] = []
     for length in itertools.chain(*lanes):
         while length > seq_len_tokens + 1:
@@ -147,7 +150,7 @@ def best_fit_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.in
 
 
 def lane_lengths(manifest: Manifest, tokenizer: Tokenizer, num_lanes: int) -> list[list[int]]:
-    """Tokens of the documents of each lane in one epoch, with their EOS, in the order of a run with seed 0."""
+    """Returns the lengths of each lane's documents in one epoch, with EOS, in the order of a run with seed 0."""
     reader = LaneReader(TextReader(manifest, tokenizer, Reading()), num_lanes, 0, True)
     epochs = (
         itertools.takewhile(lambda piece: piece[0].epoch == 0, reader.pieces(lane))
@@ -161,7 +164,7 @@ def concatenated(lanes: list[list[int]], seq_len_tokens: int) -> Packed:
     for lengths in lanes:
         begin = 0
         for length in lengths:
-            # Block b holds the tokens b L to (b + 1) L of the lane, both included; the first opens no block alone.
+            # Block b holds the tokens b L to (b + 1) L of the lane, both included.
             first, last = begin // seq_len_tokens, max(begin, begin + length - 2) // seq_len_tokens
             parts += last - first + 1
             cut += last > first
@@ -171,7 +174,7 @@ def concatenated(lanes: list[list[int]], seq_len_tokens: int) -> Packed:
 
 
 def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int) -> Packed:
-    """Of as many blocks as an epoch fills, in a run that began some epochs ago: its pool has long been full."""
+    """Returns the effects over one epoch of a run whose pool is already full."""
     counters: Counter[str] = Counter()
     for lengths in filter(None, lanes):  # an epoch of a small corpus may leave a lane out
         documents: Iterator[tuple[Cursor, AnyTokens]] = (

@@ -1,4 +1,4 @@
-"""Gated Sparse Attention in a plain torch model: on a GPU by the fused kernels, elsewhere by the reference.
+"""Use Gated Sparse Attention in a plain torch model. A GPU runs the fused kernels, a CPU runs plain torch.
 
 PYTHONPATH=kernels python examples/gsa_in_your_model.py [STEPS]
 """
@@ -59,7 +59,7 @@ def main(steps: int) -> None:
         loss = nn.functional.cross_entropy(head(x).flatten(0, 1), tokens[:, 1:].flatten())
         indexer_loss = torch.stack(indexer_losses).mean()
         optimizer.zero_grad()
-        (loss + indexer_loss).backward()  # the second trains the indexers alone
+        (loss + indexer_loss).backward()  # the indexer loss trains only the indexers
         optimizer.step()
         for block in blocks:
             block.attention.update_variance_ema()

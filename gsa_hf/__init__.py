@@ -1,7 +1,7 @@
-"""Gated Sparse Attention models in Hugging Face's transformers.
+"""Provide Gated Sparse Attention models for Hugging Face's transformers.
 
-Importing this package registers `model_type` "gsa" with AutoConfig, AutoModel and AutoModelForCausalLM, and
-`attn_implementation="gsa"`, which runs on the kernels of `gsa_kernels`.
+The import of this package registers `model_type` "gsa" with AutoConfig, AutoModel and AutoModelForCausalLM. It also
+registers `attn_implementation="gsa"`, which runs the kernels of `gsa_kernels`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Attention of one layer: projections, gates, rotary embedding, and attention over the selected keys."""
+"""Compute the attention of one layer: projections, gates, rotary embedding, and attention over the selected keys."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ class GSARMSNorm(nn.Module):
 
 
 class GSARotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, for the first `partial_rotary_factor` of a head's channels."""
+    """Computes cosines and sines of positions, for the first `partial_rotary_factor` of a head's channels."""
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
@@ -62,7 +62,7 @@ class GSARotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosines and sines [B, L, rotated channels] of positions [B, L], in the dtype of x."""
+        """Return cosines and sines [B, L, rotated channels] of positions [B, L], in the dtype of x."""
         angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
@@ -99,8 +99,9 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output [B, L, H, D] and probabilities, for query [B, H, L, D], key and value [B, Hkv, Lk, D], mask bool
-    [B, 1, L, Lk]."""
+    """Return the output [B, L, H, D] and the probabilities [B, H, L, Lk].
+
+    The query is [B, H, L, D], key and value are [B, Hkv, Lk, D], and the mask is bool [B, 1, L, Lk]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     logits = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -111,7 +112,7 @@ def eager_attention_forward(
 
 
 class GSAAttention(nn.Module):
-    """Attention of one layer: dense, or sparse over what its own or an earlier layer's indexer selected."""
+    """Attends to all keys in a dense layer, or to the keys that the indexer of this or an earlier layer selected."""
 
     def __init__(self, config: GSAConfig, layer_idx: int) -> None:
         super().__init__()
@@ -159,22 +160,21 @@ class GSAAttention(nn.Module):
         Args:
             hidden_states: [B, L, d], normalised
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
-            attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None for the kernels
+            attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             position_ids: int64 [B, L]
             indexer_embeddings: result of `indexer_angles`, if the indexer has a rotary embedding
-            selection: selection of an earlier layer for this one; bool [B, L, Lk], or the kernels' type
-            kernel_pass: places of the tokens, for the kernels
+            selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type
+            kernel_pass: data about the tokens' places, if kernels run
 
         Returns:
-            output [B, L, d]; probabilities, only with "eager"; the selection, for later layers; the indexer loss.
+            the output [B, L, d], the probabilities (only with "eager"), the selection, and the indexer loss
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = self.project(hidden_states, position_embeddings, shape)
         slots = torch.arange(shape[1], device=q.device)
         if cache is not None:
-            slots = slots + cache.get_seq_length(
-                self.layer_idx
-            )  # before the update, which may move it in place
+            # Read the length before the update, which may change it in place.
+            slots = slots + cache.get_seq_length(self.layer_idx)
             k, v = cache.update(k, v, self.layer_idx)
         tokens = rows = None
         if output_indexer_loss and self.indexer is not None and self.config.indexer_pool > 1:
@@ -236,7 +236,7 @@ class GSAAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         shape: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
+        """Return Q [B, H, L, D], and K and gated V [B, Hkv, L, D]."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (projection(hidden_states).view(shape) for projection in projections)
         if self.value_gate_proj is not None:
@@ -254,11 +254,11 @@ class GSAAttention(nn.Module):
     def _leave(
         self, out: torch.Tensor, logits: torch.Tensor | None, hidden_states: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the layer's output [B, L, d] for attention's [B, L, H, D].
+        """Apply G1 and the output projection to the attention output [B, L, H, D], and return [B, L, d].
 
         Args:
-            logits: logits of G1, if it is not applied yet
-            hidden_states: the layer's input
+            logits: the logits of G1, unless the kernels have applied G1
+            hidden_states: the layer's input, for G5
         """
         if logits is not None:
             out = gate_heads(out, logits, self.config)
@@ -280,7 +280,7 @@ class GSAAttention(nn.Module):
         visible: torch.Tensor,
         leaders: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Arguments and result as in `indexer_loss`."""
+        """Return `indexer_loss`, with the attention probabilities of q and k as target."""
         assert self.indexer is not None
         check_no_past(q.shape[2], k.shape[2])
         probs = mean_attention(q, k, attended, self.scaling)
@@ -288,7 +288,7 @@ class GSAAttention(nn.Module):
 
 
 def check_no_past(queries: int, keys: int) -> None:
-    """Raise ValueError if there is a past, since the indexer loss needs whole sequences."""
+    """Raise ValueError if the cache holds earlier keys, because the indexer loss needs whole sequences."""
     if keys != queries:
         raise ValueError(
             f"the cache holds {keys} keys for {queries} queries in training; pass use_cache=False"

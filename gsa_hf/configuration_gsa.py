@@ -1,4 +1,4 @@
-"""Configuration of Gated Sparse Attention models in transformers."""
+"""Define and check the configuration of Gated Sparse Attention models in transformers."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 INDEXED_LAYER = next(name for name in _INDEXED_NAMES if name in DYNAMIC_LAYER_TYPE_MAPPING)
-"""transformers' name for a layer whose cache also holds an indexer's keys; newer versions use
+"""The name in transformers of a layer whose cache also holds the indexer's keys. Newer versions of transformers use
 `indexed_attention`. A configuration may have either name."""
 DENSE_LAYER = "full_attention"
 SIZES = (
@@ -49,88 +49,91 @@ REMOVED = {"selection_query": "first", "index_block_query": "first"}
 @strict
 class GSAConfig(PreTrainedConfig):
     r"""
-    Sizes and choices of a [`GSAModel`]. The defaults are the 1.7B model of the paper (arXiv 2601.15305).
+    Holds the sizes and options of a [`GSAModel`]. The defaults are the 1.7B model of the paper (arXiv 2601.15305).
+    A small network, the indexer, scores the keys, and a query attends to its budget of keys with the highest scores.
 
     Args:
         qkv_bias (`bool`, *optional*, defaults to `False`):
-            Biases of the query, key and value projections.
+            Whether the query, key and value projections have biases.
         qk_norm (`bool`, *optional*, defaults to `False`):
-            RMSNorm on each head's query and key, before the rotary embedding.
+            Whether RMSNorm is applied to each head's query and key, before the rotary embedding.
         value_gate (`bool`, *optional*, defaults to `True`):
-            G2: values times sigmoid(h W + b), before attention.
+            Whether the gate G2 multiplies the values by sigmoid(h W + b), before attention.
         output_gate (`bool`, *optional*, defaults to `True`):
-            G1: attention's output times sigmoid(h W + b), elementwise and head-specific.
+            Whether the gate G1 multiplies the attention output by sigmoid(h W + b).
         key_gate, query_gate, projection_gate (`bool`, *optional*, defaults to `False`):
-            G3 on the keys and G4 on the queries, before their rotary embedding; G5 on what the output projection gives.
+            Whether G3 gates the keys and G4 the queries, before their rotary embedding, and G5 the result of the output
+            projection.
         gate_granularity (`str`, *optional*, defaults to `"elementwise"`):
-            Of all gates, as the next four: `"elementwise"`, or `"headwise"`, one for all channels of a head.
+            `"elementwise"` gates have a value for each channel, `"headwise"` gates one value for a head. This option
+            and the next four apply to all gates.
         gate_sharing (`str`, *optional*, defaults to `"head_specific"`):
-            `"head_specific"`, or `"head_shared"`, the same for all heads.
+            `"head_specific"` gates differ between heads, `"head_shared"` gates are equal for all heads.
         gate_form (`str`, *optional*, defaults to `"multiplicative"`):
-            `"multiplicative"`, or `"additive"`.
+            `"multiplicative"` gates multiply their input, `"additive"` gates are added to it.
         gate_activation (`str`, *optional*, defaults to `"sigmoid"`):
-            `"sigmoid"`, `"silu"`, `"ns_sigmoid"` (0.5 + 0.5 sigmoid) or `"identity"` of the logits h W + b.
+            Function of the logits h W + b: `"sigmoid"`, `"silu"`, `"ns_sigmoid"` (0.5 + 0.5 sigmoid) or `"identity"`.
         gate_input (`str`, *optional*, defaults to `"query_dependent"`):
-            `"query_dependent"`, or `"input_independent"`, whose logits are b alone.
+            `"query_dependent"` gates have the logits h W + b, `"input_independent"` gates the logits b.
         output_transform (`str`, *optional*, defaults to `"none"`):
-            In the place of G1: `"rms_norm"` of each head's attention output, or `"silu"` of it.
+            A replacement of G1: `"rms_norm"` or `"silu"` of each head's attention output.
         sandwich_norm (`bool`, *optional*, defaults to `False`):
             Whether to also apply RMSNorm after attention and after the feed-forward layer.
         num_experts (`int`, *optional*, defaults to 0):
-            Routed experts of a feed-forward layer, each a SwiGLU; 0: the layers are dense, of `intermediate_size`.
+            Number of routed SwiGLU experts of a feed-forward layer. With 0 the layers are dense.
         num_experts_per_tok (`int`, *optional*, defaults to 2):
-            Experts that a token is sent to.
+            Number of routed experts that process a token.
         moe_intermediate_size (`int`, *optional*, defaults to 256):
             Inner width of a routed expert.
         shared_expert_intermediate_size (`int`, *optional*, defaults to 0):
-            Inner width of an expert that every token is sent to; 0: none.
+            Inner width of the shared expert, which processes every token. With 0 there is no shared expert.
         mlp_only_layers (`list[int]`, *optional*):
-            Layers whose feed-forward layer is dense all the same.
+            Layers that keep a dense feed-forward layer.
         scoring_func (`str`, *optional*, defaults to `"softmax"`):
-            What makes scores of the router's logits: `"softmax"` or `"sigmoid"`.
+            The function of the router's logits that gives scores: `"softmax"` or `"sigmoid"`.
         norm_topk_prob (`bool`, *optional*, defaults to `True`):
-            The weights of a token's experts are their scores divided by the scores' sum; `False` there is not.
+            Whether the scores of a token's experts are divided by their sum. Only `True` is supported.
         routed_scaling_factor (`float`, *optional*, defaults to 1.0):
-            Factor of the weights.
+            Factor of the expert weights.
         router_bias (`bool`, *optional*, defaults to `False`):
-            The choice of the experts, not their weights, is by scores plus a bias of each expert.
+            Whether each expert has a bias, which is added to its score for the choice of experts, not for the weights.
         layer_types (`list[str]`, *optional*):
-            For each layer `"full_attention"` (dense, no indexer) or `"indexed_attention"` (sparse); sparse if unset.
+            `"full_attention"` (dense) or `"indexed_attention"` (sparse) for each layer. All layers are sparse if unset.
         index_n_heads (`int`, *optional*, defaults to 4):
-            Heads of the indexer.
+            Number of indexer heads.
         index_head_dim (`int`, *optional*, defaults to 64):
             Size of an indexer head.
         index_topk (`int`, *optional*, defaults to 2048):
-            Keys per query, before the budget adapts.
+            Number of selected keys per query, before the budget adapts.
         k_min (`int`, *optional*, defaults to 256):
             Smallest budget of a query, in keys.
         k_max (`int`, *optional*, defaults to 4096):
             Largest budget of a query, in keys.
         dense_below (`int`, *optional*, defaults to 0):
-            Queries that see fewer keys than this attend to all of them, whatever their budget.
+            Queries with fewer causal keys than this number attend to all of them.
         adaptive_k (`str`, *optional*, defaults to `"inverse"`):
-            How the variance v of a query's scores scales its budget, with its moving average a from training:
-            `"inverse"` topk * a / v, `"direct"` topk * v / a, `"off"` topk.
+            The budget of a query whose scores have the variance v, where a is the moving average of v from training:
+            `"inverse"` gives index_topk * a / v, `"direct"` gives index_topk * v / a, `"off"` gives index_topk.
         indexer_activation (`str`, *optional*, defaults to `"sigmoid"`):
-            Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer); `"plain"` and
-            `"qsa"` are these two without head weights.
+            Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer). `"plain"` is
+            `"sigmoid"` without head weights, and `"qsa"` is `"relu"` without head weights.
         indexer_norm (`bool`, *optional*, defaults to `False`):
-            RMSNorm on each head's query and on the key of the indexer, before the rotary embedding.
+            Whether RMSNorm is applied to the indexer's queries and keys, before the rotary embedding.
         indexer_rope (`bool`, *optional*, defaults to `False`):
-            Rotary embedding on the indexer's queries and keys.
+            Whether the rotary embedding is applied to the indexer's queries and keys.
         indexer_temperature (`float` or `str`, *optional*, defaults to 1.0):
             beta in softmax(beta * scores) of the indexer loss: a number, or `"learned"`.
         local_window (`int`, *optional*, defaults to 0):
-            Latest keys that are always selected, beside the budget.
+            Number of latest keys that every query attends to, in addition to its budget.
         selection_block (`int`, *optional*, defaults to 1):
             Queries in aligned blocks of this many share the selection of the first of them.
         indexer_pool (`int`, *optional*, defaults to 1):
-            Keys in groups of this many, counted from the beginning of their document: the indexer scores the mean of a
-            group, and the budget is spent on whole groups before the query's own, which it reads up to itself.
+            Number of keys in a group, counted from the start of the document. The indexer scores the mean of a group. A
+            query selects whole groups, and also attends to its own group up to itself.
         index_topk_freq (`int`, *optional*, defaults to 1):
-            Layers in groups of this many share the selection of the first of them.
+            Number of neighbouring layers that share the selection of the first of these layers.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
-            Weight of the indexer loss in the loss of a training forward pass; 0 leaves the indexer as it is.
+            Weight of the indexer loss in training. With 0 the indexer is frozen.
 
     ```python
     >>> from gsa_hf import GSAConfig, GSAForCausalLM
@@ -216,12 +219,14 @@ class GSAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As transformers, with the code that `auto_map` names: a model that was read from a folder with code by
-        this package keeps that field, and transformers writes code for classes that it loaded itself alone."""
+        """Save the configuration, and copy the code files that `auto_map` names.
+
+        transformers writes code only for classes that it loaded itself, but a model read by this package keeps
+        `auto_map`."""
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent
         for place in (getattr(self, "auto_map", None) or {}).values():
-            source = here / f"{place.split('.')[0]}.py"  # "owner/name--module.Class" stays where it is
+            source = here / f"{place.split('.')[0]}.py"  # "owner/name--module.Class" is code elsewhere
             if "--" in place or not source.is_file():
                 continue
             for file in (source, *map(Path, get_relative_import_files(source))):
@@ -229,14 +234,14 @@ class GSAConfig(PreTrainedConfig):
                     shutil.copyfile(file, Path(save_directory) / file.name)
 
     def indexer_layer(self, layer_idx: int) -> int | None:
-        """The layer whose indexer selects for this one: itself, an earlier one, or None for a dense layer."""
+        """Return the layer whose indexer selects keys for layer `layer_idx`, or None for a dense layer."""
         assert self.layer_types is not None
         if self.layer_types[layer_idx] != INDEXED_LAYER:
             return None
         return layer_idx - layer_idx % self.index_topk_freq
 
     def validate_architecture(self) -> None:
-        """What must hold between the fields; part of the validation that `@strict` runs."""
+        """Check the sizes and the combinations of fields. `@strict` calls this method."""
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; pass at least 1")
@@ -287,11 +292,7 @@ class GSAConfig(PreTrainedConfig):
 
 
 def validate_indexer(config: Any) -> None:
-    """Bounds of the fields of indexer and selection.
-
-    Raises:
-        ValueError: it names the field, its value and what to pass.
-    """
+    """Check the bounds of the fields of indexer and selection. A ValueError names field, value and remedy."""
     for name in ("index_n_heads", "index_head_dim", "index_topk", "k_min", "k_max"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")

@@ -1,8 +1,8 @@
-"""Decodes one token of each sequence, for `Generator`: by the model's own forward pass, or fused.
+"""Decode one token of each sequence for `Generator`, by the model's forward pass or by fused steps.
 
-`FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a
-static cache in place and reads nothing back from the device, so that its step can be captured in a CUDA graph. Letters
-in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
+`FusedDecoder` concatenates all projections of one input into a joined weight. It multiplies by torch, or by kernels for
+few rows (row_layers.py). It writes into a static cache and never synchronizes with the host, so CUDA graphs can capture
+a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, and Lk cache slots.
 """
 
 import dataclasses
@@ -37,14 +37,13 @@ class ModelDecoder:
         self.model = model
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns logits [B, vocab] of the tokens after prompts int64 [B, L], with mask [B, L], 0 at padding in
-        front."""
+        """Return logits [B, vocab] after the prompts, int64 [B, L]. The mask [B, L] is 0 at padding on the left."""
         self.mask = mask
         self.cache = DynamicCache(config=self.model.config)
         return self._forward(tokens)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns logits [B, vocab] of the tokens after `tokens`, int64 [B]."""
+        """Return logits [B, vocab] after `tokens`, int64 [B]."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
         return self._forward(tokens[:, None])
 
@@ -59,12 +58,12 @@ _FUSED = (
     *(GSAModel, GSADecoderLayer, GSAAttention, GSAIndexer, GSAMLP, GSARMSNorm, GSARotaryEmbedding),
     *(nn.Linear, nn.Embedding, nn.RMSNorm, nn.ModuleList, nn.Identity, type(ACT2FN["silu"])),
 )
-"""Fused steps read the weights of these modules and do not call them. Each must be of exactly this class: modules that
-adapters, quantisation and parametrisation put in its place, or derive from it, compute something else."""
+"""Fused steps read the weights of modules of exactly these classes, and do not call the modules. Other classes, such as
+the modules of adapters and quantisation, compute something else and are refused."""
 
 
 def not_fused(model: GSAForCausalLM) -> str | None:
-    """Returns a feature of the model that fused steps lack, as `field is value`; None if there is none."""
+    """Return a feature of the model that fused steps lack, as `field is value`, or None."""
     config: Any = model.config
     other = {"num_experts": 0, "sandwich_norm": False}
     for name, value in other.items():
@@ -83,30 +82,29 @@ def not_fused(model: GSAForCausalLM) -> str | None:
 
 
 def _class_of(found: object) -> str:
-    """Returns the class name with its module, since peft's classes are also called `Linear`."""
+    """Return the class name with its module, because peft's classes are also called `Linear`."""
     return f"{type(found).__module__}.{type(found).__qualname__}"
 
 
 class FusedDecoder:
-    """Decodes with joined projections and, in sparse layers, the kernels of gsa_kernels.
+    """Decodes with joined projections and, in sparse layers, with the kernels of gsa_kernels.
 
-    A selection that a block of tokens shares is made at the block's first token: the caller tells `step` whether any
-    sequence is there, which the host knows without a synchronization.
+    If a block of tokens shares a selection, the first token of the block selects. The caller tells `step` whether any
+    sequence is at the start of a block, because the host knows the lengths without a synchronization.
     """
 
     def __init__(self, model: GSAForCausalLM, compile: bool = False, products: str = "auto") -> None:
-        """
+        """Copy the projections of the model. Later changes of the model's weights have no effect on the copy.
+
         Args:
-            model: `attn_implementation` "gsa", or all its layers dense. Its current weights are used: projections are
-                copied.
-            compile: with torch's products, fuse the operations between them by torch.compile; the first step takes
-                longer
-            products: "torch"; "rows", kernels for few sequences; "auto", the faster one. `open` writes
-                which into the attribute `products`, and into the log.
+            model: has `attn_implementation` "gsa", or only dense layers
+            compile: fuse the operations between torch's products by torch.compile; the first step takes longer
+            products: "torch", "rows" (kernels for few sequences), or "auto" (the faster). `open` writes its choice into
+                the attribute `products` and into the log.
 
         Raises:
-            ValueError: the model has sparse layers and another `attn_implementation`, a feature that needs the model's
-                own forward pass, or products is none of these.
+            ValueError: `products` is unknown, sparse layers have another `attn_implementation`, or fused steps lack a
+                feature of the model
         """
         if products not in PRODUCTS:
             raise ValueError(f"products is {products!r}; pass one of {PRODUCTS}")
@@ -123,13 +121,13 @@ class FusedDecoder:
         self._compile, self._wanted_products = compile, products
         self.products = products
         self.visible_from_mask = True
-        """False: dense layers treat all slots of the cache as filled, for benchmarks."""
+        """If False, dense layers treat all slots of the cache as filled, for benchmarks."""
 
     def open(self, batch: int, room: int) -> None:
         """Allocate an empty cache of `room` slots for each of `batch` sequences.
 
         Raises:
-            ValueError: products is "rows", but its kernels do not support this model or batch.
+            ValueError: products is "rows", but the kernels do not support this model or batch
         """
         self._choose_products(batch)
         config, weight = self.config, self.model.model.embed_tokens.weight
@@ -144,7 +142,8 @@ class FusedDecoder:
             if sizes.row:
                 layer.lazy_initialization_indexer(weight.new_zeros(batch, 0, sizes.row))
                 rows = layer.indexer_keys
-            # Views: transformers marks its own tensors as constants of a compiled graph, which all layers share here.
+            # Take views, because transformers marks its tensors as constants of a compiled graph. Here all layers share
+            # one graph.
             self.buffers.append(Buffers(layer.keys[:], layer.values[:], None if rows is None else rows[:]))
             for buffer, dim in zip(self.buffers[-1], (2, 2, 1), strict=True):
                 if buffer is not None:
@@ -183,7 +182,7 @@ class FusedDecoder:
         rows = self._wanted_products == "rows"
         if self._wanted_products == "auto":
             faster = batch <= kernel_module("limits").ROW_PRODUCT_FASTER_ROWS
-            # Faster on Hopper, where kernels can start before the previous one ends.
+            # On Hopper these kernels are faster, because a kernel can start before the previous kernel ends.
             measured = kernel_module("devices").can_chain(weight) and weight.dtype == torch.bfloat16
             rows = obstacle is None and faster and measured
         self.products = "rows" if rows else "torch"
@@ -201,7 +200,7 @@ class FusedDecoder:
             )
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Like `ModelDecoder.prefill`. The cache must be open; its old content is discarded."""
+        """Return logits like `ModelDecoder.prefill`, and discard the cache's old content. `open` must come first."""
         self.cache.reset()
         held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
         logits = self.model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[
@@ -212,7 +211,7 @@ class FusedDecoder:
         return logits
 
     def place(self, filled: int, starts: torch.Tensor) -> None:
-        """Set the next slot to `filled`; int32 [B] `starts` slots in front of each sequence are padding.
+        """Set the next slot to `filled`, and select for blocks that began in the filled slots.
 
         Also makes the selections of blocks that began in the filled slots, and the mean keys of the groups there.
         """
@@ -240,12 +239,11 @@ class FusedDecoder:
             self._select(place, queries, weights, lengths)
 
     def step(self, refresh: bool = True) -> torch.Tensor:
-        """Decode `tokens` at the next slot; returns logits [B, vocab] of the tokens after them. Advances `slot` and
-        `lengths`.
+        """Decode `tokens` at the next slot, return logits [B, vocab], and advance `slot` and `lengths`.
 
         Args:
-            refresh: with `selection_block` b, whether some sequence is at a multiple of b tokens; the other sequences
-                keep their selection. Without blocks every step selects.
+            refresh: with blocks, whether some sequence is at the start of a block. The other sequences keep their
+                selection. Without blocks every step selects.
         """
         model, layers = self.model.model, self.layers
         by_rows = self.products == "rows"
@@ -275,7 +273,7 @@ class FusedDecoder:
         return logits
 
     def _angle_table(self) -> Any:
-        """Returns rotary angles of all slots' positions; None if they depend on the longest sequence."""
+        """Return the rotary angles of all positions, or None if the angles depend on the longest sequence."""
         model = self.model.model
         if model.rotary_emb.rope_type in ("dynamic", "longrope"):
             return None
@@ -307,9 +305,9 @@ class FusedDecoder:
         leader = config.indexer_layer(place)
         assert leader is not None
         selects = leader == place and (refresh or config.selection_block == 1)
-        # With blocks, a step that keeps selections makes none; another step, and `place`, follow ordinary kernels.
+        # With blocks, a step without `refresh` makes no selection.
         keeps = not (refresh or config.selection_block == 1)
-        # Attention that reads ahead has one program on a multiprocessor for four of the other's: one sequence fits.
+        # Attention that prefetches keys has one program per multiprocessor instead of four, so only one sequence fits.
         settled = selects or (keeps and self.batch == 1)
         held = self._layer_cache(place, leader, self.lengths, settled)
         if not isinstance(projected, row_layers.Entry):
@@ -356,7 +354,7 @@ class FusedDecoder:
         return (out.float() * torch.sigmoid(projected.gate.float())).to(out.dtype)
 
     def _visible(self) -> torch.Tensor | None:
-        """Returns bool [B, 1, 1, Lk]; None if no layer is dense."""
+        """Return the mask of filled slots, bool [B, 1, 1, Lk], or None if no layer is dense."""
         if all(layer.self_attn.is_sparse for layer in self.model.model.layers):
             return None
         slots = torch.arange(self.room, device=self.slot.device)

@@ -1,4 +1,4 @@
-"""Feed-forward layers that are mixtures of experts. T tokens, E experts, k of them for each token, F their width."""
+"""Compute mixtures of experts. Shapes have T tokens, hidden size d, and k experts per token."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from .configuration_gsa import GSAConfig
 
 
 class GSARouter(nn.Module):
-    """Scores of all experts in fp32, and the best k of them."""
+    """Scores all experts in fp32, and chooses the k best experts of each token."""
 
     def __init__(self, config: GSAConfig) -> None:
         super().__init__()
@@ -20,8 +20,7 @@ class GSARouter(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the experts of each token, int64 [T, k], and the weights of their outputs, fp32 [T, k], for hidden
-        [T, d]."""
+        """Return each token's experts, int64 [T, k], and their weights, fp32 [T, k]. `hidden` is [T, d]."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = nn.functional.linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
@@ -35,7 +34,7 @@ class GSARouter(nn.Module):
 
 @use_experts_implementation
 class GSAExperts(nn.Module):
-    """SwiGLUs. `experts_implementation` of transformers chooses how they are multiplied; `forward` is its "eager"."""
+    """Computes SwiGLU experts. `forward` is the "eager" one of transformers' choices of `experts_implementation`."""
 
     def __init__(self, config: GSAConfig) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class GSAExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Returns [T, d] for hidden [T, d], experts int64 [T, k] and weights [T, k]."""
+        """Return the weighted sum of expert outputs [T, d]. `experts` is int64 [T, k], `weights` is [T, k]."""
         out = torch.zeros_like(hidden)
         for expert in experts.unique().tolist():
             token, place = torch.where(experts == expert)
@@ -57,13 +56,9 @@ class GSAExperts(nn.Module):
 
 
 class GSASparseMLP(nn.Module):
-    """u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t)."""
+    """Computes u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t)."""
 
     def __init__(self, config: GSAConfig, shared_experts: nn.Module | None) -> None:
-        """
-        Args:
-            shared_experts: applied to all tokens.
-        """
         super().__init__()
         self.gate = GSARouter(config)
         self.experts = GSAExperts(config)
@@ -76,7 +71,7 @@ class GSASparseMLP(nn.Module):
 
 
 def has_experts(config: GSAConfig, layer_idx: int) -> bool:
-    """Whether this layer is a mixture of experts."""
+    """Return whether this layer is a mixture of experts."""
     return config.num_experts > 0 and layer_idx not in (config.mlp_only_layers or ())
 
 

@@ -1,6 +1,6 @@
-"""Gates in the places and forms of the gated-attention study (arXiv 2505.06708).
+"""Compute gates in the places and forms of the gated-attention study (arXiv 2505.06708).
 
-The paper's are sigmoids of each head and channel, G2 on the values and G1 on attention's output.
+The GSA paper has a sigmoid gate for each head and channel: G2 on the values and G1 on the attention output.
 """
 
 from typing import Any
@@ -15,32 +15,32 @@ FORM = {
     "gate_activation": "sigmoid",
     "gate_input": "query_dependent",
 }
-"""The paper's gates: field of the configuration -> value."""
+"""Field of the configuration -> its value for the gates of the GSA paper."""
 BESIDE = {"key_gate": False, "query_gate": False, "projection_gate": False, "output_transform": "none"}
-"""Fields of features that the paper lacks -> value without them."""
+"""Field of a feature that the GSA paper lacks -> its value without the feature."""
 
 
 class GSAGateBias(nn.Module):
-    """Logits of gates that are the same for all tokens."""
+    """Gives all tokens the same gate logits, the bias."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(rows))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, L, d] -> [B, L, rows]"""
+        """Return logits [B, L, rows] for hidden states [B, L, d]."""
         return self.bias.expand(*hidden_states.shape[:-1], -1)
 
 
 def make_gate(config: Any, rows: int) -> nn.Module:
-    """Returns the module from hidden states [B, L, d] to logits [B, L, rows]."""
+    """Return the module that computes logits [B, L, rows] from hidden states [B, L, d]."""
     if config.gate_input == "input_independent":
         return GSAGateBias(rows)
     return nn.Linear(config.hidden_size, rows)
 
 
 def gate_rows(config: Any, heads: int) -> int:
-    """Returns the number of a token's gates before or after this number of heads."""
+    """Return the number of gate logits of a token, for a gate on tensors of this number of heads."""
     of_head = 1 if config.gate_granularity == "headwise" else config.head_dim
     return of_head * (1 if config.gate_sharing == "head_shared" else heads)
 
@@ -50,7 +50,7 @@ def has_paper_form(config: Any) -> bool:
 
 
 def other_gates(config: Any) -> str | None:
-    """Returns `field is value` of the first field that differs from the paper's gates; None if all are equal."""
+    """Return `field is value` for the first field that differs from the paper's gates, or None if no field differs."""
     for name, value in {**FORM, **BESIDE}.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
@@ -58,20 +58,20 @@ def other_gates(config: Any) -> str | None:
 
 
 def gate_heads(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Gate x [..., heads, D] by logits [..., rows], one for each head and channel, or shared by heads or channels."""
+    """Gate x [..., heads, D] by logits [..., rows]. Heads or channels may share a logit (`gate_rows`)."""
     channels = 1 if config.gate_granularity == "headwise" else config.head_dim
     return gate(x, logits.unflatten(-1, (-1, channels)), config)
 
 
 def gate(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Returns x * g(logits) or x + g(logits), computed in fp32; the logits are broadcast to x."""
+    """Return x * g(logits) or x + g(logits), computed in fp32. The logits are broadcast to x."""
     opened = opening(logits, config)
     gated = x.float() * opened if config.gate_form == "multiplicative" else x.float() + opened
     return gated.to(x.dtype)
 
 
 def opening(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Returns g(logits), fp32."""
+    """Return g(logits) in fp32."""
     logits = logits.float()
     if config.gate_activation == "sigmoid":
         return logits.sigmoid()

@@ -1,9 +1,9 @@
-"""Generates tokens after prompts: prefill, then one token of each sequence at a time, in a CUDA graph on a GPU.
+"""Generate tokens after prompts. On a GPU a CUDA graph decodes one token of each sequence at a time.
 
     generator = Generator(model)                        # model.config._attn_implementation "gsa" on a GPU
     result = generator.generate([[1, 5, 7], [1, 9]], max_new_tokens=64)
 
-Greedy tokens equal `model.generate()`'s.
+Greedy tokens equal the tokens of `model.generate()`.
 """
 
 import logging
@@ -25,25 +25,25 @@ from .modeling_gsa import GSAForCausalLM
 logger = logging.getLogger(__name__)
 
 ROOM_SLOTS = 256
-"""Caches have a multiple of this many slots, so that the next prompts mostly fit the existing graph."""
+"""The number of slots of a cache is a multiple of this, so that the next prompts usually fit the existing graph."""
 
 LOOK_STEPS = 16
-"""Steps between checks for ended sequences; each check waits for the device."""
+"""Number of steps between checks for ended sequences. Each check synchronizes with the device."""
 
 
 NO_TOKENS = torch.LongTensor()
-"""Stands for the prompts, which the warpers ignore."""
+"""A placeholder for the prompts, which the logits warpers ignore."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn; without it, the most probable is taken."""
+    """Options for drawing a token. Without `Sampling` the most probable token is taken."""
 
     temperature: float = 1.0
     top_k: int = 0
-    """Most probable tokens to draw from; 0: all."""
+    """Draw from this number of most probable tokens; 0 draws from all tokens."""
     top_p: float = 1.0
-    """Share of the probability to draw from."""
+    """Draw from the most probable tokens that together have this probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,35 +61,34 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generated:
-    """Result of `Generator.generate`."""
+    """The result of `Generator.generate`."""
 
     tokens: list[list[int]]
-    """New tokens of each prompt, up to and including its end-of-sequence token."""
+    """New tokens of each prompt, including the end-of-sequence token"""
     prompt_tokens: int
-    """Tokens of all prompts, without padding."""
+    """Number of tokens in all prompts, without padding"""
     prefill_seconds: float
     prepare_seconds: float
-    """Time of capturing CUDA graphs, if needed."""
+    """Time to capture CUDA graphs; near 0 if the graphs exist"""
     decode_steps: int
     decode_seconds: float
 
     @property
     def prefill_rate(self) -> float:
-        """Returns tokens per second, over all prompts."""
+        """Return prompt tokens per second, over all prompts."""
         return self.prompt_tokens / self.prefill_seconds
 
     @property
     def decode_rate(self) -> float:
-        """Returns tokens per second, over all sequences, ended ones included; 0 if the first token was the last."""
+        """Return new tokens per second over all sequences, also ended ones, or 0 if each has only one new token."""
         return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
 
 
 class Generator:
     """Generates from batches of prompts with one model and its current weights.
 
-    On a CUDA device, if sparse layers use the kernels, steps are fused and captured in CUDA graphs. On other devices,
-    with `attn_implementation` "sdpa" or "eager" for sparse layers, for experts, gates and norms that the paper lacks,
-    for adapters, quantised layers and weights on several devices, they are the model's own forward pass.
+    On a CUDA device with `attn_implementation` "gsa", steps are fused and captured in CUDA graphs. Otherwise, and for
+    features that fused steps lack (`not_fused`), a step is the model's forward pass.
     """
 
     def __init__(
@@ -101,11 +100,10 @@ class Generator:
     ) -> None:
         """
         Args:
-            context_tokens: length of the longest prompt and its continuation; None: the model's
-                `max_position_embeddings`
-            vocab_size: tokens from this one on, which a tokenizer lacks, are not chosen
-            compile: also fuse the operations between matrix products of CUDA steps by torch.compile; the first step
-                takes longer
+            context_tokens: limit for a prompt with its new tokens (default: `max_position_embeddings`)
+            vocab_size: the tokenizer's size, if the model's is larger; larger ids are never chosen
+            compile: fuse the operations between matrix products of fused steps by torch.compile; the first step takes
+                longer
         """
         self.model, self.device = model.eval(), model.device
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
@@ -123,7 +121,7 @@ class Generator:
 
     @property
     def eos_ids(self) -> set[int]:
-        """Returns the tokens that end a sequence."""
+        """Return the tokens that end a sequence."""
         given = self.model.generation_config
         found = None if given is None else given.eos_token_id
         return set() if found is None else {found} if isinstance(found, int) else set(found)
@@ -132,11 +130,11 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling | None = None
     ) -> Generated:
-        """Generate up to `max_new_tokens` for each prompt; a sequence stops at a token of
+        """Generate up to `max_new_tokens` for each prompt. A sequence ends at a token of
         `generation_config.eos_token_id`.
 
         Raises:
-            ValueError: a prompt is empty, or a sequence would be longer than the model's context.
+            ValueError: a prompt is empty, or a sequence would exceed the model's context
         """
         self._check(prompts, max_new_tokens)
         tokens, mask = pad_left(prompts, self.device)
@@ -197,7 +195,7 @@ class Generator:
             decoder.open(batch, -(-slots // ROOM_SLOTS) * ROOM_SLOTS)
 
     def _stepper(self, lengths: list[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Returns a function (step from 0, tokens) -> logits."""
+        """Return a function from the step's number (from 0) and tokens to logits."""
         decoder = self.decoder
         if isinstance(decoder, ModelDecoder):
             return lambda _, tokens: decoder.step(tokens)
@@ -218,17 +216,16 @@ class Generator:
 
 
 class DecodingGraphs:
-    """The steps of a `FusedDecoder` with its cache as CUDA graphs: one that selects, and with blocks one that does
-    not."""
+    """Holds the step of a `FusedDecoder` as a CUDA graph. With blocks a second graph decodes without selecting."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
-        """Capture the graphs; the decoder must be placed for its next token, and is in the same state afterwards."""
+        """Capture the graphs. `decoder.place` must come first. The decoder's state is restored."""
         filled, starts = int(decoder.slot), decoder.starts.clone()
         self._captured = {}
         kinds = (True, False) if decoder.config.selection_block > 1 else (True,)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile kernels and allocate libraries' memory before a capture
+        with torch.cuda.stream(side):  # compiles kernels and allocates memory before a capture
             for refresh in kinds:
                 for _ in range(2):
                     decoder.step(refresh)
@@ -242,14 +239,14 @@ class DecodingGraphs:
         decoder.place(filled, starts)
 
     def step(self, refresh: bool) -> torch.Tensor:
-        """Like `FusedDecoder.step`. The next step overwrites the logits."""
+        """Run `FusedDecoder.step`. The next step overwrites the logits."""
         graph, logits = self._captured[refresh or len(self._captured) == 1]
         graph.replay()
         return logits
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns prompts padded in front, and the mask that is 0 at padding: int64 [B, L] both."""
+    """Return the prompts padded on the left and a mask that is 0 at padding, both int64 [B, L]."""
     length = max(len(prompt) for prompt in prompts)
     rows = [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -259,7 +256,7 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[to
 def _chooser(
     sampling: Sampling | None, vocab_size: int, device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function from logits [B, vocab] to tokens int64 [B], on the device."""
+    """Return a function from logits [B, vocab] to chosen tokens, int64 [B], on the device."""
     if sampling is None:
         return lambda logits: logits[:, :vocab_size].argmax(-1)
     warpers = LogitsProcessorList()

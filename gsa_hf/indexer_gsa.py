@@ -1,7 +1,7 @@
-"""The lightning indexer in plain torch, with budgets, selections and the indexer loss from its scores.
+"""Compute the indexer in plain torch. Its scores of all keys for each query give budgets, selections and a loss.
 
-Letters in shapes: B sequences, L queries of this forward pass, Lk keys (the cache's included), HI indexer heads of size
-DI. A slot is a place in the cache; a position comes from `position_ids`, which padding on the left shifts.
+Shapes have B sequences, L queries of this forward pass, Lk keys (with the cache's keys), and HI indexer heads of size
+DI. A slot is a place in the cache. A position comes from `position_ids`, and differs from the slot after left padding.
 """
 
 from typing import Any, NamedTuple
@@ -12,27 +12,27 @@ from torch import nn
 from .token_order_gsa import KeyGroups
 
 WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
-"""Logits of constant head weights 1, by activation: the sigmoid of 64 rounds to 1."""
+"""Activation without head weights -> the logit that gives constant weights 1. The sigmoid of 64 rounds to 1."""
 
 
 class IndexedTokens(NamedTuple):
-    """The indexer's projections of tokens, before scores."""
+    """Holds the indexer's projections of tokens."""
 
     queries: torch.Tensor
     """[B, L, HI, DI]"""
     keys: torch.Tensor
     """[B, L or Lk, DI]"""
     weights: torch.Tensor
-    """[B, L, HI], before the bias and the sigmoid; constant if the indexer has no head weights."""
+    """[B, L, HI], head weights before their bias and sigmoid; constant if the indexer has no head weights"""
 
 
 class GSAIndexer(nn.Module):
-    """Scores I[t, s] of every key for every query: small queries, one key for all indexer heads, head weights.
+    """Computes the score I[t, s] of key s for query t. A token has HI queries q[t, j], HI weights w[t, j], a key k[s].
 
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
 
-    plain and qsa are the two without head weights: these are 1.
+    "plain" is sigmoid, and "qsa" is relu, with all head weights 1.
     """
 
     variance_ema: torch.Tensor
@@ -54,16 +54,15 @@ class GSAIndexer(nn.Module):
         self.score_bias = nn.Parameter(torch.zeros(self.heads)) if biased else None
         learned = self.temperature == "learned"
         self.log_inverse_temperature = nn.Parameter(torch.zeros(1)) if learned else None
-        # Moving average of the score variance, from pre-training; constant here. 0: budgets do not adapt.
+        # The moving average of the score variance from pretraining, constant here. With 0 budgets do not adapt.
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
 
     def forward(self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, ...] | None) -> IndexedTokens:
-        """Returns the projections of the tokens [B, L, d] of this forward pass.
+        """Return the projections of this forward pass's tokens.
 
         Args:
-            hidden_states: detached here, so that only the indexer's own loss trains it
-            rotary: cosines and sines [B, L, DI] of the tokens' positions, where the indexer has them; and the
-                keys', where these turn otherwise
+            hidden_states: [B, L, d]; detached here, so the indexer's gradient does not reach the model
+            rotary: result of `indexer_angles`; None without a rotary embedding
         """
         hidden_states = hidden_states.detach()
         queries = self.wq(hidden_states).unflatten(-1, (self.heads, self.head_dim))
@@ -84,13 +83,13 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Whether c is added to the head weights in fp32, as in training. A projection that quantisation or an adapter
-        has replaced is called instead, and adds its bias itself."""
+        """Return whether `scores` adds the bias c in fp32, as in training. A projection that quantisation or an adapter
+        has replaced adds its bias itself."""
         return type(self.weights_proj) is nn.Linear
 
     @property
     def weight_bias(self) -> torch.Tensor | None:
-        """Returns c, [HI]; 0 if the head weights already include it."""
+        """Return c, [HI], or zeros if the head weights already include c."""
         if self.weights_proj is None:
             return None
         if self._bias_comes_later:
@@ -99,11 +98,11 @@ class GSAIndexer(nn.Module):
 
     @property
     def bias_of_scores(self) -> torch.Tensor | None:
-        """Returns b, [HI]."""
+        """Return b, [HI]."""
         return parameter_of(self, "score_bias")
 
     def scores(self, tokens: IndexedTokens) -> torch.Tensor:
-        """Returns I for all pairs of query and key, causal or not: fp32 [B, L, Lk], also under autocast."""
+        """Return I for all pairs of query and key, causal or not: fp32 [B, L, Lk], also under autocast."""
         with torch.autocast(tokens.keys.device.type, enabled=False):
             return self._scores(tokens)
 
@@ -124,27 +123,26 @@ class GSAIndexer(nn.Module):
         return scores
 
     def inverse_temperature(self) -> float | torch.Tensor:
-        """Returns beta of softmax(beta * I) in the loss."""
+        """Return beta of softmax(beta * I) in the loss."""
         if self.log_inverse_temperature is not None:
             return parameter_of(self, "log_inverse_temperature").float().exp()[0]
         return float(self.temperature)
 
-    # The cache's content for a token. With blocks it also recomputes the selection of a block, should the token
-    # be its first: exact after reordering and cropping of the cache.
-
     def cache_row(self, tokens: IndexedTokens) -> torch.Tensor:
-        """Returns the rows [B, L, width] for the cache, in the dtype of the keys: keys first."""
+        """Return the cache rows [B, L, width] of the tokens: keys, and with blocks also queries and head weights.
+
+        With queries and weights a block's selection can be recomputed after the cache was reordered or cropped."""
         keys = tokens.keys
         if self.block_size == 1:
             return keys
         parts = [keys, tokens.queries.flatten(2).to(keys.dtype), tokens.weights.to(keys.dtype)]
-        padding = -sum(part.shape[-1] for part in parts) % 16  # rows begin at multiples of 32 bytes
+        padding = -sum(part.shape[-1] for part in parts) % 16  # aligns rows to 32 bytes
         return torch.cat([*parts, keys.new_zeros(*keys.shape[:2], padding)], -1)
 
     def from_cache(
         self, tokens: IndexedTokens, rows: torch.Tensor, leaders: torch.Tensor | None
     ) -> IndexedTokens:
-        """Returns the keys in the cache's rows [B, Lk, width], and the projections with which each query selects.
+        """Return the keys in the cache's rows, and the queries and weights that select for each query.
 
         Args:
             tokens: of this forward pass
@@ -159,7 +157,7 @@ class GSAIndexer(nn.Module):
         return IndexedTokens(queries, rows[..., :first], weights)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GSAIndexer":
-        """Follow a move to another device, but keep the average in fp32, since budgets depend on it."""
+        """Move to another device or dtype, but keep `variance_ema` in fp32, because budgets depend on it."""
         before = self.variance_ema
         super()._apply(fn, recurse)
         if self.variance_ema.dtype != torch.float32:
@@ -168,8 +166,8 @@ class GSAIndexer(nn.Module):
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """Returns a parameter, or None, outside of its module's forward pass: weights that accelerate offloads
-    (`device_map`) are on the device only during that pass."""
+    """Return a parameter or None outside its module's forward pass. Weights that accelerate offloads (`device_map`) are
+    on the device only during that pass, so the function calls the hooks of the pass."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
         return getattr(module, name)
@@ -180,8 +178,7 @@ def parameter_of(module: nn.Module, name: str) -> Any:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding to the first channels of x, one for each angle: the pairs (i, i + channels / 2)
-    turn."""
+    """Rotate the pairs of channels (i, i + channels / 2) of x, where `channels` is the number of angles."""
     channels = cos.shape[-1]
     turned, passed = x[..., :channels], x[..., channels:]
     first, second = turned.chunk(2, -1)
@@ -198,14 +195,16 @@ def select_keys(
     leaders: torch.Tensor | None,
     groups: KeyGroups | None = None,
 ) -> torch.Tensor:
-    """Returns S_t: the k_t causal keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
+    """Return the selection S_t, bool [B, L, Lk]: the k_t causal keys of the highest scores, and the local window.
+
+    Of keys with equal scores the lower slot is selected.
 
     Args:
-        config: with the fields of indexer and selection
-        scores: fp32 [B, L, Lk]; scores of the first query of each block, if blocks share
-        visible: bool [B, L, Lk], the causal keys of each query itself
-        leaders: int64 [B, L], slot of that first query, or None
-        groups: groups of keys, if they are selected together; then scores are per group
+        config: the fields of indexer and selection
+        scores: fp32 [B, L, Lk]; in a block that shares a selection, the scores of its first query
+        visible: bool [B, L, Lk], the causal keys of each query
+        leaders: int64 [B, L], the slot of the block's first query, or None without blocks
+        groups: the groups of keys that are scored and selected together, or None
     """
     candidates = visible if groups is None else groups.before_own()
     if leaders is not None:
@@ -214,7 +213,7 @@ def select_keys(
     budget = budgets(scores, candidates, indexer.variance_ema, config, readable.sum(-1))
     if groups is not None:
         budget = budget // groups.size
-    # Adding 0 makes 0.0 of -0.0, which a sort that compares bits would put after it.
+    # Adding 0 turns -0.0 into 0.0. A sort that compares bits would order them.
     ranked = torch.where(candidates, scores + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within = torch.arange(ranked.shape[-1], device=ranked.device) < budget[..., None]
@@ -222,7 +221,7 @@ def select_keys(
     if groups is not None:
         selected = groups.keys_of(selected, visible)
     if config.local_window > 0:
-        # The last causal keys of the query, its own included: counted from the end.
+        # The window has the latest causal keys and the query's own key, so count from the end.
         from_end = visible.flip(-1).cumsum(-1).flip(-1)
         selected = selected | (visible & (from_end <= config.local_window))
     return selected
@@ -231,14 +230,14 @@ def select_keys(
 def budgets(
     scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any, count: torch.Tensor
 ) -> torch.Tensor:
-    """Returns k_t of equation 8: int64 [B, L], at most the number of causal keys; all of fewer than `dense_below`.
+    """Return the budgets k_t of equation 8, int64 [B, L]. Queries with fewer than `dense_below` causal keys select all.
 
-    The population variance is over the scored keys, in two passes, summed in fp64: it neither cancels nor depends on
-    the number of later keys.
+    The population variance of the scores is computed in two passes and summed in fp64. Rounding is then small, and does
+    not depend on the number of later keys.
 
     Args:
-        visible: bool [B, L, Lk], the scored keys: causal keys, or groups of them
-        count: int64 [B, L], number of causal keys
+        visible: bool [B, L, Lk], the scored keys: causal keys, or first keys of groups
+        count: int64 [B, L], the number of causal keys
     """
     size = visible.sum(-1).clamp(min=1)
     mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / size).float()
@@ -258,7 +257,7 @@ def budgets(
 
 @torch.no_grad()
 def mean_attention(q: torch.Tensor, k: torch.Tensor, attended: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Returns attention probabilities on the attended keys, averaged over the heads: fp32 [B, L, Lk].
+    """Return the attention probabilities on the attended keys, averaged over the heads: fp32 [B, L, Lk].
 
     Args:
         q: [B, H, L, D]
@@ -282,18 +281,17 @@ def indexer_loss(
     leaders: torch.Tensor | None,
     inverse_temperature: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the queries that select (GSA, equations 14
-    and 15).
+    """Return the mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over queries t (equations 14 and 15 of GSA).
 
-    Padding, which does not see itself, and queries with one causal key carry no signal and do not count.
-    Where a block shares a selection, p is the mean over its queries, and only its first query counts.
+    Padding and queries with one causal key do not count. If a block of queries shares a selection, p is the mean over
+    the block, and only the block's first query counts.
 
     Args:
-        scores: fp32 [B, L, L], with graph
-        probs: fp32 [B, L, L], from `mean_attention`
-        attended: bool [B, L, L], S_t
-        visible: bool [B, L, L]
-        leaders: int64 [B, L], or None
+        scores: fp32 [B, L, L], I with its graph
+        probs: fp32 [B, L, L], p from `mean_attention`
+        attended: bool [B, L, L], the selected keys S_t
+        visible: bool [B, L, L], the causal keys
+        leaders: int64 [B, L], the slot of the block's first query, or None without blocks
     """
     real = visible.diagonal(dim1=1, dim2=2)
     counted = real & (visible.sum(-1) > 1)
@@ -305,8 +303,8 @@ def indexer_loss(
     target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     logits = (scores * inverse_temperature).masked_fill(~attended, torch.finfo(torch.float32).min)
     log_q = torch.where(attended, logits.log_softmax(-1), 0)
-    # p and q sum to 1, so q - p may be added to p log(p / q): every term is then positive, and of second order in
-    # r = log(q / p), so that nothing cancels where the two are close.
+    # p and q sum to 1, so adding q - p to p log(p / q) keeps the sum. Every term is then positive, and of second order
+    # in r = log(q / p), so nothing cancels where p and q are close.
     r = log_q - torch.where(target > 0, target, 1).log()
     near = target * (torch.expm1(torch.where(r.abs() < 1, r, 0)) - r)
     far = log_q.exp() - target - target * r
@@ -328,11 +326,10 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_indexer_loss(activations: torch.Tensor, loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return the activations unchanged; their backward pass also differentiates `weight * loss`, for any loss of
-    them.
+    """Return the activations unchanged. Their backward pass also differentiates `weight * loss`.
 
     Raises:
-        ValueError: a scaler of fp16 gradients would divide this unscaled gradient.
+        ValueError: the model trains in fp16, and the gradient scaler would divide this unscaled gradient.
     """
     kind = activations.device.type
     scaled = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
@@ -345,10 +342,7 @@ def with_indexer_loss(activations: torch.Tensor, loss: torch.Tensor, weight: flo
 
 
 def check_that_it_learns(loss: torch.Tensor | None, coefficient: float) -> None:
-    """
-    Raises:
-        ValueError: the coefficient is above 0 and no parameter could learn from the loss.
-    """
+    """Raise ValueError if no parameter can learn from the indexer loss."""
     if loss is None or not loss.requires_grad:
         raise ValueError(
             f"indexer_loss_coef is {coefficient} and no parameter of an indexer is trained; pass indexer_loss_coef=0, "

@@ -1,6 +1,7 @@
-"""A layer's share of `FusedDecoder`'s step in plain torch, with joined projections; row_layers.py has it with kernels.
+"""Compute a layer of `FusedDecoder`'s step in plain torch, with joined projections. row_layers.py does so with kernels.
 
-Letters in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
+Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, feed-forward width F, Lk cache
+slots, and HI indexer heads of size DI.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ from .indexer_gsa import rotate
 
 
 class LayerWeights(NamedTuple):
-    """A layer's weights for a step."""
+    """Holds the weights of one layer."""
 
     norm: torch.Tensor
     joined: torch.Tensor
-    """[rows, d]: all projections of the normalised hidden state; `Sizes.parts` gives the rows of each."""
+    """[rows, d], all projections of the normalised hidden state; `Sizes.parts` has the rows of each"""
     bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -31,37 +32,37 @@ class LayerWeights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of one layer."""
+    """Holds the sizes of one layer."""
 
     parts: tuple[int, ...]
-    """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and of nothing."""
+    """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and padding"""
     head_dim: int
     index_head_dim: int
     row: int
-    """Width of the indexer's rows in the cache; 0 without an indexer."""
+    """Width of the indexer's cache rows; 0 without an indexer"""
     eps: float
     index_heads: int = 0
     index_weight_logit: float | None = None
-    """Logit of all head weights, if they are not rows of `parts`."""
+    """The constant logit of all head weights, if `parts` has no rows for them"""
 
 
 class Buffers(NamedTuple):
-    """Tensors of one layer's cache."""
+    """Holds the tensors of one layer's cache."""
 
     k: torch.Tensor
     """[B, Hkv, Lk, D]"""
     v: torch.Tensor
     rows: torch.Tensor | None
-    """[B, Lk, width], as `GSAIndexer.cache_row` makes them."""
+    """[B, Lk, width], the results of `GSAIndexer.cache_row`"""
 
 
 class Projected(NamedTuple):
-    """Attention's inputs for a layer's new tokens; keys and values are in the cache."""
+    """Holds the inputs of attention for the new tokens. Their keys and values are already in the cache."""
 
     q: torch.Tensor
     """[B, H, D]"""
     gate: torch.Tensor | None
-    """[B, H, D], before the sigmoid."""
+    """[B, H, D], the logits of G1"""
     index_queries: torch.Tensor | None
     """[B, 1, HI, DI]"""
     index_weights: torch.Tensor | None
@@ -73,7 +74,7 @@ Rotary = tuple[torch.Tensor | None, ...]
 
 
 def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
-    """Returns the weights of a `GSADecoderLayer`, with copies of projections of one input in one tensor."""
+    """Return the weights of a `GSADecoderLayer`. Copies of projections with the same input are joined in one tensor."""
     attention, mlp = layer.self_attn, layer.mlp
     indexer = attention.indexer
     named = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -90,7 +91,7 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
     else:
         weights += [None, None, None]
     parts = [0 if weight is None else len(weight) for weight in weights]
-    parts.append(-sum(parts) % 64)  # empty rows, with which matrix products are fastest
+    parts.append(-sum(parts) % 64)  # padding, because multiples of 64 rows are fastest
     first = attention.q_proj.weight.detach()
     joined = torch.cat(
         [*(w.detach() for w in weights if w is not None), first.new_zeros(parts[-1], first.shape[1])]
@@ -139,8 +140,8 @@ def enter(
     slot: torch.Tensor,
     rotary: Rotary,
 ) -> Projected:
-    """Compute attention's inputs from the residual stream [B, d]. Writes keys and values into the cache at `slot`,
-    int64 [1]."""
+    """Compute the inputs of attention from the residual stream h [B, d]. Write keys, values and indexer rows into the
+    cache at `slot`, int64 [1]."""
     x = nn.functional.rms_norm(h, h.shape[-1:], layer.norm, sizes.eps)
     projected = nn.functional.linear(x, layer.joined, layer.bias)
     q, k, v, value_gate, gate, index_k, index_q, index_w, _ = projected.split(sizes.parts, -1)
@@ -180,7 +181,7 @@ def enter(
 
 
 def leave(h: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, sizes: Sizes) -> torch.Tensor:
-    """Apply W_O and the MLP to attention's gated output [B, H, D], and add to the residual stream [B, d]."""
+    """Apply W_O and the MLP to the gated attention output [B, H, D], and add them to the residual stream h [B, d]."""
     h = h + nn.functional.linear(attended.flatten(1), layer.out)
     x = nn.functional.rms_norm(h, h.shape[-1:], layer.mlp_norm, sizes.eps)
     gate, up = nn.functional.linear(x, layer.gate_up).chunk(2, -1)
@@ -196,7 +197,7 @@ def pass_on(
     slot: torch.Tensor,
     rotary: Rotary,
 ) -> tuple[torch.Tensor, Projected]:
-    """Run `leave`, and `enter` of the next layer."""
+    """Run `leave` of this layer and `enter` of the next layer."""
     h = leave(h, attended, *left)
     return h, enter(h, *entered, cache, slot, rotary)
 
@@ -208,6 +209,6 @@ def finish(
     norm: torch.Tensor,
     head: torch.Tensor,
 ) -> torch.Tensor:
-    """Run `leave`, and return the logits [B, vocab]."""
+    """Run `leave` of the last layer, and return the logits [B, vocab]."""
     h = leave(h, attended, *left)
     return nn.functional.linear(nn.functional.rms_norm(h, h.shape[-1:], norm, left[1].eps), head)

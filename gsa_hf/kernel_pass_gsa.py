@@ -1,6 +1,6 @@
-"""Places of a forward pass's tokens, and state kept between passes, for the kernels of gsa_kernels.
+"""Prepare a forward pass for the kernels of gsa_kernels: the tokens' places, and state that stays between passes.
 
-Letters in shapes are as in indexer_gsa.py.
+Shapes have B sequences and L tokens of this forward pass. A slot is a place in the cache.
 """
 
 import os
@@ -15,22 +15,22 @@ from transformers.cache_utils import Cache
 
 
 class KernelMemory:
-    """State of the kernels between layers and steps, in addition to transformers' cache. Not part of a model's state:
-    all of it is recomputed from the cache if it is missing, or belongs to another cache."""
+    """Keeps state of the kernels between layers and steps, in addition to the cache of transformers. This state is not
+    saved with the model. If it is missing or belongs to another cache, it is recomputed from the cache."""
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[Any, ...], Any] = {}
         self._selections: dict[tuple[Any, ...], Any] = {}
         self._of_blocks = WeakTensorKeyDictionary()
         self.right_padded: WeakSet[Cache] = WeakSet()
-        """Caches with padding after a sequence; a next token would follow it."""
+        """Caches with padding after a sequence. The next token would follow the padding, so it is refused."""
 
     def workspace(self, batch: int, length: int, heads: int, kv_heads: int, size: int, device: Any) -> Any:
-        """Scratch memory for one token of `batch` sequences of up to `length`; layers run one after the other."""
+        """Return scratch memory to decode one token of `batch` sequences of up to `length`. All layers share it."""
         key = (batch, heads, kv_heads, size, device)
         held = self._workspaces.get(key)
         if held is None or held.scores.shape[1] < length:
-            room = 1 << (length - 1).bit_length()  # a growing cache asks repeatedly
+            room = 1 << (length - 1).bit_length()  # a growing cache asks again
             made = kernel_module("decode.state").new_workspace(
                 batch, room, heads=heads, kv_heads=kv_heads, head_size=size, device=device
             )
@@ -38,7 +38,7 @@ class KernelMemory:
         return held
 
     def selection(self, batch: int, keys: int, device: Any) -> Any:
-        """Returns memory for a selection used only in this step."""
+        """Return memory for a selection that is used only in this step."""
         key = (batch, device)
         held = self._selections.get(key)
         if held is None or held.indices.shape[1] < keys:
@@ -48,10 +48,11 @@ class KernelMemory:
         return held
 
     def of_block(self, rows: torch.Tensor, keys: int) -> tuple[Any, torch.Tensor]:
-        """The selection of the running block, and int32 [B] the position of that block; -1: of none.
+        """Return the selection of the current block, and the block's position int32 [B], which is -1 if none is made.
 
         Args:
-            rows: a static cache's rows of the indexer. They are the key: reordering the cache makes new ones.
+            rows: the indexer's rows in a static cache. The tensor is the key, because reordering the cache makes a new
+                tensor.
         """
         if rows not in self._of_blocks:
             batch = rows.shape[0]
@@ -60,8 +61,7 @@ class KernelMemory:
         return self._of_blocks[rows]
 
     def forget_block(self, rows: torch.Tensor) -> None:
-        """Forget the block's selection, since several tokens were written at once, and the running block may have
-        changed."""
+        """Forget the block's selection. The current block may change when several tokens are written at once."""
         if rows in self._of_blocks:
             self._of_blocks[rows][1].fill_(-1)
 
@@ -74,33 +74,33 @@ class KernelMemory:
 
 @dataclass
 class KernelPass:
-    """Places of the tokens of one forward pass, for all its layers."""
+    """Holds the places of the tokens of one forward pass, for all layers."""
 
     memory: KernelMemory
     length: int
     past: int
-    """Slots filled before; unknown in decoding, where a static cache has it only on the device."""
+    """Number of slots filled before; -1 in decoding, where a static cache has the number only on the device"""
     decodes: bool = False
-    """Whether it is one token of each sequence, for the decoding kernels."""
+    """Whether the pass has one token of each sequence, for the decoding kernels"""
     static: bool = False
-    """Whether the cache's tensors keep their memory."""
+    """Whether the cache's tensors keep their memory"""
     lengths: torch.Tensor | None = None
-    """In decoding, int32 [B]: tokens of each sequence, the new one included."""
+    """int32 [B], in decoding: tokens of each sequence with the new token"""
     starts: torch.Tensor | None = None
-    """In decoding, int32 [B]: padding in front of each sequence."""
+    """int32 [B], in decoding: padding on the left of each sequence"""
     order: torch.Tensor | None = None
-    """int64 [B, L]: slots with the padding in front moved to the end, so that each sequence begins at 0."""
+    """int64 [B, L], the slots with left padding moved to the end, so that each sequence starts at 0"""
     document_starts: torch.Tensor | None = None
-    """int32 [B, L], of the slots in that order: the kernels' Geometry."""
+    """int32 [B, L], the start of each slot's document in this order, for the kernels' `Geometry`"""
     counted: torch.Tensor | float = 0.0
-    """Queries that count in the indexer loss."""
+    """Number of queries that count in the indexer loss"""
 
     def arranged(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [B, L, ...] in that order."""
+        """Return x [B, L, ...] in the order `order`."""
         return x if self.order is None else _take(x, self.order)
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
-        """Inverts `arranged`."""
+        """Return x in the original order."""
         return x if self.order is None else _take(x, self.order.argsort(1))
 
 
@@ -113,16 +113,15 @@ def make_kernel_pass(
     memory: KernelMemory,
     layer_idx: int = 0,
 ) -> KernelPass:
-    """Returns the places of the tokens of `inputs` [B, L, d]. For one token with a cache nothing is read back from the
-    device.
+    """Return the places of the tokens of `inputs` [B, L, d]. One token with a cache needs no host synchronization.
 
     Args:
-        padding: [B, slots], 0 where there is padding, in front or at the end; or None
-        position_ids: as given by the caller; a document begins where they restart
-        layer_idx: a layer that has not seen these tokens yet
+        padding: [B, slots], 0 at padding on the left or right; or None
+        position_ids: the caller's positions; a document begins where they restart
+        layer_idx: a layer whose cache does not have these tokens yet
 
     Raises:
-        ValueError: the kernels cannot run it; names an alternative.
+        ValueError: the kernels cannot run this pass; the error names an alternative
     """
     _check_groups(config)
     if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -199,7 +198,7 @@ def _check_groups(config: Any) -> None:
 
 
 def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:
-    """Move sequences to the front. Padding after them becomes documents of one token each, which learn nothing."""
+    """Move left padding to the end. Each padding token becomes a document of its own, which adds no loss."""
     slots = torch.arange(found.length, device=starts.device)
     if bool(starts.any()):
         found.order = (slots + starts[:, None]) % found.length
@@ -246,7 +245,7 @@ def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_module(name: str) -> Any:
-    """A module of gsa_kernels, imported when a forward pass needs it: a model's folder runs without it with "sdpa"."""
+    """Import a module of gsa_kernels when a forward pass needs it. With "sdpa" an exported folder runs without it."""
     try:
         return import_module(f"gsa_kernels.{name}")
     except ModuleNotFoundError as missing:

@@ -1,6 +1,6 @@
-"""`attn_implementation="gsa"`: selection, attention, decoding and indexer loss on the kernels of gsa_kernels.
+"""Run selection, attention, decoding and indexer loss by the kernels of gsa_kernels (`attn_implementation="gsa"`).
 
-Letters in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size.
+Shapes have B sequences, L queries, Lk keys, and H query heads and Hkv key-value heads of size D.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,15 +15,15 @@ from .kernel_pass_gsa import KernelPass, kernel_module
 
 @dataclass
 class KernelCall:
-    """One layer's call, and its results in addition to attention's output."""
+    """Holds the arguments of one layer's call, and its results except the attention output."""
 
     kernel_pass: KernelPass
     tokens: Any
-    """IndexedTokens of this forward pass, or None."""
+    """`IndexedTokens` of this forward pass, or None"""
     rows: torch.Tensor | None
-    """Rows of the cache: [B, Lk, width]."""
+    """[B, Lk, width], the indexer's rows in the cache"""
     selection: Any
-    """Selection of an earlier layer, or of this one if it has an indexer."""
+    """The selection of an earlier layer, which the call replaces if this layer has an indexer"""
     gate_logits: torch.Tensor | None
     """[B, L, H, D]"""
     learns: bool
@@ -40,7 +40,7 @@ def gsa_attention_forward(
     call: KernelCall | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [B, H, L, D], key and value [B, Hkv, Lk, D] -> gated output [B, L, H, D], and no probabilities."""
+    """Return the gated output [B, L, H, D] and None. Query is [B, H, L, D], key and value are [B, Hkv, Lk, D]."""
     if call is None:
         raise ValueError(
             f"attn_implementation is 'gsa' for {type(module).__name__}; pass 'sdpa', or layers='all' to "
@@ -53,7 +53,7 @@ def gsa_attention_forward(
 def _attend(
     module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall
 ) -> torch.Tensor:
-    """Keys and values [B, Lk, Hkv, D] -> [B, L, H, D]."""
+    """Return the output [B, L, H, D] for keys and values [B, Lk, Hkv, D]."""
     api, types, place, config = kernel_module("api"), kernel_module("types"), call.kernel_pass, module.config
     end = place.past + place.length
     q = place.arranged(query.transpose(1, 2))
@@ -96,7 +96,7 @@ def _attend(
 def _decode(
     module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall
 ) -> torch.Tensor:
-    """Like `_attend`, for one token of each sequence, without gradient; nothing is read back from the device."""
+    """Return the output for one token of each sequence, without gradient and without host synchronization."""
     if torch.is_grad_enabled() and module.training:
         raise ValueError(
             "one token with a cache in training with attn_implementation 'gsa'; pass use_cache=False"
@@ -136,10 +136,10 @@ def _decode(
 
 
 def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor, Any]:
-    """Returns the lengths with which the running blocks select, and the indexer's state at their first queries.
+    """Return the lengths with which the current blocks select, and the indexer's inputs at the blocks' first queries.
 
-    A static cache's blocks select once: if the existing selection is of the same block, the length is one at which
-    the kernels do not select. Selections belong to a cache's tensors, which reordering replaces.
+    With a static cache a block selects once. If the stored selection belongs to the current block, the function returns
+    a length at which the kernels do not select.
     """
     place, block, rows = call.kernel_pass, module.config.selection_block, call.rows
     assert place.lengths is not None
@@ -159,7 +159,7 @@ def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor,
 
 
 def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    """Attend to all tokens of a sequence, with torch."""
+    """Attend to all tokens of each sequence, by torch."""
     place = call.kernel_pass
     assert place.lengths is not None
     slots = torch.arange(k.shape[1], device=k.device)
@@ -191,7 +191,7 @@ def kernel_rule(config: Any) -> Any:
 
 
 def _padding_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor | None:
-    """Returns the padding, [B, slots], the only mask of transformers that the kernels use."""
+    """Return the padding mask [B, slots], the only mask that the kernels use."""
     return attention_mask
 
 

@@ -1,9 +1,12 @@
-"""Gated Sparse Attention models, by the conventions of transformers' own models.
+"""Define Gated Sparse Attention models by the conventions of transformers.
 
-    h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
+A layer computes these steps, for a query t with budget k_t and selected keys S_t:
 
-Needs only torch and transformers, with tensors of [queries, keys], as `attn_implementation` "eager" or "sdpa". With
-"gsa" the kernels of the package gsa_kernels run, on a CUDA device.
+    h -> Q, K, V -> value gate G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t
+      -> softmax over S_t -> output gate G1 -> W_O
+
+`attn_implementation` "eager" and "sdpa" need only torch and transformers, and use [queries, keys] tensors. "gsa" runs
+the kernels of the package gsa_kernels on a CUDA device.
 """
 
 import copy
@@ -34,19 +37,19 @@ from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 from .token_order_gsa import token_numbers
 
 CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""transformers' name of the cache in arguments and outputs, which depends on its version."""
+"""The name of the cache in arguments and outputs, which depends on the version of transformers."""
 
 
 @dataclass
 class GSAModelOutputWithPast(BaseModelOutputWithPast):
     indexer_loss: torch.Tensor | None = None
-    """fp32, 0-d: mean KL over the queries and the layers that have an indexer; None if it was not requested."""
+    """fp32, 0-d: the KL divergence, averaged over queries and layers with an indexer; None if not requested."""
 
 
 @dataclass
 class GSACausalLMOutputWithPast(CausalLMOutputWithPast):
     indexer_loss: torch.Tensor | None = None
-    """As in `GSAModelOutputWithPast`; `loss` includes it, times `indexer_loss_coef`."""
+    """The field of `GSAModelOutputWithPast`. `loss` includes `indexer_loss_coef` times this loss."""
 
 
 class GSAMLP(nn.Module):
@@ -108,7 +111,7 @@ class GSAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Override, since transformers looks for its decorator of experts in this file, but they are in another."""
+        """Return True. transformers would look in this file for its decorator of experts, which is in another file."""
         return True
 
     @torch.no_grad()
@@ -147,9 +150,8 @@ class GSAModel(GSAPreTrainedModel):
         )
         self.kernel_memory = KernelMemory()
         self.gradient_checkpointing = False
-        if (
-            not config.indexer_loss_coef
-        ):  # unused: DistributedDataParallel waits for gradients of all trainable parameters
+        # Without a loss indexers get no gradient, for which DistributedDataParallel would wait.
+        if not config.indexer_loss_coef:
             for module in self.modules():
                 if isinstance(module, GSAIndexer):
                     module.requires_grad_(False)
@@ -171,13 +173,13 @@ class GSAModel(GSAPreTrainedModel):
     ) -> GSAModelOutputWithPast:
         r"""
         position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Counted from the first real token of each sequence if unset and `attention_mask` is 2-d. Blocks of queries
-            that share a selection are aligned to them.
+            Positions of the tokens. If unset and `attention_mask` is 2-d, positions count from the first real token
+            of each sequence. Blocks of queries that share a selection are aligned to positions.
         past_key_values, cache (`Cache`, *optional*):
             Two names of one argument.
         output_indexer_loss (`bool`, *optional*):
-            Calculate the indexer loss, with its graph, for the caller to add. If unset, in training with
-            `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` differentiates
+            Return the indexer loss with its graph, for the caller to add. If unset, in training with
+            `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` also differentiates
             `indexer_loss_coef` times the indexer loss.
         """
         coefficient = self.config.indexer_loss_coef
@@ -190,7 +192,7 @@ class GSAModel(GSAPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        if isinstance(attention_mask, dict):  # prepared by `generate`, the same for all kinds of layers
+        if isinstance(attention_mask, dict):  # `generate` prepares equal masks for all kinds of layers
             attention_mask = next(iter(attention_mask.values()))
         visible = kernel_pass = None
         if self.config._attn_implementation == "gsa":
@@ -230,7 +232,7 @@ class GSAModel(GSAPreTrainedModel):
         if joins:
             assert indexer_loss is not None
             hidden_states = with_indexer_loss(hidden_states, indexer_loss, float(coefficient))
-            indexer_loss = indexer_loss.detach()  # for display: added to a loss it must not count twice
+            indexer_loss = indexer_loss.detach()  # for display; a caller that adds it must not count it twice
         return GSAModelOutputWithPast(
             last_hidden_state=hidden_states,
             indexer_loss=indexer_loss,
@@ -244,13 +246,13 @@ class GSAModel(GSAPreTrainedModel):
         position_ids: torch.Tensor,
         cache: Cache | None,
     ) -> torch.Tensor:
-        """Causal keys of the query's own sequence that are no padding: bool [B, 1, L, Lk]."""
+        """Return the causal keys of each query, without padding and other documents: bool [B, 1, L, Lk]."""
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            allow_is_causal_skip=False,  # the indexer needs it
+            allow_is_causal_skip=False,  # the indexer needs the mask
             **{CACHE_ARGUMENT: cache},
         )
         mask = mask if mask.dtype == torch.bool else mask >= 0
@@ -268,7 +270,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Let `generate` compile steps of static caches, except with the kernels, which are compiled already."""
+        """Let `generate` compile steps with static caches, except with the kernels, which are already compiled."""
         if self.config._attn_implementation == "gsa":
             return False
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
@@ -290,11 +292,11 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
     ) -> GSACausalLMOutputWithPast:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Next tokens are taken from here; -100 counts in no loss. In training, where `config.indexer_loss_coef` is
-            above 0, the loss is the language model's plus `indexer_loss_coef` times the indexer's. Without
-            labels the backward pass of the logits differentiates that multiple.
+            Token ids, which the model shifts to next tokens. -100 counts in no loss. In training with
+            `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the
+            language model's loss. Without labels the backward pass of the logits adds the same gradient.
         output_indexer_loss (`bool`, *optional*):
-            Without labels: calculate the indexer loss, with its graph, for the caller to add, and add it nowhere.
+            Only without labels: return the indexer loss with its graph, for the caller to add.
         """
         coefficient = self.config.indexer_loss_coef
         if labels is not None and output_indexer_loss is not None:
@@ -332,8 +334,9 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
 
 
 def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
-    """Returns the configuration of the indexer's rotary embedding: all channels of its heads, and no attention factor,
-    which is meant for softmax logits."""
+    """Return the configuration of the indexer's rotary embedding, which rotates all channels of an indexer head.
+
+    The attention factor is 1, because it is meant for softmax logits."""
     config = copy.deepcopy(config)
     config.head_dim = config.index_head_dim
     own = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
@@ -344,15 +347,15 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Returns this forward pass's share of an optimizer step's batch. 1 if the caller averages over forward passes
-    itself; Trainer passes their total number of labels, by which it also divides the language model's loss."""
+    """Return the share of this forward pass in an optimizer step's labels. Trainer divides the language model's loss by
+    the step's number of labels, `num_items_in_batch`. Without this number the caller averages, and the share is 1."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
-# `AutoModelForCausalLM.register` does not extend this list, and Trainer smooths shifted labels only for classes in it:
-# the model would learn to repeat each token.
+# Trainer's label smoothing shifts labels only for classes in this list, which `AutoModelForCausalLM.register` does not
+# extend. Without the shift the model would learn to repeat each token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("gsa", GSAForCausalLM.__name__)
 
 __all__ = ["GSAForCausalLM", "GSAModel", "GSAPreTrainedModel"]

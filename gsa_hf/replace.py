@@ -1,4 +1,4 @@
-"""Replaces attention in a loaded transformers model by Gated Sparse Attention: its weights, new gates and indexers."""
+"""Replace the attention of a loaded transformers model by Gated Sparse Attention, with new gates and indexers."""
 
 import copy
 import inspect
@@ -26,19 +26,19 @@ HOSTS = ("llama", "mistral", *_WITH_MASKS_BY_TYPE)
 def replace_attention_with_gsa(
     model: PreTrainedModel, config: GSAConfig, layers: Literal["all"] | Sequence[int] = "all"
 ) -> None:
-    """Replace the attention of some layers in place: projections and norms stay, gates and indexers are new.
+    """Replace the attention of some layers in place. Projections and norms stay, gates and indexers are new.
 
-    The model's caches then also hold the indexers' keys, and `generate` keeps working. Without gates and with
-    `"full_attention"` in `config.layer_types` its outputs are unchanged.
+    The model's caches then also hold the indexers' keys, and `generate` keeps working. Layers without gates and with
+    `"full_attention"` in `config.layer_types` keep their outputs.
 
     Args:
         model: Llama, Mistral, Qwen2 or Qwen3, without sliding windows
-        config: gates, indexer and selection; sizes are the model's. `layer_types` of the model's length says which
-            layers are sparse; default: all replaced ones
+        config: gates, indexer and selection; the model decides the sizes. `layer_types` with an entry for each of the
+            model's layers chooses the sparse layers. By default all replaced layers are sparse.
         layers: numbers of the layers
 
     Raises:
-        ValueError: it is not possible; names the field, its value and the remedy.
+        ValueError: a replacement is not possible; the error names field, value and remedy
     """
     host: Any = model.config
     base: Any = model.base_model
@@ -68,10 +68,10 @@ def replace_attention_with_gsa(
 
 
 def collected_indexer_loss(model: nn.Module) -> torch.Tensor:
-    """Returns the mean indexer loss of the replaced layers in the last forward pass, fp32, 0-d, for display.
+    """Return the mean indexer loss of the replaced layers in the last forward pass, fp32, 0-d, for display.
 
-    It exists in training, if `indexer_loss_coef` of the configuration is above 0. It has no gradient: the model's
-    backward pass differentiates that multiple of it already.
+    The loss exists in training with `indexer_loss_coef` above 0. The returned value has no gradient, because the
+    model's backward pass already adds the gradient of the indexer loss.
     """
     losses = [
         module.indexer_loss
@@ -87,7 +87,7 @@ def collected_indexer_loss(model: nn.Module) -> torch.Tensor:
 
 
 class ReplacedAttention(GSAAttention):
-    """Attention that a decoder layer of another model calls."""
+    """Computes the attention for a decoder layer of another model."""
 
     def __init__(self, config: GSAConfig, host_config: Any, layer_idx: int, old: nn.Module) -> None:
         super().__init__(config, layer_idx)
@@ -105,7 +105,7 @@ class ReplacedAttention(GSAAttention):
         weight = old.get_parameter("q_proj.weight")
         self.to(device=weight.device, dtype=weight.dtype)
         if self.indexer is not None and not config.indexer_loss_coef:
-            self.indexer.requires_grad_(False)  # unused
+            self.indexer.requires_grad_(False)  # gets no gradient
         for name, module in old.named_children():
             setattr(self, name, module)
         self.train(old.training)
@@ -120,7 +120,7 @@ class ReplacedAttention(GSAAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Called by transformers' decoder layers, with either name of the cache."""
+        """Return output and probabilities to the decoder layer of transformers, which passes either cache argument."""
         cache = cache if cache is not None else past_key_values
         self.config._attn_implementation = self.host_config._attn_implementation
         visible = kernel_pass = None
@@ -158,7 +158,7 @@ class ReplacedAttention(GSAAttention):
 
 
 def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
-    """Returns the configuration with the host's sizes."""
+    """Return the configuration with the sizes of the host model."""
     if config.index_topk_freq != 1:
         raise ValueError(
             f"index_topk_freq is {config.index_topk_freq}; pass 1: the layers of another model hand on no selection"
@@ -181,18 +181,18 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
     for name in (*names, "initializer_range", "max_position_embeddings", "rope_parameters"):
         setattr(merged, name, getattr(host, name))
     merged.head_dim = getattr(host, "head_dim", None) or host.hidden_size // host.num_attention_heads
-    merged.qkv_bias = merged.qk_norm = False  # the host's modules are kept as they are
+    merged.qkv_bias = merged.qk_norm = False  # the host's modules stay
     merged.validate()
     return merged
 
 
 def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Prepare masks before the host's forward pass, also for its new kinds of layers."""
+    """Prepare masks before the host model's forward pass, because it does not know the new kinds of layers."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     mask = given.get("attention_mask")
     if module.config.model_type not in _WITH_MASKS_BY_TYPE:
-        if isinstance(mask, dict):  # from `generate`, by the configuration's kinds of layers
+        if isinstance(mask, dict):  # `generate` makes a mask for each kind of layer
             given["attention_mask"] = mask.get(INDEXED_LAYER, next(iter(mask.values())))
         return (), given
     if not isinstance(mask, dict):
@@ -212,7 +212,7 @@ def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tup
 def _visible(
     mask: torch.Tensor | None, hidden_states: torch.Tensor, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Returns bool [B, 1, L, Lk] for the host's mask: bool, or additive, or None if it is only causal."""
+    """Return the causal keys, bool [B, 1, L, Lk], for the host's mask, which is bool, additive, or None if causal."""
     batch, length = hidden_states.shape[:2]
     if mask is None:
         past: int | torch.Tensor = 0

@@ -1,9 +1,7 @@
-"""Layers of `FusedDecoder`'s step with gsa_kernels' products for few rows.
+"""Compute the layers of `FusedDecoder`'s step by the kernels for products of few rows (one row is one sequence).
 
-A sparse layer that selects has eight launches for one sequence without norms of q and k, else nine.
-
-Each starts while the previous one ends, so that the weights stream without a gap. Functions with the same names and
-arguments as in joined_layers.py, which computes the same in plain torch.
+Each kernel starts while the previous kernel ends, so the weights stream without a gap. joined_layers.py has functions
+of the same names and arguments in plain torch.
 """
 
 from collections.abc import Callable
@@ -16,23 +14,23 @@ from .kernel_pass_gsa import kernel_module
 
 
 class Entry(NamedTuple):
-    """The joined product of a layer, not yet multiplied."""
+    """Holds the joined product of a layer, which is not launched yet."""
 
     launch: Callable[..., Any]
-    """`enter_row` without its `part`."""
+    """`enter_row`, which still takes `part`"""
 
 
 class Attended(NamedTuple):
-    """Attention's output [B, H, D] without its gate, and that gate before its sigmoid."""
+    """Holds the attention output [B, H, D] before its gate G1, and the logits of G1."""
 
     out: torch.Tensor
     gate: torch.Tensor
     awaited: Any
-    """`Awaited`: marks when the output is ready, since the gate's kernel, the last one, does not wait for it."""
+    """An `Awaited` counter, which tells when `out` is ready. The last kernel computes `gate` without waiting for it."""
 
 
 class Parts(NamedTuple):
-    """Sections of a layer's joined product, in order of launch, if `enters_at_once`."""
+    """Names the sections of a layer's joined product, in order of launch."""
 
     front: tuple[str, ...]
     beside_selection: tuple[str, ...]
@@ -40,11 +38,14 @@ class Parts(NamedTuple):
 
 
 def parts(selects: bool, gated: bool) -> Parts:
-    """Of a layer: whether it selects in this step, and whether it has G1, which attention needs not: the product with
-    W_O applies it. In front is what the next kernel needs.
+    """Return the order of the sections. The kernel that follows needs the sections in `front`.
 
-    A layer that keeps its selection has no use for the indexer's queries: the one sequence is inside its block, and
-    whoever makes the block's selection again takes the queries of its first token from the cache.
+    The gate G1 can come late, because the product with W_O applies G1. A layer that keeps its selection does not need
+    the indexer's queries, which come from the cache if the block's selection is made again.
+
+    Args:
+        selects: whether the layer selects in this step
+        gated: whether the layer has G1
     """
     if selects:
         return Parts(("index",), ("heads",), ("gate",) if gated else ())
@@ -52,7 +53,7 @@ def parts(selects: bool, gated: bool) -> Parts:
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
-    """What keeps the kernels from taking layers of these weights and sizes; None: nothing."""
+    """Return a property of the layers or the batch that the kernels do not support, or None."""
     limits = kernel_module("limits")
     if dtype not in (torch.bfloat16, torch.float32):
         return f"weights of {dtype}"
@@ -74,19 +75,19 @@ def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
 
 
 def enters_at_once(layers: list[Any], batch: int) -> bool:
-    """Whether `enter` of all layers is one launch, which takes the rotary angles from a table."""
+    """Return whether `enter` of every layer is one launch, which reads the rotary angles from a table."""
     even = all(sizes.index_head_dim % 2 == 0 or sizes.row == 0 for _, sizes in layers)
     return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Tokens int64 [B] -> their rows of the weight [B, d], while the first layer's product asks for its own."""
+    """Return the tokens' rows of the weight, [B, d], while the first layer's product prefetches its weights."""
     return kernel_module("row_product.look_up").look_up(tokens, weight)
 
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
-    """The joined product; norms, rotation, gate G2 and the writes into the cache. Two launches, or with a table of all
-    angles one, which is still to be launched."""
+    """Compute joined product, norms, rotary embedding and gate G2, and write into the cache, in two launches. With a
+    table of all angles return an `Entry`, which needs one launch."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
@@ -106,7 +107,7 @@ def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tenso
 
 
 def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tensor:
-    """Three launches: W_O with the residual, the gated product, its way back with the residual."""
+    """Apply W_O and the MLP and add them to the residual stream, in three launches."""
     row_product = kernel_module("row_product.op").row_product
     norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
     if isinstance(attended, Attended):
@@ -127,7 +128,7 @@ def pass_on(
     slot: torch.Tensor,
     rotary: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """`leave`, and `enter` of the next layer."""
+    """Run `leave` of this layer and `enter` of the next layer."""
     h = leave(h, attended, *left)
     return h, enter(h, *entered, cache, slot, rotary)
 
@@ -140,7 +141,7 @@ def finish(
     head: torch.Tensor,
     advances: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`leave`, and the logits [B, vocab]. Of one sequence also `advances`, two counters that become one more."""
+    """Run `leave` of the last layer, and return the logits [B, vocab]. Add 1 to the two counters `advances`."""
     h = leave(h, attended, *left)
     given = kernel_module("row_product.reference").Norm(norm, left[1].eps)
     launch = kernel_module("row_product.triton_product").Launch(advances=advances)

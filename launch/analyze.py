@@ -1,6 +1,6 @@
 """Draw a model's attention on a text: python launch/analyze.py --run RUN_DIR --name NAME [--text TEXT]
 
-`gsa_eval/commands/analyze.py` says what it does.
+`gsa_eval/commands/analyze.py` describes the command.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Check the GPUs of this node: python launch/check_node.py, or under torchrun to check the links between them, too
+"""Check the GPUs of this node: python launch/check_node.py. Start it by torchrun to check the GPUs' links, too.
 
-`gsa_train/commands/check_node.py` says what it does, and with which options.
+`gsa_train/commands/check_node.py` describes the command and its options.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Evaluate a model: python launch/evaluate.py --run RUN_DIR --name NAME [--data PLACE ...] [key=value ...]
 
-`gsa_eval/commands/evaluate.py` says what it does.
+`gsa_eval/commands/evaluate.py` describes the command.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Export a checkpoint to transformers: python launch/export_hf.py --run RUN_DIR --out DIR
 
-`gsa_eval/commands/export_hf.py` says what it does.
+`gsa_eval/commands/export_hf.py` describes the command.
 """
 
 import sys

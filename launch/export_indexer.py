@@ -1,4 +1,4 @@
-"""Save the indexer projections of a checkpoint on real text, for `benchmarks/bench_long.py --selection FILE`:
+"""Save the indexer projections of a checkpoint on real text, for `--selection FILE` of the benchmarks:
 
 python launch/export_indexer.py RUN_DIR --seq-len-tokens 131072 --layers 0 5 11 --out FILE.pt
 """
@@ -38,7 +38,7 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    # Imported here, so that a wrong config is reported before torch and megatron-core are loaded.
+    # Import torch and megatron-core after the config is checked.
     from gsa_data.shards import DataFault
     from gsa_train.commands.export_indexer import export_indexer
 

@@ -1,6 +1,6 @@
 """Generate text from a checkpoint: python launch/generate.py --run RUN_DIR --prompt TEXT --max-new-tokens N
 
-`gsa_eval/commands/generate.py` says what it does.
+`gsa_eval/commands/generate.py` describes the command.
 """
 
 import sys

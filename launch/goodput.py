@@ -1,6 +1,6 @@
-"""Report how a run spent its time, or simulate it: python launch/goodput.py --run DIR, or --gpus N --mtbf-hours H
+"""Report or simulate how a run spends its time: python launch/goodput.py --run DIR, or --gpus N --mtbf-hours H
 
-`gsa_train/commands/goodput.py` says what it does, and with which options.
+`gsa_train/commands/goodput.py` describes the command and its options.
 """
 
 import sys

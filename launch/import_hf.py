@@ -1,6 +1,6 @@
 """Import a model of transformers: python launch/import_hf.py --hf DIR --out DIR
 
-`gsa_eval/commands/import_hf.py` says what it does.
+`gsa_eval/commands/import_hf.py` describes the command.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Measure the best retrieval of a key selection: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
+"""Measure the retrieval limit of key selections: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
 
-`gsa_eval/commands/oracle.py` says what it does.
+`gsa_eval/commands/oracle.py` describes the command.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Draw the figures of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
 
-`gsa_eval/commands/plot.py` says what it draws.
+`gsa_eval/commands/plot.py` describes the command.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
-`gsa_train/commands/pretrain.py` says what it does, and with which exit codes.
+`gsa_train/commands/pretrain.py` describes the options and the exit codes.
 """
 
 import sys
@@ -10,6 +10,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 
 from gsa_train.commands.pretrain import main
 
-# The guard is needed: readers of text may be started as processes that import this file again.
+# The guard is needed, because reader processes may import this file again.
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Write the pages of results from the records of studies and from local run folders: python launch/results.py
+"""Write the pages of docs/results from the records of studies and from local run folders: python launch/results.py
 
-`gsa_study/commands/results.py` lists the studies.
+`gsa_study/commands/results.py` describes the command.
 """
 
 import sys

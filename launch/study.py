@@ -1,6 +1,6 @@
-"""Run a study, and compare its arms: python launch/study.py --study FILE
+"""Run a study and compare its models: python launch/study.py --study FILE
 
-`gsa_study/commands/study.py` says what it does, and with which exit codes.
+`gsa_study/commands/study.py` describes the options and the exit codes.
 """
 
 import sys

@@ -1,10 +1,8 @@
 """Create a W&B workspace with a run's panels: python launch/wandb_workspace.py --entity NAME [--project P] [--print]
 
-Sections training, GSA attention, stability, system and data over tokens (gsa_train/metrics/panels.py), as in the
-HTML report and in TensorBoard. Creates a saved view of the project and prints its address; `--print` prints what it
-would create, and needs neither key nor network. Needs the extra `workspace`; creating needs a W&B API key.
-
-Exit code 2: wrong use, no key, or W&B refuses.
+The command saves a view of the project and prints its address. The view has the panels of the HTML report
+(gsa_train/metrics/panels.py), over tokens. `--print` prints the view as JSON, without a key or network. The command
+needs the extra `workspace` and a W&B API key. The exit code is 2 for wrong use, a missing key, or a refusal by W&B.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def main() -> int:
 
 
 def build_workspace(entity: str, project: str, name: str) -> ws.Workspace:
-    """Build one section per section of the panel list, and a closed section for the layers."""
+    """Build a section for each section of the panel list, and a collapsed section for the layers."""
     sections = [
         ws.Section(
             name=title,
@@ -91,13 +89,13 @@ def _line_plot(panel: Panel) -> wr.LinePlot:
         options["log_y"] = True
     if panel.scale == "share":
         options["range_y"] = (0, 1)
-    if panel.per_set or panel.per_entry:  # lines whose names only a run knows
+    if panel.per_set or panel.per_entry:  # only the run knows the names of these lines
         return wr.LinePlot(metric_regex=f"^({'|'.join(panel.tags)})$", **options)
     return wr.LinePlot(y=[tag_of(key) for key in panel.keys], **options)
 
 
 def spec_of(workspace: ws.Workspace) -> dict[str, Any]:
-    """Returns the specification that W&B stores."""
+    """Return the specification that W&B stores."""
     view = workspace._to_model()
     return dict(view.model_dump(mode="json", by_alias=True, exclude_none=True))
 

@@ -1,6 +1,6 @@
-"""Deterministic, resumable streaming of tokenized blocks from shards of JSON lines or Parquet.
+"""Stream blocks of tokens from shards of JSON lines or Parquet, in a fixed order that a resume continues exactly.
 
-Read in this order: whole_files, faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize,
+Read the files in this order: whole_files, faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize,
 tokenizer_json, pack, source_weights, reader, marks, chat_template, chat, token_files, token_writer, indexed, corpus,
 content, lanes, best_fit, stream_config, rank_samples, stream, validation, ngram.
 """
@@ -52,7 +52,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import names lazily: a tokenizer alone does not need torch, whose import is slow."""
+    """Import names lazily, because a tokenizer does not need torch, whose import is slow."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"gsa_data.{module}"), name)

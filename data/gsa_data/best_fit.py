@@ -1,19 +1,19 @@
-"""Packing that cuts no document which fits into a block: `packing: best_fit`.
+"""Pack documents into blocks without cutting a document that fits into a block (`packing: best_fit`).
 
-Best-fit packing of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830), done while
-streaming. A lane keeps a pool of documents, oldest first. Each block takes, until nothing fits any more,
+The module streams the best-fit packing of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv
+2404.10830). Each lane (one of the fixed token streams of a run) keeps a pool of documents, oldest first. A block is
+filled in three steps:
 
-    the oldest document of the pool, then again and again the largest that fits into the room left (of equal ones
-    the older); what then remains empty is FILLER.
+1. The block takes the oldest document of the pool.
+2. The block repeatedly takes the largest document that fits into the rest, the older one of equal lengths.
+3. FILLER takes the rest of the block.
 
-A document longer than a block is cut: its whole blocks come first, one after another, with the stride of
-concatenation (the last token of one opens the next), and its end, from that token on, stays in the pool as a document
-of that length. So every token but a document's first is predicted from its own document exactly once; what stands
-after an EOS is not to be predicted (pack.loss_mask).
+A document longer than a block is cut. Its whole blocks come first, and the last token of a block opens the next one.
+The end of the document stays in the pool as a document of its own length. Every token except a document's first is
+therefore predicted from its own document exactly once. The token after an EOS is not predicted (pack.loss_mask).
 
-The oldest goes first so that none waits longer than the pool has places, and a saved position never points far back;
-starting with the largest fills blocks no better (measured). The pool grows by one document a block until it is full: a
-pool filled at once would make the first blocks of a run out of long documents alone.
+The oldest document goes first, so that a saved position never points far back. The pool grows by one document per block
+until it is full. A pool that is filled at once would build the first blocks of a run only from long documents.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from numpy.typing import NDArray
 from gsa_data.pack import FILLER, AnyTokens, Cursor, Tokens
 
 MIN_POOL_BLOCKS = 4
-"""The pool takes more documents than requested until it holds this many blocks of text: with less choice
-the last places of a block stay empty when documents are short."""
+"""The pool takes more documents than requested until it holds this many blocks of text. With fewer short documents the
+ends of blocks would stay empty."""
 
 Pool = NDArray[np.int64]
-"""[documents, fields of Cursor] cursors of documents, oldest first; each refers to the rest of its document."""
+"""[documents, fields of Cursor], a cursor to the rest of each document, oldest first"""
 
 TOKEN_OFFSET = Cursor._fields.index("token_offset")
 EMPTY_POOL: Pool = np.empty((0, len(Cursor._fields)), np.int64)
 
 BLOCKS, PIECES = "packed_blocks", "packed_pieces"
-"""Counters: blocks, and documents or parts of documents in them."""
+"""Counters of blocks, and of the documents and parts of documents in blocks"""
 DOCUMENTS, CUT_DOCUMENTS = "packed_documents", "packed_cut_documents"
-"""Counters: documents whose first token is in a block, and how many of them are longer than a block."""
+"""Counters of documents whose first token is in a block, and of the longer ones, which are cut"""
 LABELS, FILLER_LABELS = "packed_labels", "packed_filler_labels"
-"""Counters: labels of the blocks, and how many of them are FILLER."""
+"""Counters of the blocks' labels, and of the labels that are FILLER"""
 COUNTERS = (BLOCKS, PIECES, DOCUMENTS, CUT_DOCUMENTS, LABELS, FILLER_LABELS)
 
 
 class PackedBlock(NamedTuple):
     tokens: Tokens
-    """int32 [seq_len_tokens + 1]; FILLER at the end where no document fitted."""
+    """int32 [seq_len_tokens + 1], with FILLER at the end if no document fits"""
     next_cursor: Cursor
-    """First slot of the lane that was not read into the pool."""
+    """The next document of the lane that the pool will read"""
     pool: Pool
     """The pool after this block."""
     counters: dict[str, int]
@@ -65,14 +65,14 @@ def best_fit(
     seq_len_tokens: int,
     pool_documents: int,
 ) -> Iterator[PackedBlock]:
-    """Yields blocks of whole documents, each with the position after it.
+    """Yields blocks of whole documents, each with the position after the block.
 
     Args:
-        documents: the lane's documents with their EOS from `start` on, each with its cursor. Endless.
-        waiting: the pool of a saved position, or nothing.
-        block_number: number of the lane's blocks before this position.
-        seq_len_tokens: L; a block has room for documents of L + 1 tokens together.
-        pool_documents: number of documents to choose from (more while they are less than MIN_POOL_BLOCKS blocks).
+        documents: the lane's endless documents from `start` on, with their EOS and cursors
+        waiting: the documents in the pool of a saved position
+        block_number: number of the lane's blocks before this position
+        seq_len_tokens: L; a block has L + 1 tokens
+        pool_documents: size of the pool, if these documents fill MIN_POOL_BLOCKS blocks
     """
     room = seq_len_tokens + 1
     held = list(waiting)
@@ -93,7 +93,7 @@ def best_fit(
             next_cursor = held[-1][0]._replace(token_offset=0, copy=held[-1][0].copy + 1)
 
         counters = Counter({BLOCKS: 1, LABELS: seq_len_tokens})
-        longest = int(np.argmax(lengths > room))  # the oldest one longer than a block, else 0
+        longest = int(np.argmax(lengths > room))  # the oldest document longer than a block, or 0
         if lengths[longest] > room:
             offset = pool[longest, TOKEN_OFFSET]
             counters[PIECES] += 1
@@ -117,14 +117,14 @@ def best_fit(
 
 
 def _choose(lengths: NDArray[np.int64], room: int) -> list[int]:
-    """Returns the pool's indices of one block's documents, in order: the oldest, then the largest that fit."""
+    """Returns the pool's indices of one block's documents: the oldest, then the largest that fit."""
     chosen = [0]
     free = lengths.copy()
     while True:
         room -= int(free[chosen[-1]])
         free[chosen[-1]] = 0
         fitting = np.where(free <= room, free, 0)
-        largest = int(np.argmax(fitting))  # the first of equal ones
+        largest = int(np.argmax(fitting))  # the oldest of equal lengths
         if fitting[largest] == 0:
             return chosen
         chosen.append(largest)
@@ -136,8 +136,8 @@ def pool_of(rows: Iterable[Sequence[int]]) -> Pool:
 
 
 def packing_shares(counters: Mapping[str, int]) -> dict[str, float | None]:
-    """Returns the share of filler among labels, the share of documents that were cut, and documents per block, parts of
-    documents included. None before the first block."""
+    """Returns the share of FILLER in the labels, the share of cut documents, and the documents or parts per block. The
+    values are None before the first block."""
 
     def ratio(part: str, whole: str) -> float | None:
         return counters.get(part, 0) / counters[whole] if counters.get(whole) else None

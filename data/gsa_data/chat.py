@@ -1,9 +1,9 @@
-"""Conversations as training data: a line holds `messages`; the assistant's tokens are to be predicted.
+"""Read conversations as training data. A line holds `messages`, and the loss covers the assistant's tokens.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
-A conversation is one document. Its tokens carry marks (marks.py), and so its loss mask goes wherever tokens go: through
-lanes, packing, saved positions and the broadcast to the ranks.
+A conversation is one document. Marks (marks.py) store the loss mask in bits of the tokens, so the mask passes through
+packing, saved positions and the broadcast to the ranks.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from gsa_data.tokenize import Tokenizer
 FIELD = "messages"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHAT_VERSION = 2
-"""Raise it with any change to the tokens or marks of a conversation: saved cursors then no longer fit. 1: sentencepiece
-encoded an answer by itself, and the document's end did not count."""
+"""Raise this number with any change to the tokens or marks of a conversation, because saved positions then no longer
+fit."""
 NAMED_LINES = 5
-"""Number of faulty lines of a shard that the log names; the others are counted."""
+"""The log names this number of faulty lines per shard, and counts the others."""
 
 
 class WrongLine(NamedTuple):
     fault: str
-    """Its name in the counters."""
+    """The fault's name in the counters"""
     reason: str
 
 
 @dataclass(frozen=True)
 class ChatFolder:
-    """Shards of conversations, and the chat template that formats them."""
+    """Holds the shards of conversations, and the chat template that formats them."""
 
     manifest: Manifest
     template: ChatTemplate
@@ -53,9 +53,9 @@ class ChatFolder:
 
 
 class ChatReader:
-    """Formats conversations with a chat template and tokenizes them as they are read.
+    """Formats conversations with a chat template and tokenizes them while reading.
 
-    Raises TokenizerError where the template does not fit the tokenizer.
+    Raises TokenizerError if the template does not fit the tokenizer.
     """
 
     def __init__(self, folder: ChatFolder, tokenizer: Tokenizer, reading: Reading) -> None:
@@ -100,8 +100,8 @@ class _ChatLines(TextLines):
 def read_conversations(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Returns every line or row of one shard, faults included, like documents.read_documents; a Document's text is a
-    JSON object with `messages` and `tools`. The log names the first bad lines."""
+    """Returns every line or row of a shard, as a Document or the name of its fault. A Document's text is a JSON object
+    with `messages` and `tools`."""
     limit = reading.max_document_bytes
     parsed: list[Document | WrongLine]
     if relpath.endswith(".parquet"):
@@ -125,9 +125,9 @@ def read_conversations(
 
 
 def parse_chat_line(line: bytes, max_document_bytes: int = 1 << 25) -> Document | WrongLine:
-    """Returns the conversation of one line of JSON, or what is wrong with it.
+    """Returns the conversation of one line of JSON, or the line's fault.
 
-    In addition to the faults of `parse_conversation`: empty_text (a blank line), bad_utf8 and bad_json.
+    The faults are the faults of `parse_conversation`, empty_text (a blank line), bad_utf8 and bad_json.
     """
     if not line.strip():
         return WrongLine("empty_text", "as it is blank")
@@ -138,12 +138,14 @@ def parse_chat_line(line: bytes, max_document_bytes: int = 1 << 25) -> Document 
 
 
 def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Document | WrongLine:
-    """Returns the conversation of one JSON object or row, or what is wrong with it.
+    """Returns the conversation of one JSON object or row, or its fault. Fields that are null are left out of messages.
 
-    Faults: missing_messages (no list `messages`, or an empty one), bad_message (no object, an unknown role, content
-    that is no text, tools that are no list, fields nested more than 250 deep), empty_text (a message without content;
-    an assistant's may call tools instead), no_assistant (nothing to learn from) and huge_document (as JSON above
-    max_document_bytes). Fields that are null are left out of messages, as transformers does.
+    missing_messages: there is no list `messages`, or the list is empty
+    bad_message: a message is no object, a role is unknown, content is no text, `tools` is no list, or fields are nested
+        more than 250 levels deep
+    empty_text: a message has neither content nor tool calls of an assistant
+    no_assistant: there is no assistant's message to train on
+    huge_document: the JSON is longer than max_document_bytes
     """
     if not isinstance(record, Mapping):
         return WrongLine("missing_messages", "as it is no object with the field messages")
@@ -156,7 +158,7 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
             return WrongLine(wrong.fault, f"as message {number} {wrong.reason}")
     if not any(message["role"] == "assistant" for message in messages):
         return WrongLine("no_assistant", "as no message is the assistant's")
-    if isinstance(tools, str):  # as in tables, whose columns have one type
+    if isinstance(tools, str):  # tables hold JSON, because a column has one type
         try:
             tools = orjson.loads(tools)
         except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Formats conversations for a model with a Jinja chat template, as transformers renders it (the extra `hf`)."""
+"""Format conversations with a Jinja chat template, which transformers renders (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from gsa_data.marks import mark
 from gsa_data.tokenize import Part, Tokenizer, TokenizerError
 from gsa_data.whole_files import MOST_BYTES, parse_json
 
-if TYPE_CHECKING:  # it imports torch, which a dry run does not need
+if TYPE_CHECKING:  # pack imports torch, which a dry run does not need
     from gsa_data.pack import Tokens
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-"""transformers' names of the files next to a tokenizer's."""
+"""Names in transformers of files next to the tokenizer's file"""
 
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-"""Variables of a template that transformers fills from the tokenizer's config."""
+"""Variables of a template that transformers fills from the tokenizer's config"""
 
 TOKEN_NAME = re.compile(r"<(?:\||\uff5c)[^<>\s'\"{}]+?(?:\||\uff5c)>")
-"""Text that common templates mean as one token: `<|im_start|>`, DeepSeek's with wide bars."""
+"""Matches text that common templates use as one token, such as `<|im_start|>`, also with DeepSeek's wide bars."""
 
 RENDER_ERRORS = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError,
 )  # fmt: skip
-"""Errors that a template may raise for an unexpected conversation, in addition to Jinja's: a division by zero, a
-recursion, ..."""
+"""Errors, in addition to Jinja's errors, that a template may raise for an unexpected conversation"""
 RENDER_SECONDS = 20.0
-"""Limit of CPU time for one conversation, which normally takes milliseconds."""
+"""Limit of CPU time to render one conversation, which normally takes milliseconds"""
 
 TRIAL = [
     {"role": "user", "content": "alpha"},
@@ -53,11 +52,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class TemplateRefused(ValueError):
-    """The template cannot format this conversation; the message is the template's."""
+    """The template cannot format this conversation. The message comes from the template."""
 
 
 class NoPrefix(ValueError):
-    """The template's text of the first messages is not a prefix of the whole conversation."""
+    """The rendered text of the first messages is not a prefix of the rendered conversation."""
 
 
 class TemplateEndless(ValueError):
@@ -67,11 +66,11 @@ class TemplateEndless(ValueError):
 @dataclass(frozen=True)
 class ChatTemplate:
     source: str
-    """Jinja."""
+    """The Jinja text"""
     origin: str
-    """The template's file."""
+    """The file of the template"""
     special_tokens: Mapping[str, str]
-    """Special tokens named in tokenizer_config.json."""
+    """The special tokens in tokenizer_config.json"""
 
     def mentions(self, name: str) -> bool:
         """Whether the template uses the special token of this name, such as eos_token."""
@@ -99,9 +98,9 @@ def beside(tokenizer_path: str, name: str) -> str:
 
 
 def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading) -> ChatTemplate:
-    """Returns the template in `template_path`, or if that is empty, the one next to the tokenizer's file.
+    """Returns the template in `template_path`, or the template next to the tokenizer's file if the path is empty.
 
-    Raises TokenizerError if there is none, several, or a file cannot be read.
+    Raises TokenizerError if there is no template or several, or if a file cannot be read.
     """
     origin, found, special_tokens = _read_template(tokenizer_path, template_path, reading)
     if isinstance(found, list):
@@ -119,7 +118,7 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
 
 
 def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplate | None:
-    """Returns the template next to the tokenizer's file, or None; of several, transformers' choice."""
+    """Returns the template next to the tokenizer's file, or None. Of several templates it is transformers' choice."""
     origin, found, special_tokens = _read_template(tokenizer_path, "", reading)
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
@@ -144,19 +143,18 @@ def _read_template(
 
 
 class ChatEncoder:
-    """Encodes conversations to tokens with marks. Can be pickled into data workers.
+    """Encodes conversations to tokens with marks. Data workers can receive the encoder by pickle.
 
-    The assistant's tokens are the ones in the template's `{% generation %}` blocks. In a template without any they are
-    what the assistant's message adds to the previous messages with their generation prompt: from its first character
-    to the end of its turn.
+    The template's `{% generation %}` blocks hold the assistant's tokens. A template without blocks is rendered up to an
+    answer and through the answer, and the difference holds the assistant's tokens.
 
-    Raises TokenizerError when the template cannot be used with this tokenizer, or transformers is not installed.
+    Raises TokenizerError if the template does not fit this tokenizer, or transformers is not installed.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, trains: bool = True) -> None:
         """
         Args:
-            trains: False: only format prompts for a trained model, which needs less of the template.
+            trains: whether to encode conversations for training, which needs more of the template than prompts
         """
         self.template, self.tokenizer = template, tokenizer
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}
@@ -167,12 +165,12 @@ class ChatEncoder:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Returns the special tokens that the template uses, by their names in it."""
+        """Returns name -> text of the special tokens that the template may use."""
         return self._variables
 
     def turn_end(self) -> int | None:
-        """Returns the special token after the assistant's text, at which a model trained with this template stops. None
-        if the template has none, or cannot format a conversation of user and assistant.
+        """Returns the special token after the assistant's text, at which a trained model stops. Returns None if the
+        template has no such token, or cannot format a conversation of user and assistant.
         """
         answer = TRIAL[-1]["content"]
         try:
@@ -182,14 +180,15 @@ class ChatEncoder:
         return self.tokenizer.symbol_in(text.rpartition(answer)[2]) if answer in text else None
 
     def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[Tokens, int]:
-        """Encode a conversation, with an EOS after it unless it ends with one; returns marked tokens (marks.py), and
-        the bytes of its text. That EOS counts in the loss if the last message is the assistant's: a model stops at it
-        (Tokenizer.stop_ids), so it is trained, like the end of a turn.
+        """Encode a conversation, and return marked tokens (marks.py) and the number of text bytes.
+
+        The conversation ends with an EOS. After an assistant's message the loss covers this EOS, because a model stops
+        at EOS (Tokenizer.stop_ids).
 
         Raises:
-            TemplateRefused: the template cannot format it.
-            NoPrefix: a template without generation blocks does not show the assistant's tokens.
-            TemplateEndless: formatting takes too long.
+            TemplateRefused: the template cannot format the conversation
+            NoPrefix: a template without generation blocks does not show the assistant's tokens
+            TemplateEndless: formatting takes too long
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
@@ -204,7 +203,7 @@ class ChatEncoder:
         return self._render(messages, None)[0]
 
     def render(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Part]]:
-        """Returns a conversation's text, and the places of the assistant's parts."""
+        """Returns a conversation's text, and start and end of each of the assistant's parts."""
         if self._has_blocks:
             return self._render(messages, tools, tracks=True)
         text = self._render(messages, tools)[0]
@@ -224,10 +223,10 @@ class ChatEncoder:
         return text, parts
 
     def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
-        """Returns the prompt for a model: with the beginning of an answer, or with the last message left open.
+        """Returns the prompt for a model. The prompt ends with the start of an answer, or within the last message.
 
         Raises:
-            TemplateRefused: the template cannot format it.
+            TemplateRefused: the template cannot format the messages
         """
         return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
 
@@ -329,7 +328,7 @@ def _read_text(address: str, reading: Reading) -> str | None:
 
 
 def read_object(address: str, reading: Reading) -> dict[str, Any]:
-    """Read the object of a JSON file; empty if there is none."""
+    """Read the object of a JSON file. A missing file gives an empty object."""
     text = _read_text(address, reading)
     try:
         content = parse_json(text) if text is not None else {}

@@ -1,7 +1,6 @@
-"""Files next to a tokenizer's file that define a model's conversations: the chat template, the special tokens, and
-generation_config.json. These and the tokenizer determine the tokens at which a model stops.
+"""Read the files next to a tokenizer's file: the chat template, the special tokens, and generation_config.json.
 
-The files have transformers' names, in its folders and in checkpoints.
+These files and the tokenizer determine the tokens at which a model stops. The files have the names of transformers.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from gsa_data.tokenize import Tokenizer, TokenizerError
 
 GENERATION_FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Fields of generation_config.json that are kept, in addition to the tokens that end a text."""
+"""The fields of generation_config.json that are kept, in addition to `eos_token_id`"""
 
 
 @dataclass(frozen=True)
 class Companions:
     template: ChatTemplate | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """From tokenizer_config.json: pad_token and the like."""
+    """The special tokens in tokenizer_config.json, such as pad_token"""
     eos_ids: tuple[int, ...] = ()
-    """From generation_config.json."""
+    """The tokens in generation_config.json that end a text"""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """From the same file: fields in SAMPLING."""
+    """The fields of SAMPLING in generation_config.json"""
 
     def files(self) -> dict[str, bytes]:
-        """Returns files to write next to a copy of the tokenizer's file; `read_companions` reads them."""
+        """Returns the files to write next to a copy of the tokenizer's file."""
         contents: dict[str, Any] = {}
         if self.special_tokens:
             contents[CONFIG_FILE] = dict(self.special_tokens)
@@ -55,12 +54,13 @@ class Companions:
 def read_companions(
     tokenizer_path: str, template: ChatTemplate | None = None, reading: Reading | None = None
 ) -> Companions:
-    """
+    """Read the files next to the tokenizer's file.
+
     Args:
-        template: a run's template; None: the one next to the tokenizer's file, if any.
+        template: a run's template, which replaces the template next to the tokenizer's file
 
     Raises:
-        TokenizerError: a file is damaged.
+        TokenizerError: a file is damaged
     """
     reading = reading or Reading()
     return Companions(
@@ -81,8 +81,7 @@ def _generation(address: str, reading: Reading) -> tuple[tuple[int, ...], dict[s
 
 
 def set_up_tokenizer(tokenizer: Tokenizer, companions: Companions) -> None:
-    """Set the tokens at which a model stops, and whether it reads conversations, for exports,
-    generation, samples and evaluation."""
+    """Set the tokens at which a model stops, and whether it is a chat model, for all uses of a trained model."""
     found = [tokenizer.eos_id, *companions.eos_ids]
     if companions.template is not None:
         turn_end = ChatEncoder(companions.template, tokenizer, trains=False).turn_end()

@@ -1,8 +1,7 @@
-"""Fingerprints of a corpus's files by small samples, so that a resume can name a changed file.
+"""Hash small samples of a corpus's files, so that a resume can name a changed file.
 
-Sizes alone do not show a shard that was replaced by one of its size, and modification times are the copy's. A sample
-is a file's beginning, middle and end; a file of up to three samples is read whole. Changes between the samples of a
-larger file are not detected.
+A replaced shard may have the same size, and copying changes modification times. Therefore each file is sampled at its
+start, middle and end. Small files are read whole. Changes between the samples of a large file are not detected.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from gsa_data.shards import Manifest
 from gsa_data.token_files import TokenFolder
 
 SAMPLE_BYTES = 1 << 14
-"""Bytes of a sample."""
+"""Bytes of a sample"""
 FILES_AT_ONCE = 32
-"""Number of files read concurrently."""
+"""Number of files read concurrently"""
 NAMED = 3
-"""Number of files that a message names."""
+"""Number of files that a message names"""
 
 
 def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
-    """`kind` of the corpus, and `files`: path -> size in bytes and hash of the samples, as text.
+    """Returns `kind` of the corpus and `files`: path -> size in bytes and hash of the samples, as text.
 
-    For prepared tokens the manifest's checksums replace the samples: their readers compare them.
+    Prepared tokens are not sampled, because their readers compare the manifest's checksums.
 
-    Raises DataFault when a file cannot be read.
+    Raises DataFault if a file cannot be read.
     """
     if isinstance(corpus, TokenFolder):
         records = corpus.records.values()
@@ -55,8 +54,8 @@ def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
 
 
 def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Returns one line that names the changed files; "" for none, or if they cannot be compared: a state of an early
-    version, or text before and tokens now."""
+    """Returns one line that names the changed files. The line is empty if no file changed, or if the two states cannot
+    be compared (no earlier samples, or another kind of corpus)."""
     if before is None or before["kind"] != now["kind"]:
         return ""
     old, new = before["files"], now["files"]
@@ -95,7 +94,7 @@ class _LocalParts(threading.Thread):
     """Reads the samples of one file, opening it once."""
 
     def __init__(self, path: str, parts: list[tuple[int, int]]) -> None:
-        # A daemon, as in fetch.in_time: a hanging read cannot be stopped.
+        # Use a daemon, because a hanging read cannot be stopped (fetch.in_time).
         super().__init__(name="gsa_data samples", daemon=True)
         self._path, self._wanted = path, parts
         self.contents: list[bytes] = []
@@ -112,8 +111,8 @@ class _LocalParts(threading.Thread):
 
 
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
-    """Read samples of files concurrently, like remote ones: fsspec opens local files one after
-    another, three times each, and on a network file system each opening waits for a server."""
+    """Read samples of local files concurrently, because opening a file waits for a server on a network file system.
+    fsspec would open each file three times, one file after another."""
     readers = [_LocalParts(path, parts) for path, parts in files]
     for reader in readers:
         reader.start()
@@ -125,7 +124,7 @@ def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
 
 
 def _parts(size: int) -> list[tuple[int, int]]:
-    """Returns begin and end of each sample of a file."""
+    """Returns start and end of each sample of a file of this size."""
     if size <= 3 * SAMPLE_BYTES:
         return [(0, size)] if size else []
     middle = (size - SAMPLE_BYTES) // 2

@@ -1,4 +1,4 @@
-"""Finds duplicate shards: files with the same content, and compressed files next to their decompressed copies."""
+"""Find duplicate shards: files with the same content, and compressed files next to their decompressed copies."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gsa_data.parquet import has_no_rows
 from gsa_data.unpack import unpack
 
 COMPARED_BYTES = 1 << 20
-"""Shards of one size are compared by this number of bytes at their beginning and end."""
+"""Shards of equal size are compared by this number of bytes at their start and end."""
 
 Shard = tuple[str, int]
-"""Path and size in bytes."""
+"""The path and the size in bytes"""
 
 
 class Copy(NamedTuple):
     trouble: str
-    """Description of the fault."""
+    """A description of the fault"""
     has_text: bool
-    """False for a file without a document: filters and Spark write many identical ones."""
+    """False for a file without documents. Filters and Spark write many identical files of this kind."""
 
 
 def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse) -> dict[str, Copy]:
-    """Returns the shards below the folder `base` that duplicate an earlier one, by path.
+    """Returns the shards below the folder `base` that duplicate an earlier shard, by path.
 
-    Reads only shards that share their size, or their name up to the format's suffix.
+    The function reads only shards with equal sizes, or with equal names except for the format's suffix.
     """
     same_content = {
         copy: Copy(f"{copy} is a copy of {original} (same size, same first and last MiB)", has_text)
@@ -45,13 +45,13 @@ def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Puls
 def _same_content(
     filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yields (copy, original, whether they hold text) among files of one size."""
+    """Yields (copy, original, whether they hold text) among files of equal size."""
     by_size: dict[int, list[str]] = {}
     for relpath, size_bytes in shards:
         by_size.setdefault(size_bytes, []).append(relpath)
     alike = [(size, path) for size, paths in by_size.items() if size and len(paths) > 1 for path in paths]
     first_with: dict[tuple[int, bytes], str] = {}
-    for begin in range(0, len(alike), 32):  # in batches, which remote file systems fetch concurrently
+    for begin in range(0, len(alike), 32):  # remote file systems fetch a batch concurrently
         batch = alike[begin : begin + 32]
         paths = [f"{base}/{relpath}" for _, relpath in batch for _ in range(2)]
         starts = [start for size, _ in batch for start in (0, max(0, size - COMPARED_BYTES))]
@@ -76,7 +76,7 @@ def _is_empty(content: bytes, relpath: str) -> bool:
 def _same_text(
     filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse
 ) -> Iterator[tuple[str, str]]:
-    """Yields (copy, original) among JSON lines of one name, such as a.jsonl and a.jsonl.zst: `zstd -d` leaves both."""
+    """Yields (copy, original) among JSON lines of the same name. `zstd -d` leaves both a.jsonl and a.jsonl.zst."""
     by_stem: dict[str, list[Shard]] = {}
     for relpath, size_bytes in shards:
         for ending in FORMATS:

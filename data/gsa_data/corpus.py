@@ -1,4 +1,4 @@
-"""Opens a data folder with the reader for its content. Only this module distinguishes shards of text and of tokens."""
+"""Open a data folder with the reader for its content. Only this module distinguishes text, tokens and conversations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder, Token
 from gsa_data.tokenize import Tokenizer
 
 LARGE_SHARD_BYTES = 1 << 30
-"""Warn above this size, since a reader holds a decompressed shard in memory."""
+"""A larger shard gives a warning, because a reader holds a decompressed shard in memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ Corpus = Manifest | ChatFolder | TokenFolder | IndexedFolder
 
 
 def open_corpus(root: str, text_field: str = "text", reading: Reading | None = None) -> Corpus:
-    """Open the corpus of a folder; the log says if it holds tokens instead of text.
+    """Open the corpus of a folder, and log whether the folder holds tokens instead of text.
 
-    It holds tokens when tokens.json (or the journal of an unfinished `prepare.py tokens`) lies in it, and
-    megatron-core's datasets when .idx files lie in it; else its shards are text.
+    A folder with tokens.json, or with the journal of an unfinished `prepare.py tokens`, holds tokens. A folder with
+    .idx files holds megatron-core's datasets. Otherwise its shards are text.
 
-    Raises DataFault for a missing, empty or damaged folder, for one that would be read only in part, and for tokens
-    that cannot be mapped because they are not on a local (or mounted) file system.
+    Raises DataFault for a missing, empty or damaged folder, for a folder that would be read only in part, and for
+    tokens that are not on a local (or mounted) file system.
     """
     reading = reading or Reading()
     filesystem, base = file_system(root, reading)
@@ -43,7 +43,7 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
         try:
             return list_folder(filesystem, base)
         except (FileNotFoundError, NotADirectoryError):
-            return []  # for list_files to name
+            return []  # list_files reports the missing folder
 
     names = retried(listing, root, reading)
     prepared = MANIFEST_NAME in names or JOURNAL_NAME in names
@@ -72,7 +72,7 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
 def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None) -> ChatFolder:
     """Open the conversations of a folder: JSON lines or Parquet with `messages` (chat.py).
 
-    Raises DataFault for a missing or empty folder, and for one of tokens, which hold no conversations.
+    Raises DataFault for a missing or empty folder, and for a folder of tokens, which hold no conversations.
     """
     reading = reading or Reading()
     files = list_files(root, reading)
@@ -125,8 +125,10 @@ def check_not_mixed(files: Mapping[str, int], root: str) -> None:
 
 
 def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> ShardReader:
-    """Returns the reader. Raises DataFault for tokens made by another tokenizer, or with other limits than `reading`,
-    and TokenizerError for a chat template that does not fit the tokenizer."""
+    """Returns the reader of the corpus.
+
+    Raises DataFault for tokens that another tokenizer or other limits than `reading` made, and TokenizerError for a
+    chat template that does not fit the tokenizer."""
     if isinstance(corpus, ChatFolder):
         return ChatReader(corpus, tokenizer, reading)
     if isinstance(corpus, TokenFolder):
@@ -137,10 +139,11 @@ def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Shar
 
 
 def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
-    """Check that a corpus can be read with these weights, as far as is known before reading.
+    """Check that a corpus can be read with these weights of sources, as far as is known before reading.
 
-    Raises ValueError for a bad weight, and DataFault for a corpus that knows no sources and for names that none of
-    its documents has. Text is only known when read: there a wrong name shows as a source without tokens.
+    The sources of text are known only after reading, so a wrong name then shows as a source without tokens.
+
+    Raises ValueError for a bad weight, and DataFault for a corpus without sources or for a source without documents.
     """
     check_weights(weights)
     if not weights:

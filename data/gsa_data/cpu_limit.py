@@ -1,4 +1,4 @@
-"""A limit of CPU time for untrusted code that may never end, such as a chat template with nested loops."""
+"""Limit the CPU time of untrusted code that may never end, such as a chat template with nested loops."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ POLL_SECONDS = 0.5
 
 
 class OverLimit(BaseException):
-    """The block used up its time. Not an Exception, so that the code inside the block cannot catch it by accident."""
+    """The block used up its time. This class is no Exception, so that code inside the block does not catch it."""
 
 
 class CpuLimit:
-    """Ends blocks that take too long. CPU time does not depend on the machine's other load.
+    """Ends blocks that take too much CPU time, which does not depend on the machine's other load.
 
-    One thread polls all blocks, so a block costs microseconds. Can be pickled and forked. A single
-    call of C code is not interrupted.
+    One thread polls all blocks, so a block costs microseconds. The object can be pickled and forked. A single call of C
+    code is not interrupted.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CpuLimit:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Ends the block with OverLimit after this much CPU time of this thread."""
+        """End the block with OverLimit after this CPU time of this thread."""
         if self._process != os.getpid():  # a fork has no threads, and may have copied a held lock
             self._begin()
         thread = threading.get_ident()
@@ -52,7 +52,7 @@ class CpuLimit:
             with self._turn:
                 is_over = self._end_of.pop(thread, None) is None
             if is_over:
-                _raise_in(thread, None)  # in case the block ended by itself just before
+                _raise_in(thread, None)  # cancels an error that came just after the block's end
 
     def _watch(self) -> None:
         while True:
@@ -70,7 +70,7 @@ class CpuLimit:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread; None cancels a pending one."""
+    """Raise an error in a thread. None cancels a pending error."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error) if error else None
     )

@@ -1,4 +1,4 @@
-"""Reads the documents of a shard. Bad lines are counted and skipped; too many make the shard a bad one."""
+"""Read the documents of a shard. Bad lines are counted and skipped. Too many bad lines make the shard a bad one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gsa_data.parquet import parquet_rows
 from gsa_data.shards import Manifest, check_damage, read_lines, read_shard, refuse
 
 NO_JSON = re.compile(r"NaN|Infinity")
-"""Invalid JSON that Python's json reads and writes anyway."""
+"""Invalid JSON that Python's json accepts"""
 
 
 class Document(NamedTuple):
-    text_utf8: bytes  # bytes, as one emoji in a Python string takes four bytes for every character of it
-    source: str  # "" where the line names none
+    text_utf8: bytes  # in a str one emoji makes every character take four bytes
+    source: str  # "" if the line names no source
 
 
 def read_documents(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Returns every line or row of one shard, faults included, so that each keeps its index.
+    """Returns every line or row of one shard, as a Document or the name of its fault. Each line keeps its index.
 
-    A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves it out as a
-    whole. Other faults of shards are as in shards.read_lines.
+    A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves the shard out.
+    shards.read_lines describes other faults of a shard.
     """
     limit, lines = reading.max_document_bytes, []
     if relpath.endswith(".parquet"):
@@ -47,7 +47,7 @@ def read_documents(
 
 
 def first_bad_json(lines: list[bytes]) -> str:
-    """Returns the first line of a shard that is not JSON, and why."""
+    """Returns the number of the first line that is not JSON, and the error."""
     for number, line in enumerate(lines, start=1):
         try:
             orjson.loads(line or b"0")
@@ -68,10 +68,10 @@ def check_bad_lines(
     counters: Counter[str],
     first: str = "",
 ) -> bool:
-    """Whether a shard with these faults may be used; raises DataFault if it may not and nothing is skipped.
+    """Returns whether a shard with these faults may be used. Raises DataFault for a bad shard that is not skipped.
 
     Args:
-        first: place and cause of the first fault, for the message.
+        first: place and cause of the first fault, for the message
     """
     if not faults:
         return True
@@ -93,9 +93,12 @@ def check_bad_lines(
 def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 1 << 25) -> Document | str:
     """Returns the document of one line of JSON, or the name of its fault.
 
-    A line is {"text": ..., "meta": {"redpajama_set_name": ...}}, as in SlimPajama; "meta" is optional. Faults:
-    bad_utf8, bad_json (also a lone surrogate), missing_text (no "text", null, or not a string), empty_text
-    (nothing but white space, also for a blank line) and huge_document (UTF-8 above max_document_bytes).
+    A line is {"text": ..., "meta": {"redpajama_set_name": ...}}, as in SlimPajama. "meta" is optional. The faults are:
+
+    bad_utf8, bad_json: the line is not valid UTF-8 or JSON, or has a lone surrogate
+    missing_text: "text" is missing, null or no string
+    empty_text: the line or its text is only white space
+    huge_document: the text has more than max_document_bytes in UTF-8
     """
     if not line.strip():
         return "empty_text"
@@ -117,7 +120,7 @@ def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 
 
 
 def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int = 1 << 25) -> Document | str:
-    """Returns the document of one row of Parquet, or the name of its fault, as in `parse_line`."""
+    """Returns the document of one row of Parquet, or the name of its fault (see `parse_line`)."""
     if text is None:
         return "missing_text"
     if not is_utf8(text):
@@ -130,7 +133,7 @@ def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int 
 
 
 def is_utf8(line: bytes) -> bool:
-    """Whether the line is valid UTF-8."""
+    """Returns whether the line is valid UTF-8."""
     try:
         line.decode()
     except UnicodeDecodeError:

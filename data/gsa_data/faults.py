@@ -1,4 +1,4 @@
-"""Faults of text, their names in the counters, and the policy for them."""
+"""Define the faults of text, their names in the counters, and the policy for faults."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Literal
 OnBadShard = Literal["fail", "skip"]
 
 BAD_LINES = ("bad_utf8", "bad_json", "missing_text", "missing_messages", "bad_message")
-"""Faults that count towards `max_bad_line_fraction`."""
+"""Faults that count towards `max_bad_line_fraction`"""
 HARMLESS_LINES = ("empty_text", "huge_document", "no_assistant", "template_refused")
 LOST_LINES = "lost_lines"
-"""Lines of a shard that existed when a lane opened it, and are missing at a resume within it."""
+"""Counter of lines that a shard has lost between a save and a resume"""
 FAILED_READINGS = ("shards_missing", "shards_unreadable")
 BAD_SHARDS = (
     *FAILED_READINGS,
@@ -28,21 +28,21 @@ logger = logging.getLogger("gsa_data")
 
 
 def printable(word: str) -> str:
-    """Escape invisible characters of untrusted text, such as the name of a source, for a line on a terminal,
-    so that it cannot break the line or move the cursor."""
+    """Escape invisible characters of untrusted text, so that the text cannot break a line or move the cursor of a
+    terminal."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in word)
 
 
 class DataFault(RuntimeError):
-    """The corpus cannot be read; the message names the shard, the value and the remedy."""
+    """The corpus cannot be read. The message names the shard, the value and the remedy."""
 
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Prefix errors about the value of a command's option with its name.
+    """Prefix errors about the value of a command's option with the option's name.
 
     Raises:
-        DataFault: the block raised one, or a ValueError.
+        DataFault: the block raised a DataFault or a ValueError
     """
     try:
         yield
@@ -52,23 +52,23 @@ def naming(option: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reading:
-    """How shards are read and what a fault does. Nothing here moves a document to another place in the order."""
+    """Says how shards are read and what a fault does. No field moves a document to another place in the order."""
 
     on_bad_shard: OnBadShard = "fail"
-    """A shard that is missing, unreadable, damaged, too full of bad lines or a copy of another stops the run
-    ("fail"), or what is bad of it is left out, counted and logged ("skip")."""
+    """A bad shard is missing, unreadable, damaged, a copy of another shard, or has too many bad lines. "fail" stops the
+    run. "skip" leaves out, counts and logs the bad part."""
     max_bad_line_fraction: float = 0.01
-    """Bad lines are left out and counted; above this share of a shard's lines the shard is bad."""
+    """Bad lines are left out and counted. A shard with a larger share of bad lines is bad."""
     max_document_bytes: int = 1 << 25
-    """Longer documents (UTF-8) are left out and counted: tokenizing one holds up a reader for seconds per MiB."""
+    """Longer documents (in UTF-8) are left out and counted, because tokenizing takes seconds per MiB."""
     retries: int = 5
-    """Times that a read which failed or timed out is tried again."""
+    """Number of times that a failed read is tried again"""
     timeout_seconds: float = 60.0
-    """A read, an opening, a listing or a connection without progress for this time has failed."""
+    """A read, an opening, a listing or a connection without progress for this time fails."""
     backoff_seconds: float = 0.5
-    """Wait before the first retry; doubles each time up to a minute: 0.5, 1, 2, 4, 8."""
+    """The wait before the first retry. The wait doubles each time, up to a minute."""
     may_skip: bool = True
-    """False for a validation set: a perplexity of less text would not be comparable."""
+    """False for a validation set, because a perplexity of less text would not be comparable"""
 
     def __post_init__(self) -> None:
         if self.on_bad_shard not in ("fail", "skip"):
@@ -86,7 +86,7 @@ class Reading:
 
     @property
     def waits_seconds(self) -> list[float]:
-        """Returns the waits before each retry."""
+        """Returns the wait before each retry."""
         return [min(60.0, self.backoff_seconds * 2.0 ** min(retry, 60)) for retry in range(self.retries)]
 
     @property
@@ -100,14 +100,14 @@ class Reading:
 
     @property
     def or_skip(self) -> str:
-        """Returns the end of a message's remedy."""
+        """Returns the end of an error's remedy, which offers "skip" if it is allowed."""
         if not self.may_skip:
             return " (on_bad_shard=skip leaves no validation text out)"
         return ", or set on_bad_shard=skip"
 
 
 def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
-    """Returns what was skipped, and the number of read retries, under the names that runs log."""
+    """Returns the numbers of skipped shards and lines, and of read retries, under the names that runs log."""
     return {
         "data_skipped_documents": sum(
             counters.get(name, 0) for name in (*BAD_LINES, *HARMLESS_LINES, LOST_LINES)
@@ -119,6 +119,6 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning in one line, once per process, since small corpora read a shard many times. Its text may be
+    """Log a warning in one line, once per process, because small corpora read a shard many times. The text may be
     untrusted."""
     logger.warning("%s", printable(message))

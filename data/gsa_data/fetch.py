@@ -1,4 +1,4 @@
-"""Bytes from any address that fsspec knows, with a limit on every wait and retries."""
+"""Read bytes from any address that fsspec knows. Every wait has a limit, and failed reads are tried again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("gsa_data")
 
 PIECE_BYTES = 1 << 24
 
-# The libraries under fsspec's remote file systems; most of their errors are OSErrors, some are not.
+# The libraries below fsspec's remote file systems. Some of their errors are no OSErrors.
 NETWORK_LIBRARIES = frozenset(
     {
         "aiohttp",
@@ -47,19 +47,19 @@ PACKAGES = {
 
 
 class ReadError(OSError):
-    """A read that failed, and may be tried again."""
+    """A read failed, and may be tried again."""
 
 
 class NoSuchKind(OSError):
-    """A pipe or a device where a file is expected, or a file that is too large."""
+    """A pipe or a device is in the place of a file, or a file is too large."""
 
 
-# Waiting does not help these.
+# A retry does not help after these errors.
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NoSuchKind)
 
 
 class Pulse:
-    """A long action beats its pulse to show progress, so that only the time without progress is limited."""
+    """Records the progress of a long action, which calls `beat`. Only the time without progress is limited."""
 
     def __init__(self) -> None:
         self.last_seconds = time.monotonic()
@@ -69,13 +69,11 @@ class Pulse:
 
 
 def file_system(address: str, reading: Reading) -> tuple[Any, str]:
-    """Returns the fsspec file system of an address, and the path in it. Some need a connection, which is retried if no
-    answer comes.
+    """Returns the fsspec file system of an address, and the path in this file system. A connection is tried again.
 
-    Not for a thread that ends soon: one connection, and a thread that holds it, are kept per thread.
+    Each calling thread keeps a connection and a thread that holds it, so do not call this from short-lived threads.
 
-    Raises DataFault when there is no connection, the package for its protocol is not installed, or the protocol is
-    unknown.
+    Raises DataFault if there is no connection, the protocol is unknown, or its package is not installed.
     """
     try:
         return with_retries(
@@ -92,11 +90,11 @@ def file_system(address: str, reading: Reading) -> tuple[Any, str]:
 
 
 def connected(address: str, limit_seconds: float) -> tuple[Any, str]:
-    """Try once to connect for `file_system`: OSError if there is no connection."""
+    """Try once to connect for `file_system`. Raises OSError if there is no connection."""
     protocol = fsspec.utils.get_protocol(address)
     try:
         if protocol in LocalFileSystem.protocol:
-            return fsspec.core.url_to_fs(address)  # connects to nothing
+            return fsspec.core.url_to_fs(address)  # needs no connection
         return _of_thread().connect(address, limit_seconds)
     except ImportError as error:
         package = PACKAGES.get(protocol, f"the fsspec package of {protocol}")
@@ -108,8 +106,8 @@ def connected(address: str, limit_seconds: float) -> tuple[Any, str]:
 def read_bytes(
     address: str, reading: Reading, counters: Counter[str], most_bytes: int | None = None
 ) -> bytes:
-    """Read the whole file; OSError if it is missing, not a regular file, larger than `most_bytes`, or all tries
-    failed."""
+    """Read the whole file. Raises OSError if the file is missing, not regular or larger than `most_bytes`, or if all
+    tries failed."""
     limit = reading.timeout_seconds
 
     def read() -> bytes:
@@ -136,7 +134,7 @@ def read_bytes(
 
 
 def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counters: Counter[str]) -> T:
-    """Returns the result of an action that beats its pulse as it progresses; retried if it stalls.
+    """Returns the result of an action, which beats its pulse while it makes progress. A stalled action is tried again.
 
     Raises OSError if all tries failed, or a retry cannot help.
     """
@@ -149,7 +147,7 @@ def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counter
 
 
 def with_retries(action: Callable[[], T], what: str, reading: Reading, counters: Counter[str]) -> T:
-    """Returns the result of `action`, retried after a transient OSError; `counters` gains read_retries."""
+    """Returns the result of `action`, which is tried again after a transient OSError. Counts `read_retries`."""
     for retry, wait_seconds in enumerate(reading.waits_seconds, 1):
         try:
             return action()
@@ -170,11 +168,9 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 
 
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
-    """Returns the result of `action`, or raises ReadError `seconds` after its start, or after the last beat of its
-    pulse.
+    """Returns the result of `action`, or raises ReadError `seconds` after its start or the last beat of its pulse.
 
-    Nothing can stop a read that the kernel or a library never ends, so it runs in a thread that is then
-    abandoned; it ends with the process at the latest.
+    A hanging read cannot be stopped, so `action` runs in a daemon thread, which is then abandoned.
     """
     outcome: _Outcome[T] = _Outcome()
 
@@ -193,7 +189,7 @@ def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None)
 
 
 class _Outcome(Generic[T]):
-    """Carries what an action returned or raised from its thread to the one that waits."""
+    """Carries the result or error of an action from its thread to the waiting thread."""
 
     def __init__(self) -> None:
         self.value: list[T] = []
@@ -206,13 +202,13 @@ class _Outcome(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.error = error
-        return True  # raised again by `result`
+        return True  # `result` raises the error again
 
     def result(self) -> T:
         error = self.error
         if error is None:
             return self.value[0]
-        # asyncio's timeout, which fsspec passes on, is no OSError before Python 3.11; nor is fsspec's own.
+        # The timeout errors of fsspec, and of asyncio before Python 3.11, are no OSErrors.
         library = type(error).__module__.partition(".")[0]
         passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
         if passing and not isinstance(error, OSError):
@@ -222,7 +218,7 @@ class _Outcome(Generic[T]):
 
 class _Connector(threading.Thread):
     """Connects to file systems for one other thread. fsspec keeps a file system for the thread that asked for it, so
-    this thread stays until it gets no answer: then it is abandoned, and another thread connects again."""
+    this thread stays. If a connection gets no answer, this thread is abandoned, and another thread connects again."""
 
     def __init__(self) -> None:
         super().__init__(name="gsa_data connections", daemon=True)
@@ -250,11 +246,11 @@ class _Connector(threading.Thread):
 
 
 _connectors = threading.local()
-"""Per thread, like fsspec's cache of file systems."""
+"""One connector per thread, like fsspec's cache of file systems"""
 
 
 def _of_thread() -> _Connector:
-    """Returns the connector of this thread. A forked process has lost it."""
+    """Returns the connector of this thread, or a new one in a forked process, which has lost its threads."""
     connector: _Connector | None = getattr(_connectors, "connector", None)
     if connector is None or connector.is_left or not connector.is_alive():
         connector = _connectors.connector = _Connector()

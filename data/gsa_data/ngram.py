@@ -1,15 +1,14 @@
-"""Computes unigram and bigram baselines from the tokens that a model was trained on.
+"""Compute unigram and bigram baselines from the tokens that a model was trained on.
 
-Both score the same (input, label) pairs as the model, with the same mask. With c the training counts, N the
-number of training labels, V the vocabulary and T(h) the number of different labels seen after input h:
+Both baselines score the same (input, label) pairs as the model. c are the training counts, N is the number of training
+labels, V is the vocabulary size, and T(h) is the number of different labels seen after input h:
 
     P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
     P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram, P(w) where h was never seen
 
-The bigram is the interpolated Witten-Bell estimate: weight c(h) / (c(h) + T(h)) on the maximum-likelihood
-bigram c(h,w) / c(h), the rest on the unigram. Source: Witten and Bell 1991, "The zero-frequency problem",
-method C; in this form in Chen and Goodman 1998, "An empirical study of smoothing techniques for language
-modeling".
+The bigram is the interpolated Witten-Bell estimate. The maximum-likelihood bigram c(h,w) / c(h) has the weight
+c(h) / (c(h) + T(h)), and the unigram has the rest. The source is method C of Witten and Bell 1991, "The zero-frequency
+problem", in the form of Chen and Goodman 1998, "An empirical study of smoothing techniques for language modeling".
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from gsa_data.pack import Tokens
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
 
-MERGE_ENTRIES = 1 << 22  # bigrams wait in chunks until there are this many (64 MiB), then are merged
+MERGE_ENTRIES = 1 << 22  # this number of bigrams (64 MiB) is merged at once
 
 
 @dataclass(frozen=True)
 class NgramModel:
-    """Counts of the training pairs. Bigrams are sparse: sorted keys input * vocab_size + label."""
+    """Holds the counts of the training pairs. Keys of bigrams, input * vocab_size + label, are sorted."""
 
     vocab_size: int
     eos_id: int
     attend_across_documents: bool
     unigram_counts: Int64s
-    """[vocab_size] times each token was a label"""
+    """[vocab_size] counts of each token as label: c(w)"""
     bigram_keys: Int64s
     bigram_counts: Int64s
     input_counts: Int64s
-    """[vocab_size] times each token was an input: c(h)"""
+    """[vocab_size] counts of each token as input: c(h)"""
     input_kinds: Int64s
-    """[vocab_size] different labels after each input: T(h)"""
+    """[vocab_size] numbers of different labels after each input: T(h)"""
 
     def unigram_perplexity(self, blocks: Iterable[Tokens]) -> float:
         """exp of the mean negative log-likelihood over the scored labels of [n, L + 1] blocks."""
@@ -55,14 +54,14 @@ class NgramModel:
         return self._perplexity(blocks, bigram=True)
 
     def unigram(self, labels: Int64s) -> Float64s:
-        """P(label), elementwise."""
+        """Returns P(label), elementwise."""
         probability: Float64s = (self.unigram_counts[labels] + 1) / (
             self.unigram_counts.sum() + self.vocab_size
         )
         return probability
 
     def bigram(self, inputs: Int64s, labels: Int64s) -> Float64s:
-        """P(label | input), elementwise."""
+        """Returns P(label | input), elementwise."""
         keys = inputs * self.vocab_size + labels
         places = np.searchsorted(self.bigram_keys, keys)
         places[places == len(self.bigram_keys)] = 0
@@ -87,10 +86,10 @@ class NgramModel:
 
 
 def scored_pairs(blocks: Tokens, eos_id: int, attend_across_documents: bool) -> tuple[Int64s, Int64s]:
-    """Inputs and labels of [n, L + 1] blocks where the loss mask is 1 (pack.loss_mask, marks.UNSCORED), flattened."""
+    """Returns the flattened inputs and labels of [n, L + 1] blocks where the label is scored."""
     wide: Int64s = blocks.astype(np.int64)  # input * vocab_size + label overflows int32
     inputs, labels = wide[:, :-1].reshape(-1), wide[:, 1:].reshape(-1)
-    scored = (labels & UNSCORED) == 0  # nor is FILLER
+    scored = (labels & UNSCORED) == 0  # also excludes FILLER
     if not attend_across_documents:
         scored &= (inputs & ~UNSCORED) != eos_id
     return inputs[scored] & TOKEN_ID, labels[scored] & TOKEN_ID
@@ -99,9 +98,9 @@ def scored_pairs(blocks: Tokens, eos_id: int, attend_across_documents: bool) -> 
 def fit_ngrams(
     blocks: Iterable[Tokens], vocab_size: int, eos_id: int, attend_across_documents: bool
 ) -> NgramModel:
-    """Count the scored pairs of a stream of int32 [n, L + 1] blocks; memory grows only with the bigrams.
+    """Count the scored pairs of a stream of int32 [n, L + 1] blocks. Memory grows only with the bigrams.
 
-    Raises ValueError for a token outside the vocabulary and when no label was seen.
+    Raises ValueError for a token outside the vocabulary, and if there is no label.
     """
     unigram_counts = np.zeros(vocab_size, np.int64)
     input_counts = np.zeros(vocab_size, np.int64)
@@ -138,7 +137,7 @@ def fit_ngrams(
 
 
 def _merge(chunks: list[tuple[Int64s, Int64s]]) -> tuple[Int64s, Int64s]:
-    """Sum the counts of equal keys: sorted keys, counts."""
+    """Sum the counts of equal keys, and return the sorted keys and the counts."""
     keys, places = np.unique(np.concatenate([keys for keys, _ in chunks]), return_inverse=True)
     counts = np.zeros(len(keys), np.int64)
     np.add.at(counts, places, np.concatenate([counts for _, counts in chunks]))

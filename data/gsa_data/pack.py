@@ -1,4 +1,4 @@
-"""Documents to blocks of seq_len + 1 tokens, and what the model derives from the EOS tokens in a block."""
+"""Pack documents into blocks of seq_len + 1 tokens, and find documents and the loss mask from a block's EOS tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 Tokens = NDArray[np.int32]
 AnyTokens = NDArray[np.integer[Any]]
-"""[tokens] of any integer type: a mapped file holds uint16. Blocks are always int32."""
+"""[tokens] of any integer type, because a mapped file may hold uint16. Blocks are always int32."""
 
 
 class Cursor(NamedTuple):
-    """A place in one lane: token `token_offset` of slot (document, copy) of the lane's unit `unit`.
+    """Points to a place in one lane: token `token_offset` of slot (document, copy) in the lane's unit `unit`.
 
-    Without weights of sources there are no copies, and slot (document, 0) is the unit's document `document`.
-    Positions saved before there were copies and lines lack these; 0 lines are not known.
+    Without weights of sources there are no copies, and slot (document, 0) is the unit's document `document`. Old saved
+    positions lack `copy` and `lines`.
     """
 
     epoch: int
@@ -29,22 +29,22 @@ class Cursor(NamedTuple):
     token_offset: int
     copy: int = 0
     lines: int = 0
-    """Of the unit when the lane opened it, from which its order is drawn: a resume may find fewer."""
+    """Number of lines that the unit had when the lane opened it, or 0 if unknown. The unit's order depends on this
+    number, and a resume may find fewer lines."""
 
 
 LANE_START = Cursor(0, 0, 0, 0)
 
 FILLER = -1
-"""In a block: a place that no text is left for. Nothing is predicted there, and the model sees an EOS."""
+"""The value of a place in a block without text. The loss does not cover it, and the model reads an EOS."""
 
 
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
     """Concatenate pieces and cut blocks [seq_len_tokens + 1], each with the cursor of the next block.
 
-    A piece is the cursor of its first token and its tokens (one document with its EOS). The stride is
-    seq_len_tokens: the last token of a block opens the next one, so that each token is a label exactly once,
-    and a cursor always points into a document already seen. A rest too short for a block is dropped, which
-    only happens when `pieces` ends.
+    A piece is a document with its EOS, and the cursor of its first token. The stride is seq_len_tokens: the last token
+    of a block opens the next block. Each token is therefore a label exactly once. A rest that is too short for a block
+    is dropped.
     """
     waiting: deque[tuple[Cursor, AnyTokens]] = deque()
     waiting_tokens = 0
@@ -57,7 +57,7 @@ def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Ite
 
 
 def _take(waiting: deque[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Tokens:
-    """Copy seq_len_tokens + 1 tokens from the front and remove all but the last of them."""
+    """Copy seq_len_tokens + 1 tokens from the front, and remove all of them except the last."""
     block = np.empty(seq_len_tokens + 1, dtype=np.int32)
     filled = 0
     while filled <= seq_len_tokens:
@@ -65,15 +65,15 @@ def _take(waiting: deque[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Toke
         part = tokens[: len(block) - filled]
         block[filled : filled + len(part)] = part
         filled += len(part)
-    used = len(part) - 1  # the last token is the first of the next block
+    used = len(part) - 1  # the last token opens the next block
     waiting.appendleft((cursor._replace(token_offset=cursor.token_offset + used), tokens[used:]))
     return block
 
 
 def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
-    """Number the documents of each row: [B, L] int tokens -> [B, L] int32, counting from 0.
+    """Returns the number (from 0) of each token's document in its row, int32 [B, L], for tokens [B, L].
 
-    The EOS belongs to the document it ends; the token after it opens the next.
+    An EOS belongs to the document that it ends.
     """
     opens = torch.zeros_like(tokens, dtype=torch.int32)
     opens[:, 1:] = tokens[:, :-1] == eos_id
@@ -81,16 +81,16 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def document_starts(document_ids: Tensor, query_start: int = 0) -> Tensor:
-    """First position of the document of each token from `query_start` on: int32 [B, L] ids, which never decrease along
-    a row -> int32 [B, L - query_start]."""
+    """Returns the first position of each token's document, int32 [B, L - query_start], for tokens from `query_start`
+    on. `document_ids`, int32 [B, L], never decrease along a row."""
     document_ids = document_ids.contiguous()
     return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 
 
 def loss_mask(tokens: Tensor, eos_id: int, attend_across_documents: bool) -> Tensor:
-    """Which labels are scored: [B, L] int input tokens -> [B, L] float32 of 0 and 1.
+    """Returns float32 [B, L] for input tokens [B, L]: 1 if the loss covers the label of the input, else 0.
 
-    With isolated documents an EOS input would have to guess the next document from nothing, so it scores 0.
+    With isolated documents the label of an EOS is the start of another document, so it is not scored.
     """
     if attend_across_documents:
         return torch.ones_like(tokens, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Reads the rows of a Parquet shard with pyarrow (the extra `parquet`)."""
+"""Read the rows of a Parquet shard with pyarrow (the extra `parquet`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from gsa_data.faults import DataFault
 from gsa_data.unpack import LINE_BYTES, most_unpacked, too_large
 
-SOURCE_COLUMN = "meta.redpajama_set_name"  # as SlimPajama has it
+SOURCE_COLUMN = "meta.redpajama_set_name"  # SlimPajama's field of the source
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-"""Arrow's types of text; each text is checked to be UTF-8."""
+"""Arrow's types of text. The reader checks that each text is UTF-8."""
 MOST_ROWS_AT_ONCE = 1 << 14
 
 
@@ -31,7 +31,7 @@ def require_pyarrow(shard: str) -> Any:
 
 
 def has_no_rows(packed: bytes, shard: str) -> bool:
-    """Whether a shard is intact, and empty."""
+    """Returns whether a shard is intact and empty."""
     arrow = require_pyarrow(shard)
     try:
         return int(arrow.parquet.read_metadata(arrow.BufferReader(packed)).num_rows) == 0
@@ -42,9 +42,9 @@ def has_no_rows(packed: bytes, shard: str) -> bool:
 def parquet_rows(
     packed: bytes, text_column: str, shard: str
 ) -> tuple[list[tuple[bytes | None, bytes | None]], str]:
-    """Returns text and source of every row in file order, and what is wrong with the shard ("" if nothing is).
+    """Returns text and source of every row in file order, and the shard's damage ("" if it is intact).
 
-    The row groups before a damaged one are kept. Bytes, not strings: Parquet does not promise UTF-8.
+    The row groups before a damaged group are kept. Text is bytes, because Parquet does not guarantee UTF-8.
     """
     arrow = require_pyarrow(shard)
     rows: list[tuple[bytes | None, bytes | None]] = []
@@ -69,8 +69,8 @@ def parquet_rows(
 
 
 def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], str]:
-    """Returns for every row in file order the columns `messages`, `tools` and the source, as in a line of JSON; None
-    for one that is not UTF-8; and what is wrong with the shard, as in `parquet_rows`."""
+    """Returns every row in file order, and the shard's damage ("" if it is intact). A row is a dictionary with
+    `messages`, `tools` and the source, as in a line of JSON, or None if the row is not UTF-8."""
     arrow = require_pyarrow(shard)
     rows: list[dict[str, Any] | None] = []
     try:
@@ -96,12 +96,12 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
 
 
 def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
-    """Yields the tables of each row group, with these columns and the source's, of plain types.
+    """Yields the tables of each row group, with the wanted columns and the source's column, as plain types.
 
-    A dictionary's value may stand for any number of rows, so a group is read some rows at a time.
+    One dictionary value may fill any number of rows, so a group is read some rows at a time.
 
     Raises:
-        TooLarge: the tables come to more than the shard may hold in memory.
+        TooLarge: the tables are larger than a shard may be in memory
     """
     paths = {file.schema.column(place).path for place in range(len(file.schema.names))}
     columns = [*wanted, *([SOURCE_COLUMN] if SOURCE_COLUMN in paths else [])]
@@ -114,8 +114,8 @@ def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> 
         if group_bytes + LINE_BYTES * max((each.num_values for each in parts), default=0) > most:
             raise TooLarge(too_large(packed_bytes))
         tables = []
-        # No value is longer than its column. One thread: readers are processes already, and a forked pool of threads
-        # would wait for ever.
+        # No value is longer than its column. Use one thread, because a reader is a process of its own, and a forked
+        # thread pool would wait forever.
         rows_at_once = max(1, min(MOST_ROWS_AT_ONCE, most // max(1, group_bytes)))
         for batch in file.iter_batches(rows_at_once, [group], columns, use_threads=False):
             table = arrow.Table.from_batches([batch])
@@ -129,9 +129,9 @@ def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> 
 
 
 def _sources(table: Any, arrow: Any) -> list[bytes | None]:
-    """Returns the source of each row; None if it is not text, as in lines of JSON."""
+    """Returns the source of each row, or None if the source is not text."""
     names = table.column_names
-    if SOURCE_COLUMN in names:  # a column of its own, as pandas.json_normalize writes it
+    if SOURCE_COLUMN in names:  # pandas.json_normalize writes such a column
         column = table.column(names.index(SOURCE_COLUMN))
     elif "meta" in names:
         column = table.column(names.index("meta")).combine_chunks().field("redpajama_set_name")
@@ -144,8 +144,8 @@ def _sources(table: Any, arrow: Any) -> list[bytes | None]:
 
 
 def _plain_type(kind: Any, arrow: Any) -> Any:
-    """Returns the type of the values themselves, if a dictionary (categories, enumerations) or an extension (JSON)
-    holds them, also inside structs and lists."""
+    """Returns the type of the values in a dictionary (categories, enumerations) or an extension (JSON), also inside
+    structs and lists. Other types are returned unchanged."""
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _plain_type(kind.storage_type, arrow)
@@ -160,7 +160,7 @@ def _plain_type(kind: Any, arrow: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Returns the value with bytes decoded to text, as some programs write text."""
+    """Returns the value with bytes decoded to text, because some programs write text as bytes."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, list):

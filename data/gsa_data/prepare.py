@@ -1,4 +1,4 @@
-"""Trains a tokenizer, and tokenizes shards once: `gsa-prepare` of an installation, data/prepare.py of a checkout.
+"""Train a tokenizer, and tokenize shards once. A checkout has these commands in data/prepare.py.
 
     gsa-prepare tokenizer --shards DIR --out tokenizer.model
     gsa-prepare tokens --data DIR --tokenizer tokenizer.model --out DIR
@@ -25,8 +25,7 @@ from gsa_data.faults import Reading, naming
 from gsa_data.shards import DataFault, build_manifest
 
 LONGEST_LINE_BYTES = 4192
-"""The default of sentencepiece's max_sentence_length; its BPE cannot count places in words of more than 65535
-characters."""
+"""The default of sentencepiece's max_sentence_length. Its BPE fails on words of more than 65535 characters."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to the result of `ArgumentParser.add_subparsers`; each sets its function as `run`."""
+    """Add the commands to the result of `ArgumentParser.add_subparsers`. Each command sets its function as `run`."""
     tokenizer = commands.add_parser("tokenizer", help="train a sentencepiece BPE tokenizer")
     tokenizer.add_argument(
         "--shards", required=True, help="folder of the text, in any format of data.train_dir"
@@ -57,7 +56,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run a command; returns its exit code. Bad input prints a line to stderr and gives 2."""
+    """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
@@ -72,7 +71,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _is_of(out: Path, fault: OSError) -> bool:
-    """Returns True if the write to `out` failed. The error of a full disk names no file."""
+    """Returns whether the write to `out` failed. The error of a full disk names no file."""
     if fault.filename is None:
         return fault.errno is not None
     failed, place = Path(os.fsdecode(fault.filename)).absolute(), out.absolute()
@@ -86,7 +85,7 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def pieces_of(line: str) -> Iterator[str]:
-    """Split a line at spaces into pieces of at most LONGEST_LINE_BYTES; sentencepiece skips longer lines."""
+    """Split a line at spaces into pieces of at most LONGEST_LINE_BYTES, because sentencepiece skips longer lines."""
     if len(line.encode()) <= LONGEST_LINE_BYTES:
         if line:
             yield line
@@ -100,14 +99,14 @@ def pieces_of(line: str) -> Iterator[str]:
 
 
 def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "text") -> None:
-    """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2.
+    """Train BPE like Llama: with byte fallback, split digits, unchanged text, and unk 0, bos 1, eos 2.
 
     Raises:
-        DataFault: `out` exists; the shards hold no text, or none from which a vocabulary of this size can be made.
+        DataFault: `out` exists, or the shards hold too little text for a vocabulary of this size
     """
     if out.is_dir():
         raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")
-    if out.exists():  # checkpoints and tokens may be made with it
+    if out.exists():  # checkpoints and tokens may depend on it
         raise DataFault(f"--out {out}: exists; give another file, or remove that one")
     if vocab_size < 1:
         raise DataFault(f"--vocab-size {vocab_size}: not positive; give 1 or more, such as 4096")
@@ -143,7 +142,7 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
             num_threads=1,
             minloglevel=1,
         )
-    except RuntimeError as error:  # sentencepiece names the limit after the place in its source
+    except RuntimeError as error:  # sentencepiece names its source line before the reason
         reason = str(error).rpartition("] ")[2].strip() or str(error)
         raise DataFault(
             f"--vocab-size {vocab_size}: no tokenizer of this size from {shards} ({reason}); give another size, or "
@@ -152,4 +151,4 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_bytes(model.getvalue())
-    os.replace(temporary, out)  # a kill leaves no part of one
+    os.replace(temporary, out)  # a kill leaves no partial file

@@ -1,7 +1,7 @@
-"""Implements `prepare.py tokens`: tokenizes the shards of a folder once, into a folder of tokens (token_files.py).
+"""Tokenize the shards of a folder once, into a folder of tokens (`prepare.py tokens`, token_files.py).
 
-Each shard is written atomically and recorded in a journal, from which a killed command continues. One command at a time
-may write a folder.
+Each shard is written atomically and recorded in a journal, from which a killed command continues. Only one command at a
+time may write a folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns 1 if --check found problems. Raises DataFault and ValueError for bad input."""
+    """Run the command, and return 1 if --check found problems. Raises DataFault and ValueError for bad input."""
     with naming("--tokenizer"):
         tokenizer = Tokenizer(options.tokenizer, options.eos_token) if options.tokenizer else None
     if options.check:
@@ -83,12 +83,12 @@ def run(options: argparse.Namespace) -> int:
 def prepare_tokens(
     data: str, tokenizer: Tokenizer, out: Path, workers: int, reading: Reading, text_field: str = "text"
 ) -> TokenFolder:
-    """Tokenize every shard of `data` that `out` has not yet, and write tokens.json when all are there.
+    """Tokenize every shard of `data` that `out` lacks, and write tokens.json when all shards are done.
 
-    Shards that `out` has are verified (size, checksum, ids) and kept, unless something was wrong with them.
+    Existing shards of `out` are verified (size, checksum, ids). Intact shards without faults are kept.
 
-    Raises DataFault for a shard that `reading` refuses, when `out` holds other tokens, and where there is no document
-    in all shards. What was finished by then stays.
+    Raises DataFault if `reading` refuses a shard, if `out` holds other tokens, or if all shards together have no
+    document. Finished shards stay.
     """
     _check_is_not(out, data)
     with naming("--data"):
@@ -99,12 +99,12 @@ def prepare_tokens(
     print(f"{len(manifest.shards)} shards, {len(records)} of them finished before")
     if not left and (out / MANIFEST_NAME).is_file():
         folder = TokenFolder.open(str(out))
-        if folder.manifest.duplicates == manifest.duplicates:  # else only tokens.json is written again
+        if folder.manifest.duplicates == manifest.duplicates:  # otherwise only tokens.json changes
             return folder
     parts: list[Identity | ShardRecord] = [identity, *records.values()]
     journal = [orjson.dumps(dataclasses.asdict(part)) + b"\n" for part in parts]
     write_whole(out / JOURNAL_NAME, journal)
-    (out / MANIFEST_NAME).unlink(missing_ok=True)  # while shards are redone the folder is unfinished
+    (out / MANIFEST_NAME).unlink(missing_ok=True)  # the folder is unfinished until all shards are done
 
     reader = TextReader(manifest, tokenizer, reading)
     with (out / JOURNAL_NAME).open("ab") as file, tqdm(total=len(left), unit="shard", disable=None) as bar:
@@ -139,7 +139,7 @@ def prepare_tokens(
 def check_tokens(
     out: Path, data: str | None, tokenizer: Tokenizer | None, text_field: str = "text"
 ) -> Iterator[str]:
-    """Yield the problems of a folder of tokens, without writing. Compares the source if it is given."""
+    """Yield the problems of a folder of tokens, without writing. If `data` is given, compare it with the source."""
     try:
         folder = TokenFolder.parse(out)
         if tokenizer is not None:
@@ -161,7 +161,7 @@ def check_tokens(
 
 
 def summary(folder: TokenFolder) -> str:
-    """Returns counts over all shards, and a line for each shard with omitted lines."""
+    """Returns counts over all shards, and one line for each shard with omitted lines."""
     records = folder.records.values()
     lines = [
         f"{folder.root}: {len(records)} shards, {sum(r.documents for r in records)} documents, "
@@ -193,7 +193,7 @@ def _check_is_not(out: Path, data: str) -> None:
 
 
 def _kept(out: Path, identity: Identity) -> Iterator[ShardRecord]:
-    """Yield the records of shards that an earlier command finished and that are intact."""
+    """Yield the records of intact shards that an earlier command finished."""
     found, records = _read_earlier(out)
     if found is None:
         return
@@ -206,7 +206,7 @@ def _kept(out: Path, identity: Identity) -> Iterator[ShardRecord]:
             )
     for record in tqdm(records, desc="verify", unit="shard", disable=None):
         problem = next(problems(out, record, identity), None)
-        if problem or record.was_bad():  # what was bad may have been restored since
+        if problem or record.was_bad():  # a bad source may have been restored
             print(f"again: {problem or f'{record.path} ({record.was_bad()})'}")
         else:
             yield record
@@ -219,7 +219,7 @@ def _read_earlier(out: Path) -> tuple[Identity | None, list[ShardRecord]]:
     journal = out / JOURNAL_NAME
     if not journal.is_file():
         return None, []
-    lines = journal.read_bytes().split(b"\n")[:-1]  # a line without its end was cut off by the kill
+    lines = journal.read_bytes().split(b"\n")[:-1]  # a kill may cut off the last line
     try:
         identity, *records = [orjson.loads(line) for line in lines]
         return Identity(**identity), [ShardRecord(**record) for record in records]
@@ -232,7 +232,7 @@ def _read_earlier(out: Path) -> tuple[Identity | None, list[ShardRecord]]:
 def _write_all(
     reader: TextReader, out: Path, identity: Identity, left: list[str], workers: int
 ) -> Iterator[ShardRecord]:
-    """Write the remaining shards; yield their records in order of completion."""
+    """Write the remaining shards, and yield their records in order of completion."""
     if workers == 1:
         for relpath in left:
             yield _write_one(reader, out, identity, relpath)
@@ -256,7 +256,7 @@ def _write_one(reader: TextReader, out: Path, identity: Identity, relpath: str) 
     return write_shard(out, relpath, lines, counters, identity)
 
 
-# State of a worker process, set once because a tokenizer is large.
+# The state of a worker process, which is set once, because a tokenizer is large.
 _worker: tuple[TextReader, Path, Identity]
 
 
@@ -267,7 +267,7 @@ def _start_worker(reader: TextReader, out: Path, identity: Identity) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent dies; it would otherwise wait forever."""
+    """End this worker when its parent dies. The worker would otherwise wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Makes the blocks of one data-parallel rank, in the training process or in separate readers (see stream.py)."""
+"""Make the blocks of one data-parallel rank, in the training process or in separate readers (see stream.py)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from gsa_data.pack import LANE_START, Cursor, Tokens, pack
 from gsa_data.reader import ShardReader
 from gsa_data.stream_config import StreamConfig
 
-# Passing an item from a worker to the main process has a fixed cost,
-# so short blocks are sent in groups of this many tokens; long ones separately.
+# Passing an item from a worker to the main process has a fixed cost, so short blocks are sent in groups of about this
+# number of tokens.
 TOKENS_PER_GROUP = 1 << 16
 
-# A reader that is silent for this much longer than its longest read, with all retries, is considered hanging.
+# A reader hangs if it is silent for its longest read, with all retries, and this additional time.
 HANG_SECONDS = 60.0
 
-# Interval at which a reader checks that its training process exists.
+# The interval at which a reader checks that its training process exists.
 LOOK_SECONDS = 5.0
 
 
 class Position(NamedTuple):
-    """Of one lane: where its next block begins (concatenate), or what is read next and what waits (best_fit)."""
+    """Holds where a lane's next block begins (concatenate), or the next document and the pool (best_fit)."""
 
     cursor: Cursor
     pool: Pool
@@ -44,23 +44,23 @@ START = Position(LANE_START, EMPTY_POOL)
 
 
 class Block(NamedTuple):
-    sample: int  # number over all ranks
+    sample: int  # global number over all ranks
     tokens: Tokens
     next_position: Position
     counters: dict[str, int]  # counts between the previous block and this one
 
 
 def last_sample(lane: int, consumed_samples: int, num_lanes: int) -> int:
-    """Returns the lane's last consumed global sample; below 0 if there is none."""
+    """Returns the lane's last consumed global sample, or a negative number if there is none."""
     return consumed_samples - 1 - (consumed_samples - 1 - lane) % num_lanes
 
 
 class RankSamples(IterableDataset[list[Block]]):
-    """One rank's samples. Worker w of W yields every W-th of them from the w-th on, in groups.
+    """Yields the samples of one rank. Worker w of W yields every W-th sample, starting at w, in groups.
 
-    Where ranks x workers does not divide num_lanes, a lane is shared: each of its readers makes all of its blocks,
-    since the begin of a block depends on all earlier ones, and drops other readers' blocks with their counts. Every
-    block is thus returned and counted once.
+    If ranks x workers does not divide num_lanes, several readers share a lane. The start of a block depends on all
+    earlier blocks, so each of these readers makes all blocks of the lane, and drops the other readers' blocks and
+    counts. Every block is therefore returned and counted once.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankSamples(IterableDataset[list[Block]]):
         world_size: int,
         positions: list[Position],
     ) -> None:
-        """`positions`: of all lanes, after `consumed_samples` global samples."""
+        """`positions` has the position of each lane after `consumed_samples` global samples."""
         self.reader = reader
         self.config = config
         self.consumed_samples = consumed_samples
@@ -93,7 +93,7 @@ class RankSamples(IterableDataset[list[Block]]):
             config.seq_len_tokens,
         )
         lanes: dict[int, Iterator[tuple[Tokens, Position]]] = {}
-        next_samples: dict[int, int] = {}  # of each lane, what its iterator yields next
+        next_samples: dict[int, int] = {}  # lane -> the sample that its iterator yields next
         sample = self.first_sample + worker_id * self.world_size
         group_blocks = group_blocks_of(config)
         while True:
@@ -119,7 +119,7 @@ class RankSamples(IterableDataset[list[Block]]):
 def _lane_blocks(
     reader: LaneReader, lane: int, start: Position, number: int, config: StreamConfig
 ) -> Iterator[tuple[Tokens, Position]]:
-    """Yields the blocks of one lane from its `number`-th on, each with the position after it."""
+    """Yields the blocks of one lane from block `number` on, each with the position after the block."""
     if config.packing == "concatenate":
         for tokens, cursor in pack(reader.pieces(lane, start.cursor), config.seq_len_tokens):
             yield tokens, Position(cursor, EMPTY_POOL)
@@ -134,17 +134,15 @@ def _lane_blocks(
 
 def group_blocks_of(config: StreamConfig) -> int:
     if config.num_workers == 0:
-        return 1  # nothing is read ahead
+        return 1  # there is no prefetch
     return max(
         1, min(TOKENS_PER_GROUP // config.seq_len_tokens, config.prefetch_blocks // config.num_workers)
     )
 
 
 def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Block, None, None]:
-    """Yields the rank's blocks, in the order of their numbers. Workers start at once, and fill their queues."""
-    if (
-        config.num_workers == 0
-    ):  # a DataLoader would take as long as all the rest of a block that is not tokenized
+    """Yields the rank's blocks in the order of their numbers. Workers start at once and fill their queues."""
+    if config.num_workers == 0:  # a DataLoader would cost as much time as a block of prepared tokens
         return (block for group in samples for block in group)
     return _undo_dealing(_start_workers(samples, config), config.num_workers)
 
@@ -161,10 +159,10 @@ def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
         timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
         collate_fn=_as_is,
         worker_init_fn=partial(_obey_only, os.getpid()),
-        generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
+        generator=torch.Generator(),  # otherwise the DataLoader draws from the training process's RNG
     )
     try:
-        multiprocessing.Lock()  # as queues have, in /dev/shm; where torch fails to make one, it also prints a traceback
+        multiprocessing.Lock()  # test /dev/shm first, because torch prints a traceback if its lock fails
         return iter(loader)
     except OSError as error:
         full = error.errno == errno.ENOSPC
@@ -175,7 +173,7 @@ def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
 
 
 def _undo_dealing(groups: Any, workers: int) -> Generator[Block, None, None]:
-    """Restore the order of blocks, since the DataLoader returns one group of each worker in turn."""
+    """Restore the order of blocks, because the DataLoader returns one group of each worker in turn."""
     while True:
         round_of_groups = [_next_group(groups) for _ in range(workers)]
         for row in zip(*round_of_groups, strict=True):
@@ -183,22 +181,19 @@ def _undo_dealing(groups: Any, workers: int) -> Generator[Block, None, None]:
 
 
 def _next_group(groups: Any) -> list[Block]:
-    """Returns one group; DataFault if a reader found a fault, died or hangs."""
+    """Returns the next group. Raises DataFault if a reader found a fault, died or hangs."""
     try:
         group: list[Block] = next(groups)
-    except DataFault as error:  # from a worker with a stack of calls around its message
+    except DataFault as error:  # a worker's message has a traceback around it
         message = str(error).rpartition(f"{DataFault.__name__}: ")[2].strip()
-        # Drop torch's frames: one of them holds the error itself. Such a circle, and with it the iterator, would be
-        # left to the garbage collector, which closes the readers' queues first: they are not told to end, and torch
-        # waits 5 s for them.
+        # Drop torch's frames, because one of them refers to the error. This cycle would leave the iterator to the
+        # garbage collector, which closes the readers' queues too early, and torch would wait 5 s for the readers.
         raise DataFault(message) from error.with_traceback(None)
     except RuntimeError as error:
         if not str(error).startswith("DataLoader "):
             raise
-        for worker in groups._workers:  # one that hangs would keep this process from ending
-            with contextlib.suppress(
-                RuntimeError
-            ):  # torch raises for a reader's death wherever that finds us
+        for worker in groups._workers:  # a hanging worker would keep this process from ending
+            with contextlib.suppress(RuntimeError):  # torch raises at any place when a reader dies
                 worker.kill()
                 worker.join(5)
         raise DataFault(
@@ -209,19 +204,18 @@ def _next_group(groups: Any) -> list[Block]:
 
 
 def _obey_only(trainer: int, _worker_id: int) -> None:
-    """Ignore others' SIGTERM: torchrun and Slurm also send it to readers while training still needs text to stop
-    cleanly.
+    """End this reader only at the SIGTERM or death of the training process `trainer`.
 
-    Only the training process's SIGTERM or death ends a reader. By its id: with a fork server it is not the reader's
-    parent. torch, too, ends a reader whose training process is gone, but not one whose queue is full: that waits for
-    someone to empty it, and each reader keeps the others' queues open.
+    torchrun and Slurm also send SIGTERM to readers, while training still needs text to stop cleanly. The function
+    checks the process id, because with a fork server `trainer` is not the reader's parent. torch also ends a reader
+    whose training process is gone, but not a reader with a full queue.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     def wait() -> None:
         while (got := signal.sigtimedwait([signal.SIGTERM], LOOK_SECONDS)) is None or got.si_pid != trainer:
             try:
-                os.kill(trainer, 0)  # sends nothing
+                os.kill(trainer, 0)  # only checks that the process exists
             except ProcessLookupError:
                 break
         os._exit(0)
@@ -230,5 +224,5 @@ def _obey_only(trainer: int, _worker_id: int) -> None:
 
 
 def _as_is(group: list[Block]) -> list[Block]:
-    """Keep numpy arrays: tensors would travel through /dev/shm, which containers keep small."""
+    """Keep numpy arrays, because tensors would travel through /dev/shm, which is small in containers."""
     return group

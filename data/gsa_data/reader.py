@@ -1,8 +1,8 @@
-"""The interface between a corpus and its order: a shard reader returns the lines of one shard as tokens.
+"""Define the interface of shard readers, which return the lines of one shard as tokens.
 
-There are four: TextReader tokenizes shards of text, ChatReader (chat.py) conversations, TokenReader (token_files.py)
-maps what `prepare.py tokens` wrote, IndexedReader (indexed.py) maps megatron-core's datasets. The lanes, the packing
-and the stream do not distinguish them.
+There are four readers. TextReader tokenizes shards of text, and ChatReader (chat.py) tokenizes conversations.
+TokenReader (token_files.py) maps the files of `prepare.py tokens`. IndexedReader (indexed.py) maps megatron-core's
+datasets. The lanes, the packing and the stream do not distinguish readers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gsa_data.tokenize import Tokenizer
 
 class EncodedDocument(NamedTuple):
     tokens: AnyTokens  # with the EOS
-    text_bytes: int  # 0 where only tokens are known
+    text_bytes: int  # 0 if only tokens are known
     source: str = NO_SOURCE
 
 
 class ShardLines(Protocol):
-    """Lines of one shard in file order. An item is a document, encoded when asked for, or a fault's name."""
+    """Holds the lines of one shard in file order. An item is a document, encoded on access, or the name of a fault."""
 
     def __len__(self) -> int: ...
 
@@ -43,20 +43,20 @@ class ShardReader(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Returns shards and fingerprint of the corpus that defines the order; for token files, of their source."""
+        """Returns the shards and the fingerprint that define the order. Token files have their source's manifest."""
         ...
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open every parts-th line of a shard, from line `part` on.
+        """Open every parts-th line of a shard, starting at line `part`.
 
-        `counters` gains what happened to the whole shard (see documents.read_documents). Raises DataFault for a
-        shard that the reader's policy refuses.
+        `counters` counts the faults of the whole shard (see documents.read_documents). Raises DataFault for a shard
+        that the reader's policy refuses.
         """
         ...
 
 
 class TextReader:
-    """Tokenizes shards of text as they are read."""
+    """Tokenizes shards of text while reading."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class TextReader:
 
 
 class TextLines:
-    """Documents of one shard, tokenized when asked for."""
+    """Holds the documents of one shard, which are tokenized on access."""
 
     def __init__(self, lines: list[Document | str], tokenizer: Tokenizer) -> None:
         self._lines = lines

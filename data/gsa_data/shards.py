@@ -1,4 +1,4 @@
-"""Lists the shards of a corpus, and reads the lines of one shard, from local folders and all fsspec addresses."""
+"""List the shards of a corpus, and read the lines of one shard, from local folders and fsspec addresses."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from gsa_data.unpack import unpack
 
 @dataclass(frozen=True)
 class Manifest:
-    """The shards of one split, in a fixed order.
+    """Holds the shards of one split, in a fixed order.
 
-    `shards` holds ((path relative to root, size in bytes), ...), sorted by path. `root` is not part of the
-    fingerprint, so a corpus may be moved or copied between runs.
+    `shards` holds ((path relative to root, size in bytes), ...), sorted by path. The fingerprint excludes `root`, so a
+    corpus may be moved or copied between runs.
     """
 
     root: str
     shards: tuple[tuple[str, int], ...]
     text_field: str = "text"
-    """Field or column that holds a document's text."""
+    """The field or column of a document's text"""
     duplicates: tuple[str, ...] = ()
-    """Shards left out because another one has the same content."""
+    """The shards left out because another shard has the same content"""
     is_chat: bool = False
-    """A line is a conversation (chat.py), not a text."""
+    """Whether a line is a conversation (chat.py)"""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -51,14 +51,14 @@ class Manifest:
 
 
 def build_manifest(root: str, text_field: str = "text", reading: Reading | None = None) -> Manifest:
-    """List the shards of text, all files in one of FORMATS or all of C4's, below `root`: a folder or an fsspec address
-    such as s3://bucket/folder.
+    """List the shards of text below `root`: all files of FORMATS, or else all files of OTHER_FORMATS.
 
     Args:
-        reading: policy for shards with the same text under two names; the default refuses them.
+        root: a folder or an fsspec address such as s3://bucket/folder
+        reading: policy for shards with the same text under two names; the default refuses them
 
-    Raises DataFault when the folder is missing or cannot be listed as a whole, nothing in it matches, a package that a
-    format or an address needs is not installed, or a shard is there twice and `reading` does not skip it.
+    Raises DataFault if the folder cannot be listed completely or has no shard, if a needed package is not installed, or
+    if a shard has a copy and `reading` does not skip copies.
     """
     reading = reading or Reading()
     return manifest_of(root, list_files(root, reading), text_field, reading)
@@ -93,7 +93,7 @@ def manifest_of(
         warn_once(f"data folder {root!r}: left out, {trouble}")
     return Manifest(
         root,
-        tuple(shard for shard in shards if shard[0] not in copies),  # the same under either policy
+        tuple(shard for shard in shards if shard[0] not in copies),  # equal under either policy
         text_field,
         tuple(sorted(copies)) if reading.on_bad_shard == "skip" else (),
         is_chat,
@@ -101,10 +101,10 @@ def manifest_of(
 
 
 def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> bytes | None:
-    """Read the bytes of one shard as stored; None if it is skipped.
+    """Read the stored bytes of one shard. Returns None if the shard is skipped.
 
-    Read errors are retried. A shard that is missing or unreadable raises DataFault with on_bad_shard="fail".
-    `counters` gains read_retries, shards_read, shards_missing and shards_unreadable.
+    Failed reads are tried again. With on_bad_shard="fail", a missing or unreadable shard raises DataFault. `counters`
+    counts read_retries, shards_read, shards_missing and shards_unreadable.
     """
     address = f"{manifest.root.rstrip('/')}/{relpath}"
     try:
@@ -123,8 +123,8 @@ def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
 def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> list[bytes]:
     """Read all lines of one shard of JSON lines, without newlines and byte order mark.
 
-    Faults are as in `read_shard`; one that is truncated, corrupt, unpacks to far too much or has another size than in
-    the manifest counts as shards_damaged, and "skip" keeps the lines that are whole.
+    A missing or unreadable shard is treated as in `read_shard`. A shard that is truncated, corrupt, too large when
+    unpacked, or of another size than in the manifest counts as shards_damaged, and "skip" keeps its complete lines.
     """
     packed = read_shard(manifest, relpath, reading, counters)
     if packed is None:
@@ -137,7 +137,7 @@ def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
     if tail and whole:
         lines.append(tail)
     if lines:
-        lines[0] = lines[0].removeprefix(BOM_UTF8)  # as Windows programs write it
+        lines[0] = lines[0].removeprefix(BOM_UTF8)  # from Windows programs
     return lines
 
 
@@ -149,7 +149,7 @@ def check_damage(
     reading: Reading,
     counters: Counter[str],
 ) -> None:
-    """Apply the policy to a shard that was read: `trouble` says what is wrong with it, "" nothing."""
+    """Apply the policy to a shard that was read. `trouble` describes its damage, or is empty."""
     expected_bytes = manifest.size_bytes_of[relpath]
     if packed_bytes != expected_bytes:
         trouble = f"has {packed_bytes} bytes where the manifest says {expected_bytes}"

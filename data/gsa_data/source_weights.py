@@ -1,14 +1,13 @@
-"""Weights of sources: how often a document comes in an epoch, and where its copies stand.
+"""Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-A document of weight w comes floor((e + 1) w + u) - floor(e w + u) times in epoch e, with a number u of its own from
-[0, 1). So over any E epochs it comes floor(E w) or ceil(E w) times, whatever E is, and nothing has to be remembered:
-weight 0 leaves a source out, 0.5 takes every other epoch, 2 gives two copies an epoch.
+A document of weight w comes floor((e + 1) w + u) - floor(e w + u) times in epoch e, where u in [0, 1) is a fixed number
+of the document. Over any E epochs the document therefore comes floor(E w) or ceil(E w) times. A weight of 0 leaves a
+source out, 0.5 takes a document every other epoch, and 2 gives two copies per epoch.
 
-The order of a unit of n documents is a grid of slots (document, copy): at slot j stand copy 0 of the j-th document,
-copy 1 of the document n / 2 places before it, copy 2 of that n / 4 before, and so on by the van der Corput sequence,
-round the unit's end. A slot whose document has fewer copies is passed over. So copies of one document are far apart
-(next to each other only in units of a few documents), the mixture is the same all along a unit, and the grid knows
-no weights: they may change at any slot.
+The order of a unit of n documents (a part of a shard, see lanes.py) is a grid of slots (document, copy). At place j are
+copy 0 of document j, copy 1 of document j - n / 2, copy 2 of document j - n / 4, and so on by the van der Corput
+sequence, modulo n. A slot whose document has fewer copies is passed over. Copies of a document are therefore far apart,
+and the mixture is constant along a unit. The grid does not depend on the weights, so weights may change at any slot.
 """
 
 from __future__ import annotations
@@ -24,54 +23,54 @@ from numpy.typing import NDArray
 from gsa_data.faults import DataFault, printable
 
 NO_SOURCE = "unknown"
-"""Source of the documents whose line names none."""
+"""The source of documents whose line names no source"""
 MAX_WEIGHT = 100.0
-"""Each slot of the grid is visited, due or not, so copies cost a little; repeats past a few dozen teach nothing more
+"""The largest weight. The reader visits every slot of the grid, and more than a few dozen repeats teach nothing more
 (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 TOKENS_OF = "tokens of "
-"""Begins the counters of the tokens, EOS included, of the documents that were taken."""
+"""Prefix of the counters of tokens (with EOS) by source"""
 LEFT_OUT_OF = "left out of "
-"""Begins the counters of the documents that an epoch left out for their weight."""
+"""Prefix of the counters of documents that an epoch left out because of their weight, by source"""
 
 
 class LineSources(NamedTuple):
-    """The sources of the lines of a shard."""
+    """Holds the sources of the lines of a shard."""
 
     names: list[str]
     of_line: NDArray[np.int64]
-    """[lines] place in `names`; -1 for a line without a document."""
+    """[lines], index of the source in `names`, or -1 for a line without a document"""
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
     """Raises ValueError for a weight that is negative, not finite or above MAX_WEIGHT."""
     for name, weight in weights.items():
-        if not 0 <= weight <= MAX_WEIGHT:  # not so for NaN
+        if not 0 <= weight <= MAX_WEIGHT:  # also refuses NaN
             raise ValueError(
                 f"source_weights {name}={weight} must be between 0 (left out) and {MAX_WEIGHT:g}"
             )
 
 
 def weights_of_lines(sources: LineSources, weights: Mapping[str, float]) -> NDArray[np.float64]:
-    """[lines]; 1 for sources without a weight and for lines without a document, whose fault is to be counted."""
+    """Returns the weight of each line, [lines]. The weight is 1 for other sources and for lines without a document."""
     by_name = [weights.get(name, 1.0) for name in sources.names]
-    return np.array([*by_name, 1.0])[sources.of_line]  # -1 is the last
+    return np.array([*by_name, 1.0])[sources.of_line]  # -1 indexes the last
 
 
 def copies_in_epoch(
     weights: NDArray[np.float64], offsets: NDArray[np.float64], epoch: int
 ) -> NDArray[np.int64]:
-    """[n] how often documents of these weights, with their numbers u as offsets, come in one epoch."""
-    # The same expression at both ends, so that the counts of epochs add up however it is rounded.
+    """Returns the number of copies of each document in one epoch, [n]. `offsets` has the documents' numbers u."""
+    # Both ends use the same expression, so that rounding cannot change the sum over epochs.
     before, after = (np.floor(each * weights + offsets) for each in (epoch, epoch + 1))
     return (after - before).astype(np.int64)
 
 
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[n] the numbers u from [0, 1) of the documents in these lines of the shard that `key` (64 bits) stands for.
+    """Returns the numbers u in [0, 1), [n], of the documents in these lines of the shard with the 64-bit hash `key`.
 
-    The generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-    generators"): exact integer arithmetic, the same everywhere.
+    u is the output of the generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+    number generators"). Integer arithmetic gives the same result on every machine.
     """
     state = (lines.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.array(
         [key], np.uint64
@@ -99,7 +98,7 @@ def most_copies(weights: Mapping[str, float]) -> int:
 
 
 def tokens_by_source(counters: Mapping[str, int]) -> dict[str, int]:
-    """Source -> tokens of its documents taken so far, in the order of the names."""
+    """Returns source -> number of its tokens so far, sorted by name."""
     return {
         name.removeprefix(TOKENS_OF): count
         for name, count in sorted(counters.items())
@@ -108,7 +107,7 @@ def tokens_by_source(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def never_met(weights: Mapping[str, float], counters: Mapping[str, int]) -> list[str]:
-    """Returns the weighted sources that no document has come from so far, taken or left out."""
+    """Returns the weighted sources without any document so far, taken or left out."""
     return [
         name
         for name in weights
@@ -117,7 +116,7 @@ def never_met(weights: Mapping[str, float], counters: Mapping[str, int]) -> list
 
 
 def check_known(weights: Mapping[str, float], documents: Mapping[str, int], root: str) -> None:
-    """Raises DataFault for a name that is none of the sources in `documents`, and when nothing is left."""
+    """Raises DataFault for a name that is no source in `documents`, or if no document is left."""
     found = ", ".join(map(printable, sorted(documents))) or "none"
     for name in weights:
         if name not in documents:

@@ -1,9 +1,9 @@
-"""Reads blocks of tokens for one data-parallel rank; their order does not depend on the number of ranks or workers.
+"""Read blocks of tokens for one data-parallel rank. Their order does not depend on the number of ranks or workers.
 
-Global sample i is block i // num_lanes of lane i % num_lanes, and rank r of D takes the samples with
-i % D == r, for any D: if D does not divide num_lanes, ranks share lanes. Each block carries the position of its lane's
-next block: a cursor and, with best_fit packing, the documents in the lane's pool. The main process saves the positions
-after the returned blocks, so prefetched blocks never enter a saved state:
+Global sample i is block i // num_lanes of lane i % num_lanes (lanes.py). Rank r of D takes the samples with i % D == r.
+If D does not divide num_lanes, ranks share lanes. Each block carries the position of its lane's next block: a cursor
+and, with best_fit packing, the lane's pool of documents. The main process saves the positions after the returned
+blocks, so prefetched blocks never enter a saved state. Data flows through these classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -31,23 +31,22 @@ from gsa_data.tokenize import Tokenizer
 
 
 class StateMismatch(ValueError):
-    """A saved position does not fit; the message says what differs and what to do."""
+    """A saved position does not fit. The message says what differs and what to do."""
 
     def __init__(self, message: str, other_data: bool = False) -> None:
-        """`other_data`: the position belongs to other text or another order; a run can restart the text."""
+        """`other_data` says that the position belongs to other text or another order, so a run can restart the text."""
         super().__init__(message)
         self.other_data = other_data
 
 
 class BlockStream:
-    """Endless stream of one data-parallel rank's blocks, from the start or from a merged state.
+    """Streams the blocks of one data-parallel rank endlessly, from the start or from a merged state.
 
-    Raises StateMismatch when `state` was saved with another corpus, tokenizer, order or packing, and DataFault when the
-    corpus does not know its sources or not those that have weights. Data faults surface from `next_blocks` as
-    DataFault.
+    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if the
+    corpus lacks a source that has a weight. `next_blocks` raises DataFault for faults of the text.
 
     Args:
-        carried_counters: counters to continue when a run starts again on other data. Excludes `state`.
+        carried_counters: counters to continue if a run starts again on other data; cannot be combined with `state`
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class BlockStream:
                 for cursor, pool in zip(state["cursors"], pools, strict=True)
             ]
             carried_counters = state["counters"]
-        if rank == 0:  # the sum over the ranks carries them on once
+        if rank == 0:  # the counters are summed over the ranks
             self._counters.update(carried_counters or {})
             if state is None and reader.manifest.duplicates:
                 self._counters["shards_duplicate"] += len(reader.manifest.duplicates)
@@ -113,18 +112,18 @@ class BlockStream:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the workers; else the first `next_blocks` starts them.
+        """Start the workers before the first `next_blocks`, which would otherwise start them.
 
         Raises:
-            DataFault: they cannot be started.
+            DataFault: the workers cannot be started
         """
         if self._is_closed:
             raise ValueError("this BlockStream is closed; build a new one from its state")
         self._blocks = self._blocks or self._open()
 
     def next_blocks(self, count: int) -> Tokens:
-        """Returns the rank's next `count` blocks, int32 [count, seq_len_tokens + 1]. best_fit pads with pack.FILLER;
-        conversations have marks (marks.py)."""
+        """Returns the rank's next `count` blocks, int32 [count, seq_len_tokens + 1]. best_fit pads with pack.FILLER.
+        Tokens of conversations have marks (marks.py)."""
         began = time.perf_counter()
         self.start()
         assert self._blocks is not None
@@ -141,24 +140,24 @@ class BlockStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns what fixes the order of the run's blocks, except the weights of sources; the same on every rank."""
+        """Returns all values that fix the order of blocks, except the weights of sources. All ranks have the same."""
         return dict(self._identity)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Returns the counters up to the returned blocks for this rank; rank 0 includes the saved counters."""
+        """Returns this rank's counters up to the returned blocks. Rank 0 includes the saved counters."""
         return dict(self._counters)
 
     @property
     def readers_per_lane(self) -> int:
-        """Returns the number of readers that build each lane's blocks; 1 if the readers divide num_lanes."""
+        """Returns the number of readers that build each lane's blocks, which is 1 if the readers divide num_lanes."""
         readers = self.world_size * max(1, self.config.num_workers)
         return readers // math.gcd(readers, self.config.num_lanes)
 
     def checksum(self) -> int:
-        """Returns the sum of the CRC-32 of the newest returned blocks, each started with its global sample number.
+        """Returns the sum of the CRC-32 of the newest returned blocks, seeded with their global sample numbers.
 
-        The sum over the ranks identifies the text of a step and its order, for any number of ranks and workers.
+        The sum over the ranks identifies the text and order of a step, for any number of ranks and workers.
         """
         if self._last_blocks is None:
             return 0
@@ -170,11 +169,11 @@ class BlockStream:
 
     @property
     def consumed_samples(self) -> int:
-        """Returns the global samples consumed since the start of the run, if all ranks have taken the same number."""
+        """Returns the global samples since the start of the run, if all ranks have taken the same number."""
         return self._start_samples + self._taken * self.world_size
 
     def local_state(self) -> dict[str, Any]:
-        """Returns this rank's part of the state; gather it from all data-parallel ranks and merge."""
+        """Returns this rank's part of the state, which `merge_states` merges over all data-parallel ranks."""
         return {
             **self._identity,
             "seq_len_tokens": self.config.seq_len_tokens,
@@ -197,11 +196,10 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the `local_state()` of all data-parallel ranks into one state of plain values.
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
-    packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations),
-    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document,
-    token_offset, copy, lines]), pools ([num_lanes][waiting documents][the same]).
-    For a lane that ranks share, the rank with its newest block has the position. Raises ValueError if ranks are missing
-    or disagree.
+    packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations), seq_len_tokens,
+    source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]),
+    pools ([num_lanes][waiting documents][the same]). If ranks share a lane, the rank with the lane's newest block has
+    the position. Raises ValueError if ranks are missing or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}
@@ -238,11 +236,11 @@ def whole_epochs(state: dict[str, Any]) -> int:
 def replay_blocks(
     corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, end: Mapping[str, Any]
 ) -> Iterator[Tokens]:
-    """The global samples of a run from its start up to the merged state `end` again, as int32 [n, seq_len_tokens + 1]
-    arrays, n <= 64.
+    """Yields the global samples of a run again, from its start up to the merged state `end`, as int32
+    [n, seq_len_tokens + 1] arrays with n <= 64.
 
-    Raises StateMismatch after the last one if they end elsewhere in the text, as where the run had other weights of
-    sources or another length of sequences before a resume.
+    Raises StateMismatch after the last sample if the replay ends elsewhere in the text. This happens if the run changed
+    its weights of sources or its sequence length at a resume.
     """
     stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
     count = end["consumed_samples"]
@@ -259,7 +257,7 @@ def replay_blocks(
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any], tokenizer: Tokenizer) -> None:
-    state = {"packing": "concatenate", "chat_version": 1, **state}  # the only way when states did not say it
+    state = {"packing": "concatenate", "chat_version": 1, **state}  # the defaults of old states
     remedies = {
         "order_version": "resume with the version of gsa_data that saved it",
         "manifest_fingerprint": "point the data folder at the files of the saved run",

@@ -1,4 +1,4 @@
-"""Defines the settings of a stream of blocks."""
+"""Define the settings of a stream of blocks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from gsa_data.source_weights import check_weights
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Settings of a stream: the first seven fields determine the order of the blocks, the others how they are read."""
+    """Holds the settings of a stream. The first seven fields fix the order of blocks, the others say how to read."""
 
     seq_len_tokens: int
-    """A block has seq_len_tokens + 1 tokens. May change between a save and a resume: no token is lost."""
+    """A block has seq_len_tokens + 1 tokens. A resume may change the length without losing a token."""
     num_lanes: int
-    """Fixed for the run. More lanes mix more documents into a batch. With few shards keep it small (8). Readers
-    (data-parallel ranks x workers) may be any number; they make readers / gcd(readers, num_lanes) times the blocks
-    that they hand out."""
+    """The number of lanes is fixed for the run. More lanes mix more documents into a batch. With few shards use few
+    lanes (8). Any number of readers (data-parallel ranks x workers) works, but each block is made by readers /
+    gcd(readers, num_lanes) readers."""
     seed: int
     shuffle_documents: bool = True
-    """Permute the documents inside each shard (shards themselves are always permuted)."""
+    """Whether to permute the documents inside each shard. Shards are always permuted."""
     source_weights: Mapping[str, float] = field(default_factory=dict)
-    """Number of times that an epoch has each document of a source (source_weights.py); 1 without a weight. May change
-    between a save and a resume: only text after the saved position follows the new weights."""
+    """How often an epoch has each document of a source (source_weights.py). The default weight is 1. A resume may
+    change the weights for the text after the saved position."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    """Cut blocks from concatenated documents, or fill them with whole documents (best_fit.py)."""
+    """Whether to cut blocks from concatenated documents, or to fill blocks with whole documents (best_fit.py)"""
     packing_pool_documents: int = 128
-    """Documents of a lane among which best_fit chooses; each resume reads them again."""
+    """Number of documents of a lane among which best_fit chooses. Each resume reads them again."""
     reading: Reading = field(default_factory=Reading)
-    """Policy for bad shards and lines."""
+    """The policy for bad shards and lines"""
     num_workers: int = 0
-    """Reader processes per rank; 0 reads in the training process."""
+    """Number of reader processes per rank. With 0 the training process reads."""
     prefetch_blocks: int = 64
-    """Blocks each rank reads ahead when it has workers. Let it cover the time to open a shard (about 1 s)."""
+    """Number of blocks that each rank prefetches with workers, to cover the time to open a shard (about 1 s)"""
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "num_lanes", "packing_pool_documents", "prefetch_blocks"):

@@ -1,16 +1,16 @@
-"""Reads folders of tokens: a corpus that was tokenized once, memory-mapped, in the order of its source.
+"""Read folders of tokens, which `prepare.py tokens` writes. The files are memory-mapped, in the order of their source.
 
-Written by `prepare.py tokens`. For every shard of the source, at the same relative path:
+For every shard of the source the folder has two files at the same relative path:
 
     SHARD.tokens   the ids of all documents one after another, each with its EOS: little-endian uint16, or int32
-                   when the vocabulary has more than 65536 entries
+                   if the vocabulary has more than 65536 entries
     SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines],
                    sources [lines] (not in format version 1)
 
-A line with a fault k > 0 has no tokens; the name of its fault is the k-th of the shard's record. So a run counts
-the same faults, and judges shards by the same policy, as it would with the source. A line's source s >= 0 is the s-th
-name (from 0) of the record; -1 where there is a fault. `tokens.json` at the root has the source's shards, the
-tokenizer and one record per shard; it is written when all shards are.
+A line with a fault k > 0 has no tokens, and the k-th fault in the shard's record is its fault. A run therefore counts
+the same faults as with the source. A line with source s >= 0 has the s-th source (from 0) in the record. The source of
+a line with a fault is -1. `tokens.json` at the root has the source's shards, the tokenizer and one record per shard. It
+is written last.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gsa_data.source_weights import NO_SOURCE, LineSources
 from gsa_data.tokenize import Tokenizer
 
 FORMAT_VERSION = 2
-"""Written. 1, without the sources of documents, is read, but allows no weights of sources."""
+"""The version that is written. Version 1 has no sources, so it allows no weights of sources."""
 MANIFEST_NAME = "tokens.json"
 JOURNAL_NAME = "tokens.journal"
-"""Line 1 is the Identity, then one ShardRecord for each finished shard."""
+"""The journal of finished shards. Its first line is the Identity, and each further line is a ShardRecord."""
 KEYS = {"identity", "source", "text_field", "source_shards", "duplicates", "records"}
-"""Keys of tokens.json, without `checksum`."""
-UNFINISHED = ".unfinished"  # left by a killed command; the next one overwrites it
+"""The keys of tokens.json except `checksum`"""
+UNFINISHED = ".unfinished"  # a killed command leaves such a file, and the next command overwrites it
 AGAIN = "run `prepare.py tokens` again with the same arguments"
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Source, tokenizer and settings of a folder of tokens. Folders with equal identities hold the same tokens."""
+    """Holds source, tokenizer and settings of a folder. Folders with equal identities hold the same tokens."""
 
     format_version: int
     source_fingerprint: str
@@ -83,37 +83,37 @@ def identity_of(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> I
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Record of the two files of one shard."""
+    """Describes the two files of one shard."""
 
     path: str
-    """Path of the source's shard, relative to its root."""
+    """The path of the shard, relative to the root of the source"""
     lines: int
     documents: int
     tokens: int
-    """With one EOS per document."""
+    """Number of tokens, with one EOS per document"""
     text_bytes: int
     tokens_sha256: str
     lines_sha256: str
     counters: dict[str, int] = field(default_factory=dict)
-    """Counters from reading the source's shard: shards_read, shards_damaged and so on."""
+    """The counters from reading the source's shard, such as shards_read and shards_damaged"""
     faults: dict[str, int] = field(default_factory=dict)
-    """Lines left out, by the name of the fault; the order numbers them in SHARD.lines."""
+    """Name of a fault -> number of lines left out. SHARD.lines refers to the order of the names."""
     sources: dict[str, int] = field(default_factory=dict)
-    """Documents by the name of their source; the order numbers them in SHARD.lines."""
+    """Name of a source -> number of documents. SHARD.lines refers to the order of the names."""
 
     def was_bad(self) -> str:
-        """Returns the counters of damage in words; "" if the shard is whole."""
+        """Returns the counters of damage as text, or "" if the source's shard was intact."""
         return ", ".join(name for name in BAD_SHARDS if name in self.counters)
 
     def sizes_bytes(self, identity: Identity) -> dict[str, int]:
-        """Returns the sizes of the files by suffix."""
+        """Returns suffix -> size of the file in bytes."""
         columns = 4 if identity.has_sources else 3
         return {".tokens": self.tokens * identity.dtype.itemsize, ".lines": 8 * (columns * self.lines + 1)}
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An opened folder; `manifest` lists the shards of the source, `records` has a record of each."""
+    """Holds an opened folder. `manifest` lists the shards of the source, and `records` has a record of each shard."""
 
     root: Path
     identity: Identity
@@ -122,9 +122,9 @@ class TokenFolder:
 
     @classmethod
     def open(cls, root: str, pulse: Pulse | None = None) -> TokenFolder:
-        """Read tokens.json and compare the size of every file. Checksums are for the first opening of a shard.
+        """Read tokens.json and compare the size of every file. The first opening of a shard compares its checksums.
 
-        Raises DataFault for a folder that is unfinished, damaged or of another format version.
+        Raises DataFault for a folder that is unfinished, damaged or of an unknown format version.
         """
         folder = cls.parse(Path(root))
         problems = list(folder.wrong_sizes(pulse or Pulse()))
@@ -144,7 +144,7 @@ class TokenFolder:
 
     @classmethod
     def parse(cls, root: Path) -> TokenFolder:
-        """Parse tokens.json without a look at the other files."""
+        """Parse tokens.json without reading other files."""
         path = root / MANIFEST_NAME
         if not path.is_file():
             raise DataFault(f"token folder {str(root)!r} is unfinished: it has no {MANIFEST_NAME}; {AGAIN}")
@@ -160,7 +160,7 @@ class TokenFolder:
             text_field = str(content["text_field"])
             duplicates = tuple(str(name) for name in content["duplicates"])
             records = {record["path"]: ShardRecord(**record) for record in content["records"]}
-            checksum = content.pop("checksum", None)  # early versions wrote none
+            checksum = content.pop("checksum", None)  # early versions wrote no checksum
             if checksum not in (None, checksum_of(content)) or content.keys() != KEYS:
                 raise ValueError("its checksum does not match its content")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -179,7 +179,7 @@ class TokenFolder:
 
     @property
     def documents_by_source(self) -> dict[str, int]:
-        """Raises DataFault when the folder does not know its sources."""
+        """Returns source -> number of documents. Raises DataFault if the folder does not have sources."""
         if not self.identity.has_sources:
             raise DataFault(
                 f"token folder {str(self.root)!r} does not know the sources of its documents (format version "
@@ -192,8 +192,8 @@ class TokenFolder:
         return dict(documents)
 
     def check(self, tokenizer: Tokenizer, reading: Reading) -> None:
-        """Raises DataFault when the folder was made by another tokenizer, with other limits for bad text, or of
-        shards that `reading` refuses."""
+        """Raises DataFault if another tokenizer or other limits for bad text made the folder, or if `reading` refuses
+        one of its shards."""
         if self.identity.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataFault(
                 f"token folder {str(self.root)!r} was made by tokenizer {self.identity.tokenizer_fingerprint}: "
@@ -226,7 +226,7 @@ class TokenFolder:
 
 
 class TokenReader:
-    """Serves the documents of a TokenFolder from memory-mapped files, by the policy a run has for text."""
+    """Returns the documents of a TokenFolder from memory-mapped files, by the run's policy for faults of text."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class TokenReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """See ShardReader.open. A file that is not what its record says raises DataFault under any policy."""
+        """Open lines of a shard (see ShardReader.open). A file that differs from its record always raises DataFault."""
         record, root, identity = self.folder.records[relpath], self.folder.root, self.folder.identity
 
         def mapped(pulse: Pulse) -> tuple[AnyTokens, LinesTable]:
@@ -271,8 +271,8 @@ class _MappedLines:
         self._tokens = tokens
         self._fault_names = list(record.faults)
         self._source_names = list(record.sources) or [NO_SOURCE]
-        # Items of a memoryview are plain int, and faster to read than an array's. A part of a shard is copied, so
-        # that the table of the whole one does not stay with each lane.
+        # Items of a memoryview are plain int, which are faster to read. The part is copied, so that a lane does not
+        # keep the table of the whole shard.
         columns = table.offsets[:-1], table.offsets[1:], table.text_bytes, table.faults, table.sources
         self._begins, self._ends, self._text_bytes, self._faults, self._sources = (
             np.ascontiguousarray(column[part::parts]).data for column in columns
@@ -297,13 +297,13 @@ class _MappedLines:
 
 @dataclass(frozen=True)
 class LinesTable:
-    """The content of SHARD.lines."""
+    """Holds the content of SHARD.lines."""
 
     offsets: NDArray[np.int64]
     text_bytes: NDArray[np.int64]
     faults: NDArray[np.int64]
     sources: NDArray[np.int64]
-    """All 0 where the format has none."""
+    """All 0 if the format has no sources"""
 
 
 def checksum_of(content: dict[str, Any]) -> str:
@@ -316,7 +316,7 @@ def shard_file(root: Path, relpath: str, suffix: str) -> Path:
 
 
 def map_shard(root: Path, record: ShardRecord, identity: Identity) -> tuple[AnyTokens, LinesTable]:
-    """The ids [tokens] memory-mapped, and the table of lines in memory. The sizes are right already."""
+    """Returns the memory-mapped ids [tokens], and the table of lines in memory. Check the sizes before."""
     table = np.fromfile(shard_file(root, record.path, ".lines"), "<i8")
     lines, dtype = record.lines, identity.dtype
     text_bytes, faults, sources = (
@@ -327,7 +327,7 @@ def map_shard(root: Path, record: ShardRecord, identity: Identity) -> tuple[AnyT
     split = LinesTable(table[: lines + 1], text_bytes, faults, sources)
     if record.tokens == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype), split
-    # A plain array over the map: slices of np.memmap cost ten times as much.
+    # Return a plain array over the map, because slices of np.memmap are ten times slower.
     return np.asarray(np.memmap(shard_file(root, record.path, ".tokens"), dtype, "r")), split
 
 
@@ -346,7 +346,7 @@ def wrong_sizes(root: Path, record: ShardRecord, identity: Identity) -> Iterator
 def problems(
     root: Path, record: ShardRecord, identity: Identity, pulse: Pulse | None = None
 ) -> Iterator[str]:
-    """Yield the problems of one shard's files: sizes, checksums, ids and offsets. Reads the whole files."""
+    """Read the two files of one shard, and yield problems of sizes, checksums, ids and offsets."""
     sizes = list(wrong_sizes(root, record, identity))
     if sizes:
         yield from sizes

@@ -1,4 +1,4 @@
-"""Writes the two files of a shard of tokens (token_files.py)."""
+"""Write the two files of a shard of tokens (token_files.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gsa_data.token_files import UNFINISHED, Identity, ShardRecord, shard_file
 def write_shard(
     root: Path, relpath: str, lines: ShardLines, counters: Counter[str], identity: Identity
 ) -> ShardRecord:
-    """Tokenize the lines of one shard into its two files; they appear when they are whole.
+    """Tokenize the lines of one shard into its two files, which appear when they are complete.
 
-    `counters` is what opening the shard counted. Raises DataFault for an id that is not in the vocabulary.
+    `counters` comes from opening the shard. Raises DataFault for an id that is not in the vocabulary.
     """
     lengths, text_bytes, faults = (np.zeros(len(lines), "<i8") for _ in range(3))
     names, sources = lines.sources()
@@ -65,7 +65,7 @@ def write_shard(
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file that appears under its name only when all of it is on the disk."""
+    """Write a file, which gets its name when it is completely on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}{UNFINISHED}")
     with unfinished.open("wb") as file:

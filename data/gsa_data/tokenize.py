@@ -1,4 +1,4 @@
-"""Converts text to token ids with a sentencepiece model or a Hugging Face tokenizer.json, each by its own library."""
+"""Convert text to token ids with a sentencepiece model or a Hugging Face tokenizer.json, each by its own library."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from gsa_data.whole_files import MOST_BYTES
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
-"""Names of a tokenizer's file in a folder, as in Hugging Face's repositories."""
+"""Names of a tokenizer's file in a folder, as in Hugging Face's repositories"""
 EOS_MARK = " eos="
-"""Separates the file's fingerprint from the id of an EOS that is not the file's default."""
+"""The separator between the file's fingerprint and the id of an EOS that is not the file's default"""
 Part = tuple[int, int]
-"""Part of a text: its first character, and the one after its last."""
+"""Start and end of a part of a text, in characters"""
 
 WORD_START = "\u2581"
-"""How sentencepiece writes a space inside a piece."""
+"""The character with which sentencepiece writes a space inside a piece"""
 
 
 class TokenizerModel(Protocol):
-    """Interface of a tokenizer library."""
+    """Defines the interface to a tokenizer library."""
 
     vocab_size: int
-    """All ids are smaller."""
+    """The largest id + 1"""
 
     def encode(self, text: str | bytes) -> NDArray[np.int32] | list[int]: ...
 
@@ -45,7 +45,7 @@ class TokenizerModel(Protocol):
     def id_of(self, token: str) -> int | None: ...
 
     def default_eos(self) -> int | str:
-        """Returns the end-of-document token that the file defines, or why there is none."""
+        """Returns the end-of-document token that the file defines, or the reason why it defines none."""
         ...
 
     def token_bytes(self) -> list[int]: ...
@@ -57,28 +57,29 @@ class TokenizerModel(Protocol):
     def name_of(self, token: int) -> str: ...
 
     def symbols(self) -> Mapping[str, int]:
-        """Text -> id of what `encode_chat` makes one token of before it encodes the rest."""
+        """Returns text -> id of the special tokens that `encode_chat` finds before it encodes the rest."""
         ...
 
     def special_tokens(self) -> dict[str, str]: ...
 
 
 class Tokenizer:
-    """A tokenizer with an end-of-document token. Can be pickled into data workers.
+    """Encodes and decodes text. Data workers can receive the tokenizer by pickle.
 
     Args:
-        path: a sentencepiece model (also Llama 1's and 2's `tokenizer.model`) or a `tokenizer.json`, local or at
-            an fsspec address.
-        eos_token: the token that ends each document, as written in the file. None takes the one the file names:
-            for sentencepiece its EOS, for tokenizer.json the one special token among those that models use for it
-            (tokenizer_json.EOS_NAMES).
-        reading: limits and retries of reading the file; the default's if None.
+        path: a sentencepiece model or a `tokenizer.json`, local or at an fsspec address
+        eos_token: text of the token that ends each document. By default sentencepiece uses the file's EOS, and
+            tokenizer.json uses its only special token of a usual name (tokenizer_json.EOS_NAMES).
+        reading: limits and retries for reading the file
 
-    `eos_id` ends each document, `vocab_size` is the largest id + 1, and `fingerprint` is the sha256 of the file,
-    with the id of `eos_token` where that is not the file's own choice. `stop_ids` are the tokens at which all that a
-    model writes ends, wherever it writes: `eos_id`, and what companions.set_up_tokenizer adds. `is_chat`: the model
-    reads conversations, in which text that spells a special token is that token. Raises TokenizerError when the file
-    is missing, is neither of the two, or has no such EOS.
+    Attributes:
+        eos_id: the token that ends each document
+        vocab_size: the largest id + 1
+        fingerprint: the sha256 of the file, with the id of `eos_token` if that is not the default
+        stop_ids: the tokens at which a generated text ends: `eos_id` and the tokens of companions.set_up_tokenizer
+        is_chat: whether the model reads conversations, in which text that spells a special token is that token
+
+    Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """
 
     def __init__(self, path: str, eos_token: str | None = None, reading: Reading | None = None) -> None:
@@ -113,7 +114,7 @@ class Tokenizer:
         self.is_chat = False
 
     def encode(self, text: str | bytes) -> NDArray[np.int32]:
-        """Token ids of one document, shape [tokens], with no EOS added. Bytes must be UTF-8."""
+        """Returns the token ids of one document, [tokens], without an EOS. Bytes must be UTF-8."""
         return np.asarray(self._model.encode(text), dtype=np.int32)
 
     def encode_prompt(self, text: str) -> NDArray[np.int32]:
@@ -121,12 +122,12 @@ class Tokenizer:
         return self.encode_chat(text, [])[0] if self.is_chat else self.encode(text)
 
     def decode(self, tokens: NDArray[np.int32] | Sequence[int], without_special: bool = False) -> str:
-        """Sentencepiece's control symbols are no text in any case."""
+        """Returns the text of tokens. Sentencepiece's control symbols never give text."""
         return self._model.decode(np.asarray(tokens, dtype=np.int64).tolist(), without_special)
 
     @property
     def file(self) -> bytes:
-        """Returns the content of the file as it was read."""
+        """Returns the content of the tokenizer's file."""
         return self._file
 
     @property
@@ -135,16 +136,16 @@ class Tokenizer:
         return TOKENIZER_JSON if isinstance(self._model, TokenizerJson) else SENTENCEPIECE_MODEL
 
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Token ids of a rendered conversation, and which of them reach into one of `parts`: both [tokens].
+        """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Here, unlike in `encode`, text that spells a special token is that token. As transformers' apply_chat_template
-        has it: only special tokens (control symbols of sentencepiece) divide the text, not the bounds of parts.
+        Unlike in `encode`, text that spells a special token is that token. As in transformers' apply_chat_template,
+        only special tokens (control symbols of sentencepiece) split the text, not the bounds of parts.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)
 
     def has_token(self, name: str) -> bool:
-        """Returns True if `encode_chat` always encodes this text as one token."""
+        """Returns whether `encode_chat` always encodes this text as one token."""
         return self._model.has_token(name)
 
     def name_of(self, token: int) -> str:
@@ -158,27 +159,27 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Those that the file itself names, as a chat template knows them (`bos_token`, ...), and `eos_token`."""
+        """Returns the file's special tokens by their names in chat templates (`bos_token`, ...), with `eos_token`."""
         return {"eos_token": self._model.name_of(self.eos_id), **self._model.special_tokens()}
 
     @property
     def front_bytes(self) -> int:
         """Returns the number of bytes that the tokenizer adds before each text, such as sentencepiece's dummy space.
-        `token_bytes` of the first token counts them, although they are not part of the text."""
+        `token_bytes` counts these bytes in the first token."""
         return max(int(self.token_bytes[self.encode("a")].sum()) - 1, 0)
 
     @property
     def keeps_newlines(self) -> bool:
-        """Returns True if newlines survive encoding and decoding; with sentencepiece's default flags they do not."""
+        """Returns whether newlines survive encoding and decoding. Sentencepiece's default flags lose newlines."""
         return self.decode(self.encode("\n\n")) == "\n\n"
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int32]:
-        """[vocab_size] UTF-8 bytes of the text that each token stands for; 0 for EOS, unknown and the like."""
+        """Returns the number of UTF-8 bytes of each token's text, [vocab_size]. EOS, unknown and the like have 0."""
         return np.array(self._model.token_bytes(), dtype=np.int32)
 
     def differs_from(self, fingerprint: str) -> str:
-        """Returns the difference from the tokenizer with a saved fingerprint, and the remedy, for an error message."""
+        """Returns an error text for a saved fingerprint of another tokenizer: the difference and the remedy."""
         file, _, end = fingerprint.partition(EOS_MARK)
         if file != self.fingerprint.partition(EOS_MARK)[0]:
             return f"data.tokenizer = {self.path} is another file, with other pieces; use that run's tokenizer file"
@@ -208,13 +209,13 @@ class Tokenizer:
 
 
 def check_text(text: str, place: str) -> str:
-    """Returns the text. Command-line arguments may hold bytes that are not UTF-8; tokenizers refuse them.
+    """Returns the text, if it is UTF-8. Command-line arguments may hold other bytes, which tokenizers refuse.
 
     Args:
-        place: origin of the text, for the error.
+        place: origin of the text, for the error
 
     Raises:
-        ValueError: the text has bytes that are not UTF-8.
+        ValueError: the text has bytes that are not UTF-8
     """
     try:
         text.encode()
@@ -224,7 +225,7 @@ def check_text(text: str, place: str) -> str:
 
 
 def text_after(decode: Callable[[list[int]], str], prompt: list[int], new: list[int]) -> str:
-    """Returns the text that new tokens add to a prompt. Decoded alone, some libraries drop a leading space."""
+    """Returns the text that new tokens add to a prompt. Some libraries drop a leading space of new tokens alone."""
     if not new:
         return ""
     before, whole = decode(prompt), decode([*prompt, *new])
@@ -236,7 +237,7 @@ class SentencePieceModel:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(file)
-        except RuntimeError as error:  # what sentencepiece raises for a file it cannot parse
+        except RuntimeError as error:  # sentencepiece cannot parse the file
             hint = "; give a sentencepiece .model file or a tokenizer.json"
             if _is_tiktoken(file):
                 hint = ": it is a tiktoken file, as Llama 3's tokenizer.model is; give that model's tokenizer.json"
@@ -245,7 +246,7 @@ class SentencePieceModel:
         self.vocab_size = int(self._processor.vocab_size())
 
     def encode(self, text: str | bytes) -> NDArray[np.int32]:
-        # From 0.2.2 on. A list of Python's int would take 6% of the time to encode.
+        # Ask for numpy, because making a list of int would take 6% of the time.
         tokens: NDArray[np.int32] = self._processor.encode(text, out_type="numpy")
         return tokens
 
@@ -253,10 +254,10 @@ class SentencePieceModel:
         return str(self._processor.decode(tokens))
 
     def id_of(self, token: str) -> int | None:
-        found = int(self._processor.piece_to_id(token))  # the unknown token's for one that it does not have
+        found = int(self._processor.piece_to_id(token))  # the id of the unknown token for an unknown text
         if self._processor.id_to_piece(found) != token:
             return None
-        if not self._processor.is_control(found):  # all others come out of text
+        if not self._processor.is_control(found):  # text can produce all other tokens
             raise TokenizerError(
                 f"tokenizer {self._path!r}: {token!r} is no control symbol, so text would end its document; give a "
                 "control symbol of the model as eos_token"
@@ -285,14 +286,14 @@ class SentencePieceModel:
 
     @cached_property
     def _control_symbols(self) -> dict[str, int]:
-        """Piece -> id; text never encodes to them."""
+        """Returns piece -> id of the control symbols, to which text never encodes."""
         model = self._processor
         return {self.name_of(token): token for token in range(self.vocab_size) if model.is_control(token)}
 
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[list[int], list[bool]]:
         control = self._control_symbols
         longest_first = sorted(control, key=len, reverse=True)
-        found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text)  # (?!): nothing
+        found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text)  # (?!) matches nothing
         bounds = {0, len(text), *(bound for each in found for bound in each.span())}
         tokens: list[int] = []
         spans: list[Part] = []
@@ -304,7 +305,7 @@ class SentencePieceModel:
                 continue
             encoded = self._processor.encode(piece, out_type="offset_mapping")
             tokens += encoded["ids"]
-            # The last byte of a character has the character's offsets, the others are empty offsets at its start.
+            # Only the last byte of a character has the character's offsets. The other bytes have empty offsets.
             spans += [(start + first, start + max(after, first + 1)) for first, after in encoded["offsets"]]
         return tokens, [any(end > first and start < after for first, after in parts) for start, end in spans]
 
@@ -319,6 +320,6 @@ class SentencePieceModel:
 
 
 def _is_tiktoken(file: bytes) -> bool:
-    """Returns True if the first line has base64 text and a rank."""
+    """Returns whether the first line has base64 text and a rank."""
     word, _, rank = file.partition(b"\n")[0].partition(b" ")
     return rank.isdigit() and word.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

@@ -1,4 +1,4 @@
-"""Reads Hugging Face's tokenizer.json with the library `tokenizers` (the extra `hf`)."""
+"""Read Hugging Face's tokenizer.json with the library `tokenizers` (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-"""Special tokens that end a document in common models."""
+"""Special tokens that end a document in common models"""
 
 OTHER_SPECIAL = "add a special token that its model does not hold to the file's added_tokens"
 
@@ -22,11 +22,11 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TokenizerError(ValueError):
-    """The tokenizer cannot be used; the message names file, reason and remedy."""
+    """The tokenizer cannot be used. The message names file, reason and remedy."""
 
 
 class TokenizerJson:
-    """See tokenize.TokenizerModel."""
+    """Implements tokenize.TokenizerModel for a tokenizer.json."""
 
     def __init__(self, file: bytes, path: str) -> None:
         try:
@@ -44,8 +44,8 @@ class TokenizerJson:
             ) from error
         with _LibraryErrors(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())
-        # The file may say to cut or fill up what it encodes, or to leave out merges at random as its training did, and
-        # text that spells a special token is only text.
+        # Turn off truncation, padding, and dropout of merges, which the file may ask for. Text that spells a special
+        # token stays text.
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
         self._tokenizer.no_truncation()
@@ -82,8 +82,8 @@ class TokenizerJson:
         return found
 
     def _is_spelled(self, token: str) -> bool:
-        """Returns True if text that spells the token is encoded as it, as for a special token in the model's words."""
-        with _LibraryErrors(self._path):  # of a model that knows no unknown token
+        """Returns whether text that spells the token is encoded as this token."""
+        with _LibraryErrors(self._path):  # a model without an unknown token may raise
             return any(
                 self._vocab[token] in self.encode(text) for text in (token, f"{token}\n{token} {token}")
             )
@@ -109,14 +109,14 @@ class TokenizerJson:
         return str(self._tokenizer.id_to_token(token))
 
     def special_tokens(self) -> dict[str, str]:
-        return {}  # tokenizer_config.json has them
+        return {}  # tokenizer_config.json has the special tokens
 
     def default_eos(self) -> int | str:
         named = [name for name in EOS_NAMES if name in self._special]
         if len(named) == 1:
             if self._is_spelled(named[0]):
                 return f"ends documents with {named[0]!r}, and so would text that spells it; {OTHER_SPECIAL}"
-            return self._vocab[named[0]]  # not the id in the file, which the library may replace
+            return self._vocab[named[0]]  # the library may replace the id of the file
         if named:
             return f"has several tokens that may end a document ({', '.join(named)})"
         return f"has no token known to end a document (special tokens: {', '.join(self._special) or 'none'})"
@@ -140,7 +140,7 @@ class TokenizerJson:
         return sizes
 
     def _decoded(self, token: str) -> str:
-        """Returns a token's text without word marks: `##` inside a word, `</w>` at its end."""
+        """Returns a token's text without the marks `##` (inside a word) and `</w>` (end of a word)."""
         model = self._content["model"]
         inside, end = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
         if inside and token.startswith(inside):
@@ -151,7 +151,7 @@ class TokenizerJson:
 
 
 class _LibraryErrors:
-    """Converts errors to TokenizerError: the library raises plain Exception for a file that it cannot parse."""
+    """Converts errors to TokenizerError, because the library raises plain Exception if it cannot parse a file."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Decompresses a shard, up to the first damage."""
+"""Decompress a shard up to the first damage."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Protocol
 import zstandard
 
 LARGEST_WINDOW_BYTES = 1 << 31
-"""Largest window of zstd (`--long=31`); the library's own limit of 128 MiB equals a bare `--long`."""
+"""The largest window of zstd (`--long=31`). The library's default limit is smaller."""
 MOST_UNPACKED_BYTES = 1 << 30
-"""Allowed unpacked size of any shard. A reader holds the text of a shard in memory, and a few packed bytes may unpack
-to any size."""
+"""The unpacked size that every shard may have. A reader holds a shard in memory, and a few packed bytes may unpack to
+any size."""
 MOST_RATIO = 50
-"""Largest ratio of unpacked to packed bytes of larger shards; text has 3 to 10."""
+"""The largest ratio of unpacked to packed bytes of larger shards. Text has 3 to 10."""
 LINE_BYTES = 64
-"""Memory of a line or row in addition to its text."""
+"""Memory of a line or row in addition to its text"""
 PIECE_BYTES = 1 << 12
-"""Packed bytes per call: up to 128 MiB of text, as zstd packs 128 KiB of equal bytes into four."""
+"""Packed bytes per call, which may unpack to 128 MiB"""
 
 
 class _Frame(Protocol):
-    """One compressed frame: zstandard's and zlib's objects alike."""
+    """Defines the common interface of a compressed frame in zstandard and zlib."""
 
     @property
     def eof(self) -> bool: ...
@@ -34,12 +34,12 @@ class _Frame(Protocol):
 
 
 def most_unpacked(packed_bytes: int) -> int:
-    """Bytes that a packed shard may hold in memory: its text, and LINE_BYTES for each line."""
+    """Returns the bytes that a packed shard may take in memory: its text, and LINE_BYTES for each line."""
     return max(MOST_UNPACKED_BYTES, MOST_RATIO * packed_bytes)
 
 
 def too_large(packed_bytes: int) -> str:
-    """Returns the fault of a shard that exceeds this size."""
+    """Returns the text of the fault of a shard that exceeds `most_unpacked`."""
     return (
         f"unpacks to more than {most_unpacked(packed_bytes)} bytes in memory, the most allowed for its "
         f"{packed_bytes} bytes (split it into smaller shards if its text is meant so)"
@@ -47,14 +47,14 @@ def too_large(packed_bytes: int) -> str:
 
 
 def unpack(packed: bytes, relpath: str, enough_bytes: int | None = None) -> tuple[bytes, str]:
-    """Returns the text of a shard, and its damage in words ("" if it is whole).
+    """Returns the text of a shard, and a description of its damage ("" if it is intact).
 
     Unpacking ends after `enough_bytes` of text, or at the size limit.
     """
     if relpath.endswith(".zst"):
         decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW_BYTES)
         return _decompress(packed, decompressor.decompressobj, enough_bytes)
-    if relpath.endswith(".gz"):  # 31: gzip's header and checksum
+    if relpath.endswith(".gz"):  # wbits=31 expects gzip's header and checksum
         return _decompress(packed, lambda: zlib.decompressobj(wbits=31), enough_bytes)
     return packed, ""
 
@@ -62,14 +62,14 @@ def unpack(packed: bytes, relpath: str, enough_bytes: int | None = None) -> tupl
 def _decompress(
     packed: bytes, new_frame: Callable[[], _Frame], enough_bytes: int | None
 ) -> tuple[bytes, str]:
-    """The text of all frames; an empty file holds none."""
+    """Returns the text of all frames and the damage. An empty file has no frame."""
     parts: list[bytes] = []
     held = text_bytes = place = 0
     most = most_unpacked(len(packed))
     while True:
         frame = new_frame()
         try:
-            # In pieces, so that the text before a corrupt block is kept.
+            # Decompress in pieces to keep the text before a corrupt block.
             while place < len(packed) and not frame.eof:
                 piece = packed[place : place + PIECE_BYTES]
                 part = frame.decompress(piece)

@@ -1,7 +1,7 @@
-"""Reads fixed text to score a model on: the first sequences of a split, and the same documents packed by source.
+"""Read the fixed text that scores a model: the first sequences of a split, and the same documents packed by source.
 
-Tokens of `prepare.py tokens` give the same sequences as their text. Bits per byte count the bytes that the tokens
-decode to, so they need no text.
+Tokens of `prepare.py tokens` give the same sequences as their text. The number of text bytes, for bits per byte, comes
+from the tokens.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from gsa_data.tokenize import Tokenizer
 DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
-"""Largest number of documents tokenized at once. Smaller batches at the beginning keep the waste small for short
-sets."""
+"""The largest number of documents tokenized at once. The first batches are smaller, because a short set needs few."""
 
 
 class TooLittleText(DataFault):
-    """The split is readable, but has nothing to score at this length; a retry cannot help."""
+    """The split is readable, but has nothing to score at this length. A retry cannot help."""
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """Sequences for a model to score, and the amount of text of their scored labels."""
+    """Holds sequences for a model to score, and the amount of text in their scored labels."""
 
     blocks: Tokens
-    """int32 [n, L + 1]; of conversations with their marks (marks.py)"""
+    """int32 [n, L + 1]; tokens of conversations have marks (marks.py)"""
     lengths: NDArray[np.int64]
-    """[n] labels of each sequence that are text; the rest is padding and is not scored"""
+    """[n], the number of text labels in each sequence; the rest is padding, which is not scored"""
     scored_tokens: int
-    """Labels that count, EOS included."""
+    """Number of scored labels, with EOS"""
     text_bytes: int
-    """UTF-8 bytes of these labels' text, without EOS and without the space that a tokenizer adds before a document."""
+    """UTF-8 bytes of the scored text, without EOS and without the space that a tokenizer adds before a document"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class ValidationSet:
     name: str
     text: ScoredText
     by_source: dict[str, ScoredText]
-    """The same documents by source, in the order of their names; empty unless asked for."""
+    """The same documents by source, sorted by name; empty unless requested"""
 
 
 class SourcedDocument(NamedTuple):
@@ -72,11 +71,11 @@ def read_validation_set(
 ) -> ValidationSet:
     """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
-    A source's documents are concatenated as the split's are, a document cut off by the last sequence as far as it
-    goes; the rest of its last sequence is filled up. So no text is left out: where documents are isolated, the
-    sources' scored tokens add up to the set's. A source without any is left out.
+    The documents of a source are concatenated, and the last sequence of a source is padded. No text is left out, so
+    with isolated documents the scored tokens of the sources add up to the scored tokens of the set. A source without
+    scored tokens is left out.
 
-    Raises TooLittleText when the split is shorter than one sequence or has nothing to score; DataFault when it cannot
+    Raises TooLittleText if the split is shorter than one sequence or has nothing to score, and DataFault if it cannot
     be read.
     """
     read: list[SourcedDocument] = []
@@ -118,18 +117,19 @@ def validation_blocks(
     max_blocks: int,
     reading: Reading = DEFAULT_READING,
 ) -> Tokens:
-    """The first `max_blocks` blocks of a split in plain order: int32 [n, seq_len_tokens + 1].
+    """Returns the first `max_blocks` blocks of a split, int32 [n, seq_len_tokens + 1], in the order of shards and
+    lines.
 
-    Shards in sorted order, documents as they stand, any bad shard fails. n is smaller than max_blocks when
-    the split is; a split too small for one block raises TooLittleText.
+    n is smaller than max_blocks if the split is too small. A split without one whole block raises TooLittleText. A bad
+    shard raises DataFault.
     """
     tokens = (document.tokens for document in validation_documents(corpus, tokenizer, reading))
     return _first_blocks(tokens, str(corpus.root), seq_len_tokens, max_blocks)
 
 
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
-    """The documents of a split in plain order, tokenized and with their EOS. A bad shard fails, whatever `reading`
-    does with one: a perplexity of less text would not be comparable."""
+    """Yields the tokenized documents of a split, with their EOS, in the order of shards and lines. A bad shard always
+    raises DataFault, because a perplexity of less text would not be comparable."""
     reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
         for line in _tokenized(reader.open(relpath, 0, 1, Counter())):
@@ -138,12 +138,12 @@ def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading)
 
 
 def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
-    """A shard's lines in their order, tokenized by several threads, for the tokenizers' libraries release the GIL."""
+    """Yields a shard's lines in order, tokenized by several threads. The tokenizer libraries release the GIL."""
     first = 0
     while first < len(lines):
         count = min(max(first, MOST_THREADS), DOCUMENTS_AT_ONCE)
         places = range(first, min(first + count, len(lines)))
-        # A pool of its own for each window: no thread is alive while the caller has a document, who may fork.
+        # Each window has its own pool. The caller may fork while it has a document, so no thread may live then.
         with ThreadPoolExecutor(min(MOST_THREADS, len(places))) as pool:
             found = [pool.submit(lines.__getitem__, place) for place in places]
         yield from (line.result() for line in found)
@@ -153,8 +153,8 @@ def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
 def is_scored(
     blocks: Tokens, lengths: NDArray[np.int64], eos_id: int, attend_across_documents: bool
 ) -> NDArray[np.bool_]:
-    """Returns [n, L]: the labels of [n, L + 1] blocks that count. In text those that pack.loss_mask leaves, in
-    conversations only the assistant's."""
+    """Returns whether each label of [n, L + 1] blocks is scored, [n, L]. In text pack.loss_mask decides. In
+    conversations only the assistant's labels are scored."""
     inputs = blocks[:, :-1] & ~UNSCORED
     is_text: NDArray[np.bool_] = np.arange(inputs.shape[1]) < lengths[:, None]
     is_text &= (blocks[:, 1:] & UNSCORED) == 0
@@ -178,7 +178,8 @@ def _first_blocks(documents: Iterable[Tokens], root: str, seq_len_tokens: int, m
 
 
 def _fill_up(stream: Tokens, seq_len_tokens: int, eos_id: int) -> tuple[Tokens, NDArray[np.int64]]:
-    """All of a stream as blocks [n, seq_len_tokens + 1] with stride seq_len_tokens, and the labels of each."""
+    """Returns a whole stream as blocks [n, seq_len_tokens + 1] with stride seq_len_tokens, and each block's number of
+    labels."""
     labels = len(stream) - 1
     starts = np.arange(0, labels, seq_len_tokens)
     missing = -labels % seq_len_tokens

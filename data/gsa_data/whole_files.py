@@ -1,4 +1,4 @@
-"""Files of a user that are read whole: each has a kind, a size and a depth."""
+"""Read a user's file as a whole, after checks of its kind and size, and of the nesting depth of JSON."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 28
-"""Of a file that is read whole, where nothing else is said: ten times the largest tokenizer.json that is around."""
+"""The default size limit, which is ten times the largest known tokenizer.json"""
 MOST_LEVELS = 64
-"""Of lists and objects inside each other. Python's parsers end in a RecursionError at a thousand."""
+"""The limit of nested lists and objects. Python's parsers end in a RecursionError at a thousand."""
 
 
 def check_kind(path: str | Path, remedy: str = "give a regular file") -> None:
-    """A pipe would be waited for, a device read for ever.
+    """Refuse pipes and devices, because reading them may never end. A missing path is not refused here.
 
     Raises:
-        ValueError: something that is neither a file nor a folder has this path. What is missing is left to its reader.
+        ValueError: the path is neither a file nor a folder
     """
     try:
         mode = os.stat(path).st_mode
@@ -29,13 +29,13 @@ def check_kind(path: str | Path, remedy: str = "give a regular file") -> None:
 
 
 def read_whole(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a local file.
+    """Returns the content of a local file.
 
     Raises:
-        ValueError: it is no regular file, or larger than `most_bytes`.
-        OSError: it cannot be read.
+        ValueError: the file is not regular, or larger than `most_bytes`
+        OSError: the file cannot be read
     """
-    # Without waiting for a pipe's writer; what is opened is what is looked at.
+    # Open without waiting for a pipe's writer, then check the kind of the opened file.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -50,10 +50,7 @@ def read_whole(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
+    """Parse JSON. Raises ValueError if the content is not JSON, or nested too deeply."""
     try:
         tree = json.loads(content)
     except RecursionError:
@@ -68,7 +65,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def is_too_deep(tree: Any) -> bool:
-    """Whether it has more than `MOST_LEVELS` lists and dictionaries inside each other."""
+    """Returns whether more than `MOST_LEVELS` lists and dictionaries are nested."""
     level = [tree]
     for _ in range(MOST_LEVELS + 1):
         level = [

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from gsa_train.cli import parse_arguments
-from gsa_train.config import config_to_yaml, load_config
+from gsa_train.config import load_config
 from gsa_train.model.flops import count_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,6 @@ def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> N
 
 
 def test_the_few_fields_that_one_sets_match_the_example() -> None:
-    """The page is not frightening: the rest of a resolved config are defaults."""
     page = DOCS / "how_to/own_config.md"
     config = yaml.safe_load(yaml_block(page))
     rows = re.findall(r"^\| (`[\w`, ]+`) \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -94,10 +93,6 @@ def test_the_few_fields_that_one_sets_match_the_example() -> None:
         assert all(fields <= set(entry) for entry in entries), section
         if section not in ("model", "phases"):
             assert all(set(entry) == fields for entry in entries), section
-    resolved = config_to_yaml(load_config(ROOT / "configs/demo.yaml")).splitlines()
-    said = re.search(r"config\.yaml` has (\d+) lines", page.read_text(encoding="utf-8"))
-    assert said, "the page says how many lines config.yaml has"
-    assert abs(len(resolved) - int(said[1])) < 20
 
 
 def repository_files() -> list[str]:

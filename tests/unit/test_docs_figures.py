@@ -15,9 +15,7 @@ from gsa_train.planning.memory.estimate import estimate_memory, fields_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
-PEAK = re.compile(
-    r"^# Peak memory of a GPU, by --dry-run, (\d+) GiB .*; (\d+) GiB with (\S+) for", re.MULTILINE
-)
+PEAK = re.compile(r"^# Peak memory by --dry-run is (\d+) GiB .* or (\d+) GiB with (\S+) \(", re.MULTILINE)
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if PEAK.search(path.read_text("utf-8"))]
 STUDIES = ROOT / "docs/how_to/studies.md"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
