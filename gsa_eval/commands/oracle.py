@@ -65,6 +65,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first keys beside it (default: 0)")
     parser.add_argument("--dtype", default="fp32", choices=("bf16", "fp32"), help="(default: fp32)")
+    parser.add_argument(
+        "--attention",
+        default="sdpa",
+        choices=("sdpa", "gsa"),
+        help="of the model's own selections: plain torch, or our kernels on CUDA (default: sdpa)",
+    )
     parser.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the numbers")
     return parser.parse_args(words)
@@ -85,7 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
     forms = [Form.parse(each) for each in arguments.forms.split(",") if each]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(
-        arguments.hf, dtype=DTYPES[arguments.dtype], trust_remote_code=False
+        arguments.hf,
+        dtype=DTYPES[arguments.dtype],
+        attn_implementation=arguments.attention,
+        trust_remote_code=False,
     )
     model = model.to(device).eval()
     tokenizer = folder_tokenizer(arguments.hf, model.config)

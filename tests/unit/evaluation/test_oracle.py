@@ -91,6 +91,9 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["form"] for row in rows] == ["own", "q1k5", "q32k1"]
     assert all(row["log_probability"] < 0 for row in rows)
+    monkeypatch.setattr("sys.argv", ["oracle.py", *words, "--forms", ""])
+    assert command.main() == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows[:1]
     for wrong, message in (
         (["--forms", "q1"], "form 'q1': give"),
         (["--forms", "q1k3"], "40 keys are not a multiple of 3"),
