@@ -32,7 +32,7 @@ class LayerOutput(NamedTuple):
     """fp32, 0-d: mean KL over rows with two or more causal keys, to add to the model's loss; only the indexer gets its
     gradient."""
     selection: Selection
-    """What the queries selected, also in dense attention, where they attend to more."""
+    """The keys that the queries selected. In dense attention the queries attend to more keys."""
 
 
 class GatedSparseAttention(nn.Module):
