@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> int:
         return refuse(error)
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
-    # CUDA reads the variable when it is first asked for devices, which an import may do. So this import comes later.
+    # This import comes late, because an import may ask CUDA for devices, and CUDA then reads the variable.
     import harness  # benchmarks/harness.py
     import torch
 

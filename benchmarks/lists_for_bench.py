@@ -16,8 +16,8 @@ def random_lists(
 ) -> KeyLists:
     """Build lists in which every query selects k keys, and the queries of a tile together ratio * k.
 
-    1 <= ratio <= queries. The keys of a tile are random causal keys of its first query, and fewer if it has fewer. Of n
-    keys each query selects exactly k, evenly spaced. The offsets of the queries are spread so that each key is
+    1 <= ratio <= queries. The keys of a tile are random causal keys of its first query, and fewer if it has fewer. Each
+    query selects exactly k of n keys, evenly spaced. The offsets of the queries are spread so that each key is
     selected.
     """
     tiles = -(-length // queries)

@@ -10,7 +10,7 @@ The script prints for each fault what was noticed, the seconds until training co
 again. It then prints a table of these seconds by part, the run's account of its time, and its ETTR next to an
 independent calculation of the ETTR.
 
-The exit code is 0 under four conditions. The last checkpoint equals the undisturbed run's bit for bit, with all its
+The exit code is 0 under three conditions. The last checkpoint equals the undisturbed run's bit for bit, with all its
 logged numbers. Both ETTRs are equal. Only frozen ranks were reported as hangs. A full disk needs its own file system,
 and therefore root.
 

@@ -44,7 +44,7 @@ class Result:
     breakdown: dict[str, float] = field(default_factory=dict)
     """Milliseconds of a traced step on rank 0's device, see `step_trace.in_columns`; empty without a trace."""
     exposed_communication_ms: list[float] = field(default_factory=list)
-    """Of a traced step, by rank."""
+    """Measured in a traced step, by rank."""
     failed: str = ""
     """Why there are no figures."""
 

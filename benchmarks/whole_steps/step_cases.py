@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "shared": _SHARED,
     "shared_rope": (*_SHARED, "gsa.indexer_rope=true"),
 }
-"""What each model changes in its shape's config, of the standard model or of GSA."""
+"""Overrides that each model applies to its shape's config, which is standard or GSA."""
 
 REUSE = 4
 """Layers with one selection, in the models of that name."""

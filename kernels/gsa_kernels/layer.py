@@ -33,7 +33,7 @@ class LayerOutput(NamedTuple):
     """fp32, 0-d: mean KL over the rows with two candidates or more, to be added to the loss of the model; its gradient
     reaches the indexer alone."""
     selection: Selection
-    """What the queries selected, also in dense attention, where they attend to more."""
+    """The keys that the queries selected. In dense attention the queries attend to more keys."""
 
 
 class GatedSparseAttention(nn.Module):

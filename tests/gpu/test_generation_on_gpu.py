@@ -42,7 +42,7 @@ def test_compiled_steps_give_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "norms, no head weights"])
 def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None:
-    """In fp32 they are used only on request. There are three sequences and one."""
+    """In fp32 these products are used only on request. The batches have three sequences and one."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":

@@ -290,7 +290,7 @@ def test_dense_attention_by_other_kernels(trainer, name, config_name):
     ],
 )
 def test_kernels_train_what_plain_torch_trains(trainer, overrides):
-    """In fp32 the two differ only by the order of sums."""
+    """In fp32 kernels and plain torch differ only by the order of sums."""
     found = []
     for name in ("reference", "triton"):
         fields = (f"gsa.attention_impl={name}", "train.precision=fp32", *ALL_KEYS, *overrides)

@@ -265,6 +265,6 @@ BOUNDARIES = {
     "two optimizer instances": {**INSTANCES, **OVERLAP},
     "deepspeed 3 x tensor": {"tensor": 2, **ZERO_3},
 }
-"""In bf16, where the optimizers of two phases divide fp32 weights differently."""
+"""Layouts in bf16, where the optimizers of two phases divide fp32 weights differently."""
 NIGHTLY_BOUNDARIES = {"two optimizer instances", "deepspeed 3 x tensor"}
 BASE = dataclasses.replace(SPARSE, train="base")

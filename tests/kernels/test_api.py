@@ -143,7 +143,7 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
 
 @pytest.mark.parametrize(("k_base", "wanted"), [(7, "key_lists"), (8, "packed_mask")])
 def test_the_budget_of_a_shared_selection_decides_its_format(k_base: int, wanted: str) -> None:
-    """k_base and a window of 16 out of 56 keys are just below and above 1 - sqrt(1 / 3), a density of 2/3."""
+    """k_base plus a window of 16 is just below or above 1 - sqrt(1 / 3) of 56 keys, which is a density of 2/3."""
     case = Case(selection_block=16, local_window=16, query_start=16)
     given, ema = problem(case), torch.tensor(EMA, device=DEVICE)
     rule = BudgetRule(k_base, 1, 40)

@@ -7,7 +7,7 @@ from whole_steps.step_sweep import without_variant
 
 
 def test_layers_that_share_a_selection_come_in_whole_groups() -> None:
-    """From 128K on there is one group, because two do not fit a device."""
+    """From 128K on there is one group of layers, because two do not fit a device."""
 
     def depths(length: int, model: str) -> list[int]:
         return [group[0].layers for group in plan(["1.7b"], [length], ["standard", model], length)]

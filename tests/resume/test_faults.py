@@ -30,8 +30,8 @@ def assert_as_undisturbed(run: Run) -> None:
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
     alerting = ("parallel.timeout_minutes=0.75", "data.read_timeout_seconds=4", "logging.wandb=offline")
-    # Three slow steps in a row are reported. The machine may delay the other rank in some of the six. Step 5's save is
-    # complete at step 8.
+    # Three slow steps in a row are reported. The machine may delay the other rank in some of the six steps. The save of
+    # step 5 is complete at step 8.
     faults = {"slow": [2, 7, 1], "frozen": [8, 1], "saves_end": True}
     run = launch(tmp_path, *alerting, torchrun=torchrun, faults=faults)
     run.wait_until(lambda: len(run.steps()) >= 1)

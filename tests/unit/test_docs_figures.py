@@ -149,7 +149,7 @@ def test_readme_has_the_perplexities_and_the_speed_of_the_350m_study() -> None:
 
 
 def test_no_number_of_a_page_stands_twice() -> None:
-    """A text that refers to it would have only one of both."""
+    """A text that refers to a repeated number would match only one of its places."""
     twice = []
     for table in sorted((ROOT / "docs/results").glob("*.csv")):
         with table.open(encoding="utf-8", newline="") as file:

@@ -34,7 +34,7 @@ SHORT = ["train.micro_batch_size=2"]
 """Four micro-batches: as many are in flight at most in a first stage of 4, and in the last one of two chunks."""
 EIGHT = "train.global_batch_size=16"
 ONE_MICRO_BATCH = "train.global_batch_size=4"
-"""Or two for halves of the 7B config. Cases of two test what a second micro-batch finds of the first."""
+"""One micro-batch, or two for halves of the 7B config. Cases of two test what the second finds of the first."""
 
 EXPERT_2, FEW_WORDS = "parallel.expert=2", ["model.vocab_size=8192"]
 EXPERTS = [

@@ -44,7 +44,7 @@ def run(code: str, *arguments: str, cwd: Path) -> str:
 
 
 def test_every_script_puts_the_checkouts_packages_on_its_path_first() -> None:
-    """The path must be set before the first import of them."""
+    """The path must be set before the first import of these packages."""
     assert len(SCRIPTS) > 20
     first = re.compile(r"^(sys\.path\[:0\] = |import harness$)|^(?:from|import) gsa_", re.MULTILINE)
     without = [script for script in SCRIPTS if not _puts_path_first(first, (ROOT / script).read_text())]

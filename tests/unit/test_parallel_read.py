@@ -65,7 +65,7 @@ def record_of(content: bytes) -> dict[str, FileRecord]:
 
 
 def test_ranks_that_read_different_bytes_are_no_damage_and_do_not_go_on(tmp_path: Path) -> None:
-    """Of these ranks one has filled in wrong data, and which one is unknown."""
+    """One of these ranks has filled in wrong data, and which one is unknown."""
     (tmp_path / "0.distcp").write_bytes(b"12345678")
     right = zlib.crc32(b"1234")
     for wrong in (right - 1, right + 1):

@@ -43,7 +43,7 @@ def test_their_gradients_match_the_definitions(size: int) -> None:
 
 
 def test_transformers_coefficient_is_another_one() -> None:
-    """The text of `moe.balance_coeff` says: theirs is ours times top_k, of the means over all layers."""
+    """transformers' coefficient is ours times top_k, of the means over all layers, as `moe.balance_coeff` says."""
     layers, top_k = 3, 2
     logits = torch.randn(500, 8)
     scores = logits.softmax(-1)

@@ -240,7 +240,7 @@ def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
 
 @pytest.mark.nightly
 def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> None:
-    """-s shows it; `python benchmarks/spikes.py benchmarks/clean_traces.npz --faults` shows all runs."""
+    """`pytest -s` shows the table; `benchmarks/spikes.py benchmarks/clean_traces.npz --faults` shows all runs."""
     for name in WITH_FAULTS:
         trials = {rule: try_rule(traces()[name], config, grad_clip=1.0) for rule, config in RULES.items()}
         print(f"\n{name}\n{table(trials)}")

@@ -159,7 +159,7 @@ def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
 
 
 def test_weights_on_their_way_are_waited_for() -> None:
-    """A forward pass without a backward pass leaves some, and a checkpoint or the next phase may follow."""
+    """A forward pass without a backward pass leaves weights in flight before a checkpoint or the next phase."""
     config = config_of(3)
     model = tiny_model(config)
     optimizer = build_optimizer(model, PHASES[1], config)

@@ -26,7 +26,7 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:
-        # One program runs per multiprocessor. Of 227 KiB shared memory it takes 64 KiB for q and two stages of 32 KiB
+        # One program runs per multiprocessor. Its 227 KiB of shared memory hold 64 KiB for q and two stages of 32 KiB
         # each for k and v. Each of 256 threads holds 128 registers of the output and 32 of logits. With 128 threads
         # there would be one warpgroup per multiprocessor. With 32 keys the product would wait for its operands (16 + 8
         # of 24 clocks, for 16).

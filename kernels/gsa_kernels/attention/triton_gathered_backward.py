@@ -44,9 +44,9 @@ def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1)
     if head_size > 128:
-        # Of 227 KiB shared memory, 64 KiB hold q and the output's gradient, two stages of 32 KiB each hold k and v, and
-        # 16 KiB hold probabilities and their gradients. A tile of 128 rows would leave no second stage. Hopper's matrix
-        # instructions need at least 64 rows, so a tile has at least 64 keys.
+        # In 227 KiB of shared memory, 64 KiB hold q and the output's gradient, two stages of 32 KiB each hold k and v,
+        # and 16 KiB hold probabilities and their gradients. A tile of 128 rows would leave no second stage. Hopper's
+        # matrix instructions need at least 64 rows, so a tile has at least 64 keys.
         return Tiles(64, 64, 8, 2)
     return Tiles(128, 64, 8, 3)
 

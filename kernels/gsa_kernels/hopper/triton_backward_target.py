@@ -28,8 +28,8 @@ TILES = _Tiles(32, 64, 8, 3, registers=232)
 limit, ptxas saves registers, and the second product waits for the exponentials of the first."""
 
 WIDE_TILES = _Tiles(32, 32, 8, 2)
-"""Tile for heads of 256. Of 227 KiB shared memory, 128 KiB hold q and the output's gradient, and two stages of 16 KiB
-each hold k and v."""
+"""Tile for heads of 256. In 227 KiB of shared memory, 128 KiB hold q and the output's gradient, and two stages of 16
+KiB each hold k and v."""
 
 
 def backward_queries_with_target(

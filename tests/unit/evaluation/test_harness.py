@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM, 
     scope="module", params=["sentencepiece", "json", "json with a BOS", "json chat", "sentencepiece chat"]
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM]:
-    """Create our class on a run or its export, and theirs on the export."""
+    """Create our class on a run or its export, and lm-evaluation-harness's class on the export."""
     folder = tmp_path_factory.mktemp("pair")
     data: dict[str, Any] = {}
     if "json" in request.param:

@@ -37,7 +37,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_scores_by_hand() -> None:
-    """Of two questions, the first one's longer answer wins only per character."""
+    """The longer answer of the first question wins only per character."""
     questions = [
         Question(("q", "q"), (" no", " yes, it is"), 1),
         Question(("a", "b", "c"), (" x", " \u00e9", " zz"), 1),

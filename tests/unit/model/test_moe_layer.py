@@ -140,7 +140,7 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel i
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=INTERPRETED)])
 @pytest.mark.parametrize("name", CASES)
 def test_grouped_experts_are_those_one_by_one(name: str, fused: bool) -> None:
-    """In fp32 both are equally close to fp64, and a checkpoint has the same weights under the same names."""
+    """In fp32 grouped and separate experts are equally close to fp64. A checkpoint has the same names and weights."""
     found, expected = (layer_of({**CASES[name], "experts_impl": each}) for each in ("grouped", "sequential"))
     if fused:
         found[0].experts.activation = fused_weighted_swiglu
