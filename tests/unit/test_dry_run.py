@@ -205,7 +205,9 @@ def test_every_phase_and_stage_has_a_line():
 
 
 SHIPPED = sorted(path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith(("demo", "tiny")))
-NOTE = r"Peak memory by --dry-run is (\d+) GiB \(for 80 GB GPUs\), or (\d+) GiB with (\S+) \(for 141 GB"
+NOTE = (
+    r"Peak memory by --dry-run is (\d+) GiB \(for 80 GB GPUs\), or (\d+) GiB with (\S+) \(for 141 GB GPUs\)\."
+)
 
 
 def peak_gib(name: str, overrides: list[str]) -> float:
