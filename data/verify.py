@@ -174,7 +174,7 @@ def concatenated(lanes: list[list[int]], seq_len_tokens: int) -> Packed:
 
 
 def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int) -> Packed:
-    """Returns the effects over one epoch of a run whose pool is already full."""
+    """Returns the effects of `best_fit` over one epoch of a run whose pool of documents is already full."""
     counters: Counter[str] = Counter()
     for lengths in filter(None, lanes):  # an epoch of a small corpus may leave a lane out
         documents: Iterator[tuple[Cursor, AnyTokens]] = (

@@ -156,7 +156,8 @@ class GSAAttention(nn.Module):
         output_indexer_loss: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor | None]:
-        """
+        """Attend from each token to its causal or selected keys.
+
         Args:
             hidden_states: [B, L, d], normalised
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]

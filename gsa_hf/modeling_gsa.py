@@ -49,7 +49,7 @@ class GSAModelOutputWithPast(BaseModelOutputWithPast):
 @dataclass
 class GSACausalLMOutputWithPast(CausalLMOutputWithPast):
     indexer_loss: torch.Tensor | None = None
-    """The field of `GSAModelOutputWithPast`. `loss` includes `indexer_loss_coef` times this loss."""
+    """The indexer loss of `GSAModelOutputWithPast`. `loss` includes `indexer_loss_coef` times the indexer loss."""
 
 
 class GSAMLP(nn.Module):
@@ -150,7 +150,7 @@ class GSAModel(GSAPreTrainedModel):
         )
         self.kernel_memory = KernelMemory()
         self.gradient_checkpointing = False
-        # Without a loss indexers get no gradient, for which DistributedDataParallel would wait.
+        # DistributedDataParallel would wait for gradients, which indexers without a loss never get.
         if not config.indexer_loss_coef:
             for module in self.modules():
                 if isinstance(module, GSAIndexer):

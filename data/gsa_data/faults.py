@@ -58,7 +58,7 @@ class Reading:
     """A bad shard is missing, unreadable, damaged, a copy of another shard, or has too many bad lines. "fail" stops the
     run. "skip" leaves out, counts and logs the bad part."""
     max_bad_line_fraction: float = 0.01
-    """Bad lines are left out and counted. A shard with a larger share of bad lines is bad."""
+    """Bad lines are left out and counted. A shard with a larger share of bad lines than this counts as bad."""
     max_document_bytes: int = 1 << 25
     """Longer documents (in UTF-8) are left out and counted, because tokenizing takes seconds per MiB."""
     retries: int = 5

@@ -17,10 +17,10 @@ AnyTokens = NDArray[np.integer[Any]]
 
 
 class Cursor(NamedTuple):
-    """Points to a place in one lane: token `token_offset` of slot (document, copy) in the lane's unit `unit`.
+    """Points to token `token_offset` of a document in one lane (lanes.py).
 
-    Without weights of sources there are no copies, and slot (document, 0) is the unit's document `document`. Old saved
-    positions lack `copy` and `lines`.
+    The document is in the lane's unit `unit`, a part of a shard, at slot (`document`, `copy`). Slots are defined in
+    source_weights.py. Without weights of sources `copy` is 0. Old saved positions lack `copy` and `lines`.
     """
 
     epoch: int

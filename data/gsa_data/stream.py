@@ -1,9 +1,10 @@
 """Read blocks of tokens for one data-parallel rank. Their order does not depend on the number of ranks or workers.
 
-Global sample i is block i // num_lanes of lane i % num_lanes (lanes.py). Rank r of D takes the samples with i % D == r.
-If D does not divide num_lanes, ranks share lanes. Each block carries the position of its lane's next block: a cursor
-and, with best_fit packing, the lane's pool of documents. The main process saves the positions after the returned
-blocks, so prefetched blocks never enter a saved state. Data flows through these classes:
+The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is block i // num_lanes of lane i % num_lanes.
+Rank r of D takes the samples with i % D == r. If D does not divide num_lanes, ranks share lanes. Each block carries the
+position of its lane's next block: a cursor and, with best_fit packing, the lane's pool of documents. The main process
+saves the positions after the returned blocks, so prefetched blocks never enter a saved state. Data flows through these
+classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
