@@ -37,9 +37,7 @@ def write_pictures(
 
     Args:
         place: layer and head of the maps.
-        tokens: the tokens as text.
         about: name of the model and the text, for the titles.
-        folder: an existing folder.
     """
     assert record.maps is not None
     figures = {

@@ -44,7 +44,6 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     """Run an evaluation. Returns the folder of results and their table.
 
     Args:
-        arguments: parsed by gsa_eval.commands.evaluate.
         words: the command line, for the record.
 
     Raises:

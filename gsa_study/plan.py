@@ -139,7 +139,6 @@ def next_job(
     """Returns the first due job that can start: its trainings are finished, enough devices are free, and it fits.
 
     Args:
-        due: due jobs that are not running.
         free_devices: None on CPUs, where one job runs at a time.
         fits: returns True if there is time for the job.
     """

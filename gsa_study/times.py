@@ -52,9 +52,6 @@ def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected |
     """Return the time of the job, or None if nothing like it was measured.
 
     A training counts together with its evaluations, which need its checkpoint.
-
-    Args:
-        jobs: all of the study.
     """
     own = _of_one(job, jobs, times)
     if own is None or job.kind != "train":

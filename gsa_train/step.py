@@ -198,11 +198,7 @@ def evaluation_step(
     parallel: Parallel,
     measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of this rank's scored tokens (0 except on the last stage) and its replica's token count.
-
-    Args:
-        measures: record the attention statistics.
-    """
+    """Return the summed loss of this rank's scored tokens (0 except on the last stage) and its replica's token count."""
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     with evaluating(model, measures):
         losses = _run_schedule(

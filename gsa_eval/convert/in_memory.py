@@ -98,9 +98,7 @@ def model_in_memory(
     """Load the weights that training computes with, in evaluation mode.
 
     Args:
-        config: the checkpoint's.
         hf_config: result of `to_hf_config`, perhaps with other budgets or dense attention, but the same sizes.
-        attention: `attn_implementation`
         dtype: dtype of the weights; None: unchanged.
 
     Raises:

@@ -48,10 +48,7 @@ def model_card(
 ) -> str:
     """
     Args:
-        name: name of the exported folder.
         run_dir: folder of the run that trained it; None for imported weights.
-        dtype: dtype of the weights.
-        warnings: warnings for the model's user.
     """
     run = (
         RunFiles(run_dir.name, run_dir)

@@ -111,7 +111,6 @@ def read_gsa_model(
     Args:
         found: the folder's configuration, which its weights must fit.
         config: `found`, perhaps with other budgets or dense attention, but the same sizes.
-        attention: `attn_implementation`
 
     Raises:
         ValueError: the weights are missing or damaged, or do not fit this configuration.

@@ -44,7 +44,6 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
 
     Args:
         folder: the run's folder, with reports of faults and records that a rewind took back.
-        records: records of its metrics.jsonl.
         starts: lines of starts.jsonl (gsa_train.run_folder.starts).
     """
     found = [_said(record, "") for record in records if record.get("event") in KINDS]

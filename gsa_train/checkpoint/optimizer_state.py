@@ -126,7 +126,6 @@ def names_of_others(
     and here.
 
     Args:
-        mains: fp32 weights.
         weights: the model's, of the same elements.
     """
     found = []
@@ -162,7 +161,6 @@ def _boxes_of(
     """Yields one tensor of a part, as boxes of the whole tensor `key`.
 
     Args:
-        like: the entry of the part's parameter.
         copy: `PhaseOptimizer.state_copy`.
     """
     # The two halves of a SwiGLU layer's first product are separate on disk.

@@ -45,7 +45,6 @@ def open_sinks(
         resume_step: step of the loaded checkpoint. Records after it are dropped, because those steps run again. None:
             the run starts at step 0, and the files of an earlier start move to `previous/<time>/`. A folder that is a
             link or a mounted disk stays, and its content moves to `previous/<time>/` there.
-        wandb: the open W&B run, if any.
         keeps_later: dropped records move to `metrics_rewound.jsonl`.
         validates_again: also drop the validation at that step, because it runs again.
     """

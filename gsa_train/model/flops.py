@@ -236,9 +236,6 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     A block selects from the causal keys of its first query, which queries of another document cannot use. Each query
     adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a window
     the result is an upper bound.
-
-    Args:
-        causal_keys: causal keys of each query, per sequence.
     """
     total = 0
     for sequence in causal_keys:
@@ -292,7 +289,6 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it.
-        precision: `bf16` or `fp32`.
     """
     if device_name not in _PEAK_FLOPS_PER_SECOND:
         return None

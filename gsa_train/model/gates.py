@@ -168,7 +168,6 @@ def gate_statistics(
 
     Args:
         logits: [T, B, local rows], detached.
-        bins: `gate_bins`
     """
     statistics = Statistics()
     if config.gsa.gate_activation not in ("sigmoid", "ns_sigmoid"):

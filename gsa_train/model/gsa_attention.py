@@ -155,7 +155,6 @@ class GSASelfAttention(MegatronModule):
         Args:
             hidden_states: the layer's normalised input, [L, B, d] ([L / tp, B, d] under sequence parallelism).
             attention_mask: document ids of the whole packed sequences [B, L * cp], or None for one document each.
-            rotary_pos_emb: angles of the rotary embedding on Q and K.
             unused: other arguments of megatron-core (inference, other packing formats).
         """
         attention_pass = self.runtime.pass_of_this_forward()

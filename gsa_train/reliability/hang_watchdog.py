@@ -164,7 +164,6 @@ class HangWatchdog(Service):
         Args:
             limit: longest time without progress.
             folder: folder for reports and stacks; created with the first one.
-            step: number of steps done.
         """
         self.on_hang: Callable[[int, str], None] | None = None
         """Called with step and short report if this rank finds a hang; in its own thread, for ALERT_SECONDS at most."""

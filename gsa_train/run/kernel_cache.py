@@ -17,11 +17,7 @@ FOLDER = ".triton_cache"
 
 
 def prepare_kernel_cache(config: RunConfig, environment: MutableMapping[str, str]) -> None:
-    """Set Triton's cache folder unless the environment already sets it. Call it before a kernel is compiled.
-
-    Args:
-        environment: environment variables of this process.
-    """
+    """Set Triton's cache folder unless the environment already sets it. Call it before a kernel is compiled."""
     folder = Path(config.kernel_cache_dir or Path(config.dir) / FOLDER).absolute()
     environment.setdefault(VARIABLE, str(folder))
     environment.setdefault(MANAGER, "gsa_train.run.triton_cache:DurableCache")

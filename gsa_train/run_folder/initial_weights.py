@@ -115,9 +115,6 @@ def load_initial_weights(
 ) -> None:
     """Load the checkpoint's weights into a new model. Collective.
 
-    Args:
-        checkpoint: result of `find_initial_weights`.
-
     Raises:
         ResumeError: the checkpoint is damaged, has another tokenizer, or does not fit the model: unexpected weights,
             missing weights (other than NEW), other sizes or other fields of MEANING.

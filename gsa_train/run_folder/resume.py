@@ -207,9 +207,6 @@ def start_from(
 def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
     """Returns the checkpoint that rank 0 finds in a user's folder. Other ranks may see a newer checkpoint. Collective.
 
-    Args:
-        option: option and value, for the message.
-
     Raises:
         ResumeError: the folder has no complete checkpoint. Raised on all ranks.
     """

@@ -69,8 +69,6 @@ def rewind(
     Newer checkpoints move to `checkpoints/set_aside`. No save may be in progress.
 
     Args:
-        rewinds: earlier rewinds of the run.
-        last_step: last step of the run.
         known: (name, fault) of checkpoints already found damaged, newest first.
 
     Returns:

@@ -105,7 +105,6 @@ class GoodputLog:
         """Write a sign of life. Called from the watchdog's thread.
 
         Args:
-            step: number of steps done.
             progress: time of the main thread's last progress, by `time.monotonic`.
         """
         self._say_alive(step, self.clock.unix_at(progress))

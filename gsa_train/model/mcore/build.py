@@ -185,9 +185,6 @@ def attention_implementation(config: Config, device: torch.device) -> str:
 def check_graphs_on(config: Config, device: torch.device, implementation: str) -> None:
     """Refuse `train.cuda_graphs` if passes cannot be captured.
 
-    Args:
-        implementation: name of the attention core.
-
     Raises:
         DeviceError: there is no CUDA device, or attention runs in plain torch.
     """

@@ -150,7 +150,6 @@ def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied:
     bool). The host does not wait for the device.
 
     Args:
-        routers: routers of this rank's stage.
         group: ranks of this stage over which the tokens of the global batch are sharded.
     """
     if not routers:

@@ -59,7 +59,6 @@ def measure_attention(
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
-        selection: if there is one
         sparse: the layer attends to the selection, not to all causal keys
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]

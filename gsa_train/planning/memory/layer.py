@@ -31,11 +31,7 @@ class Layer:
 
 
 def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:
-    """Returns the bytes of a layer, which owns an indexer if the config has any.
-
-    Args:
-        mixture: whether its feed-forward layer is a mixture of experts.
-    """
+    """Returns the bytes of a layer, which owns an indexer if the config has any."""
     indexes = uses_indexer(config, phase)
     core = _core(config, sizes)
     selection = 0.0

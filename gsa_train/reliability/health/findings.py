@@ -41,11 +41,7 @@ class Finding:
 
 class Exchange:
     def __init__(self, mine: Finding) -> None:
-        """Collective. Call it while all ranks still answer.
-
-        Args:
-            mine: this rank's device, without faults.
-        """
+        """Collective. Call it while all ranks still answer."""
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
         # torchrun may keep its store, with entries of earlier ranks, across restarts.
         name: list[Any] = [uuid.uuid4().hex]

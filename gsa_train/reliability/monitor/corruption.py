@@ -74,7 +74,6 @@ class CorruptionCheck:
         """
         Args:
             modules: megatron-core's data-parallel wrappers; the check hooks into their gradient reductions.
-            log: writes events to metrics.jsonl.
         """
         self._config, self._model, self._parallel, self._log = config, model, parallel, log
         self._phase = phase

@@ -48,11 +48,7 @@ class NotFinite(MonitorStop):
         super().__init__(why, step + 1, step)
 
     def as_spike(self, spikes: int) -> SpikeFound:
-        """Returns a spike for a rewind, which skips the batches around the step.
-
-        Args:
-            spikes: number of the run's earlier spikes.
-        """
+        """Returns a spike for a rewind, which skips the batches around the step."""
         return SpikeFound(self.last_step, self.last_step, "weights", math.nan, math.inf, spikes + 1)
 
 
@@ -120,8 +116,6 @@ class Monitor:
     ) -> None:
         """
         Args:
-            state: state from the checkpoint or the previous phase.
-            log: writes events to metrics.jsonl.
             saved_step: returns the step of the newest checkpoint; called when the run ends.
         """
         self._config, self._phase_range = config, phase_range
