@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from gsa_eval.attention_record import GATE_BINS, AttentionRecord, Gate, HeadMaps
 
 CELLS = 256
-"""Cells along a map's side: with more tokens, a cell is the mean of several."""
+"""Cells along a map's side. With more tokens, a cell is the mean of several tokens."""
 SPELLED_TOKENS = 40
 """Largest number of tokens written along a map's axes."""
 NUMBERED_CELLS = 96
-"""Largest table of layers and heads whose cells have their number written in them."""
+"""Largest table of layers and heads in which each cell has its number written."""
 LEAST_WEIGHT = 1e-4
-"""Smaller weights get the color of this one."""
+"""Smaller weights get the color of this weight."""
 BLUE = "#1f5fa8"
 NOT_SELECTED = "#dcdfe4"
 

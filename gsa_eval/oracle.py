@@ -30,11 +30,11 @@ class Form:
     """Describes which queries share a selection, and which keys are selected together."""
 
     queries: int = 1
-    """Number of neighbouring queries that share the selection of the first one."""
+    """Number of neighbouring queries that share the selection of the first query."""
     keys: int = 1
     """Number of neighbouring keys that are selected together, by their maximum."""
     per_kv_head: bool = False
-    """Whether each key-value head has its own selection; else one for all heads, by their mean probability."""
+    """Whether each key-value head has its own selection. Otherwise all heads share one, by their mean probability."""
 
     def __str__(self) -> str:
         return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")
@@ -62,7 +62,7 @@ class Budget:
     window: int = 64
     """Number of latest keys, attended to in addition to the selected ones."""
     first: int = 0
-    """Number of the sequence's first keys, likewise."""
+    """Number of the sequence's first keys, which are also attended to in addition."""
 
 
 class OracleAttention:

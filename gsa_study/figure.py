@@ -27,7 +27,7 @@ LOG_FROM = 2.0
 class ArmDots:
     arm: str
     runs: tuple[RunFacts, ...]
-    """Finished ones with a value that is a number, in the order of the seeds."""
+    """Finished runs whose value is a number, in the order of the seeds."""
     values: tuple[float, ...]
     """The values of these runs."""
 

@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 class StudyRunner:
     folder: Path
     due: Sequence[Job]
-    """In the order in which they start."""
+    """Due jobs in the order in which they start."""
     gpus: Sequence[str] | None
-    """None: CPUs, one job at a time."""
+    """GPUs, or None for CPUs, where one job runs at a time."""
     deadline: float | None = None
     """Time (`time.time`) at which running jobs are stopped."""
     all_jobs: Sequence[Job] = ()
-    """All jobs of the study: their times tell what ends before the deadline, and nothing else starts. Empty: whatever
-    is due starts, to go on from its checkpoint in the next start."""
+    """All jobs of the study, whose times tell which jobs end before the deadline. Only these start. If empty, every
+    due job starts, and continues from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False

@@ -18,7 +18,7 @@ from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
 
 Rows = list[list[str]]
-"""The first one is the head."""
+"""Rows of a table. The first row is the head."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Results:
     failures: Mapping[str, str]
     """Job -> why it failed."""
     values: tuple[RunValues, ...] = ()
-    """All that the runs have logged, in the same order; empty where the results come from a record."""
+    """All that the runs have logged, in the same order; empty if the results come from a record."""
 
     @property
     def finished(self) -> list[RunFacts]:
@@ -205,7 +205,7 @@ def values_csv(results: Results) -> str:
 
 
 FORMULA = tuple("=+-@\t\r")
-"""A cell that begins with one of these is a formula to spreadsheets, unless it is a number."""
+"""Spreadsheets take a cell that begins with one of these for a formula, unless it is a number."""
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:

@@ -21,7 +21,7 @@ from gsa_train.reliability.last_words import say_last
 from gsa_train.reliability.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
-"""Time for which other ranks wait, so that rank 0 alone reports an error that all ranks have."""
+"""Time for which other ranks wait, so that only rank 0 reports an error that all ranks have."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 Objective: TypeAlias = (
     "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool, TrainConfig], torch.Tensor]"
 )
-"""This rank's logits [L, B, V / tp], labels [B, L], the ranks that split the vocabulary, whether `train.fused_ops`
-asks for kernels, the settings -> losses of the tokens [B, L], fp32, the same on all these ranks.
-
-The logits are consumed: `cross_entropy` overwrites them in its forward or backward pass. An objective computes other
-terms of them before, from `logits.clone()` (`logits.float()` copies nothing where they are fp32)."""
+"""Maps to losses of the tokens [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
+logits [L, B, V / tp], labels [B, L], the group of these ranks, whether `train.fused_ops` asks for kernels, and the
+settings. The logits are consumed, because `cross_entropy` overwrites them in its forward or backward pass. Compute
+other terms first, from `logits.clone()` (`logits.float()` does not copy fp32 logits)."""
 
 
 def cross_entropy(

@@ -19,7 +19,8 @@ from gsa_train.config import GSAConfig as GSASection
 Gates = Literal["none", "open"]
 
 OUTPUT_GATED = ("qwen3_next", "qwen3_5_text")
-"""With an output gate in q_proj, norms of weight 1 + w, and a rotary embedding of part of the channels."""
+"""Architectures with an output gate in q_proj, norms of weight 1 + w, and a rotary embedding of part of the
+channels."""
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *OUTPUT_GATED)
 
 OPEN_BIAS = 20.0

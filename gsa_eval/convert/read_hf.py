@@ -25,7 +25,7 @@ OTHER_WEIGHTS = {
     "transformers_weights": f"other files of weights are not read; call the file {SINGLE}, and remove the field",
     "quantization_config": "quantised weights are not read; give the folder that they were made of",
 }
-"""Fields that make transformers read other weights than the checked ones."""
+"""Fields that make transformers read weights other than the checked ones."""
 MOST = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 10_000)
 """Limits of numbers from which transformers' configurations make lists."""
 

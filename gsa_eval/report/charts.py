@@ -47,7 +47,7 @@ ROW_PIXELS = 14
 """Height of a row of phase names above a chart."""
 SHARES = ".3~p"
 LARGE_COUNTS = "~s"
-"""12k and 3.4G; numbers below 1 would be 800m."""
+"""Formats 12k and 3.4G. Numbers below 1 would become 800m."""
 NUMBERS = ".4~g"
 """Format of numbers, in d3's notation."""
 

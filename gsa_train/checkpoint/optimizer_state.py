@@ -24,7 +24,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 PREFIX = "optimizer.state"
 SAVED_MAIN_WEIGHTS = ("fp32_param", "param")
-"""Names of the fp32 weights in checkpoints; up to format 2 the distributed optimizer used the second."""
+"""Names of the fp32 weights in checkpoints. Up to format 2 the distributed optimizer used the second name."""
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 Saved: TypeAlias = Mapping[str, ShardedTensor]

@@ -45,10 +45,11 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 
 LONGEST_SAVE = timedelta(hours=2)
-"""How long the ranks' threads wait for the slowest writer. A rank that dies ends the wait at once."""
+"""Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Files of a rank: several threads write faster than one, and a thousand ranks should write only thousands of files."""
+"""Size and number of a rank's files. Several threads write faster than one, and a thousand ranks should write only
+thousands of files."""
 
 
 class CheckpointError(RuntimeError):
@@ -73,9 +74,9 @@ class SaveResult:
     stall_seconds: float
     """How long this rank's training waited."""
     save_seconds: float
-    """From the beginning until `latest` named it, or until it had failed."""
+    """Time from the beginning until `latest` named the checkpoint, or until the save had failed."""
     warnings: list[str] = field(default_factory=list)
-    """What failed other than the save itself."""
+    """Failures other than the save's own."""
     not_finite: bool = False
     """The state has values that are not finite, so a retry would fail as well."""
 
@@ -87,7 +88,7 @@ class _Save:
     """The folder under its temporary name."""
     began: float
     common: bytes = b""
-    """On the main rank: the state that is not sharded."""
+    """The state that is not sharded, on the main rank."""
     writer: Any = None
     metadata: Any = None
     """Metadata of all files, on the main rank."""

@@ -39,16 +39,16 @@ from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 logger = logging.getLogger(__name__)
 
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
-"""Keys of numbers without a curve in TensorBoard and W&B, which have their own step and time; a checksum is
-only compared. PICTURES have no curves either."""
+"""Keys of numbers without a curve in TensorBoard and W&B, which have their own step and time. A checksum is only
+compared. PICTURES have no curves either."""
 SAMPLES = "samples.jsonl"
 """File next to metrics.jsonl with the model's texts after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
-"""A lone surrogate, which cannot be encoded, or an integer too large for a float: only lines that match
-are checked value by value."""
+"""A lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are checked
+value by value."""
 _LONGEST_INTEGER = 20
-"""Number of digits."""
+"""Largest number of digits."""
 
 
 def to_scalars(record: Record) -> dict[str, float]:

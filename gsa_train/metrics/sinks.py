@@ -216,7 +216,8 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Output files of a run; the last two describe its checkpoints, and the next report would show them as this run's."""
+"""Output files of a run. The last two describe its checkpoints. If they stayed, the next report would show them as its
+own."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")

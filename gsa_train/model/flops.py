@@ -26,7 +26,7 @@ class ParameterCount:
     mlp: int
     """Dense feed-forward layers."""
     router: int
-    """This and the next two: MoE layers."""
+    """Routers of MoE layers."""
     experts: int
     """All routed experts."""
     shared_experts: int
@@ -34,7 +34,7 @@ class ParameterCount:
     output: int
     """0 when the output layer shares the embedding."""
     idle: int
-    """Not added to the total: routed experts that a token does not use."""
+    """Routed experts that a token does not use. The total does not include them."""
 
     @property
     def total(self) -> int:
@@ -121,10 +121,10 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Q K^T again over the attended keys, for the rows of the indexer loss: its target, the head-averaged
-    probabilities."""
+    """Target of the indexer loss, the head-averaged probabilities: Q K^T again over the attended keys, for the rows of
+    the loss."""
     dense_equivalent: float
-    """Not added to the total: the same model with dense attention, no indexer, and all parameters trained."""
+    """The same model with dense attention, no indexer, and all parameters trained. The total does not include it."""
 
     @property
     def total(self) -> float:

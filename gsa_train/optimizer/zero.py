@@ -35,7 +35,7 @@ from gsa_train.optimizer.zero_parts import Groups, Piece, pieces, pieces_of_shar
 from gsa_train.phases import lr_multipliers
 
 PERSISTENT_ELEMENTS = 100_000
-"""ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
+"""ZeRO-3 keeps parameters with fewer elements whole. This is DeepSpeed's default."""
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # On CPUs DeepSpeed would compile its own collectives at the first start. Use gloo's collectives instead.

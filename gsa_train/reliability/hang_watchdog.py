@@ -46,7 +46,7 @@ LATE_SHARE = 0.2
 """A process may be frozen if its heartbeat is older than this share of the limit."""
 LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
-"""Longest wait for W&B to send an alert, and for a report or stacks, since the file system may hang."""
+"""Longest wait for W&B to send an alert, and for a report or stacks, because the file system may hang."""
 ORPHAN_SECONDS = 0.5
 """Time from the end of torchrun's connections to the end of its process."""
 REPORT = "report.txt"
@@ -57,7 +57,7 @@ NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
 
 class Beat(NamedTuple):
     number: int
-    """Number of heartbeats; does not change while the whole process is frozen."""
+    """Number of heartbeats, which does not change while the whole process is frozen."""
     progress: int
     """Number of calls of `heartbeat` by the main thread."""
     step: int

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gsa_train.reliability.stop_signals import StopRequest
 
 SLOW_SECONDS = 1.0
-"""If calls of `ask` are further apart than this, the result is read at once: a hundred ranks answer in milliseconds."""
+"""If calls of `ask` are further apart, the result is read at once. A hundred ranks answer in milliseconds."""
 
 
 class StopVote:

@@ -13,7 +13,7 @@ from gsa_train.config import RunConfig
 VARIABLE = "TRITON_CACHE_DIR"
 MANAGER = "TRITON_CACHE_MANAGER"
 FOLDER = ".triton_cache"
-"""Folder in `run.dir`, not in the run folder: runs with the same shapes share it, and it outlives each run folder."""
+"""Folder in `run.dir`, outside the run folder. Runs with the same shapes share it, and it outlives each run folder."""
 
 
 def prepare_kernel_cache(config: RunConfig, environment: MutableMapping[str, str]) -> None:

@@ -23,8 +23,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
-"""Micro-batches per replica and pass through the pipeline, rounded down to whole groups, so that a validation of
-hours can be stopped within seconds."""
+"""Micro-batches per replica and pass through the pipeline, rounded down to whole groups. A long validation can thus be
+stopped within seconds."""
 
 SCORES = ("loss", "perplexity", "bits_per_byte")
 

@@ -42,16 +42,15 @@ MEANS = (
     "dropped_share",
     "expert_bias_range",
 )
-"""Averages over tokens (and heads): sums and counts are added over all ranks.
-
-docs/reference/monitoring.md tells which queries count in which statistic. Statistics of k_t, score variance, indexer KL
-and routers use all tokens. The others use a sample (query_sample.py): all queries of sequences up to 512 tokens, else 8
-chunks of 64 adjacent queries. Recall, random recall, attention to the first token, gates and `indexer_saturated` use
-every 16th query of the sample. `adjacent_overlap` uses pairs and `union_ratio_32` groups of 32 adjacent queries within
-the sampled chunks; context-parallel ranks leave out pairs and groups that cross the boundary of a rank's chunk."""
+"""Averages over tokens (and heads). Sums and counts are added over all ranks. docs/reference/monitoring.md says which
+queries count in which statistic. Statistics of k_t, score variance, indexer KL and routers use all tokens. The others
+use the sample of query_sample.py. Recall, random recall, attention to the first token, gates and `indexer_saturated`
+use every 16th query of the sample. `adjacent_overlap` uses pairs, and `union_ratio_32` groups of 32, of adjacent
+queries within the sampled chunks. Pairs and groups that cross the boundary of a context-parallel rank's chunk are left
+out."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
-"""Maxima over all ranks; `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
+"""Maxima over all ranks. `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
 
 POSITIONS = (0, *(4**power for power in range(8)))
 """First position in the document of each group of tokens: 0, 1, 4, 16, ... 16384."""
@@ -108,7 +107,8 @@ class Statistics:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """name of `EXTREMES` -> values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values: which of them count. Without an entry all do."""
+    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values, True for values that count. Without an entry
+    all count."""
 
     def join(self, others: Statistics) -> None:
         self.means |= others.means

@@ -26,7 +26,7 @@ from gsa_train.planning.memory.moments import embedding_bytes, layer_moments, lo
 from gsa_train.planning.memory.sizes import Sizes, has_graph, sizes_of, uses_indexer
 
 WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
+"""Workspace of cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class MemoryEstimate:
     activations: float
     """Kept from forward to backward, over all micro-batches in flight."""
     working: float
-    """In addition, while a layer (or a recomputed unit) runs forward or backward."""
+    """Additional bytes while a layer (or a recomputed unit) runs forward or backward."""
     logits: float
-    """In addition, while the output layer and the loss run."""
+    """Additional bytes while the output layer and the loss run."""
     buffers: float
-    """Allocated all the time."""
+    """Bytes that are allocated all the time."""
     graph: float
-    """Held by the CUDA graph of a micro-batch (`train.cuda_graphs`): its pass's memory a second time, which logged
-    steps need in addition."""
+    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They are the memory of its pass a second
+    time, because logged steps run without the graph."""
 
     @property
     def total(self) -> float:

@@ -19,15 +19,15 @@ class Layer:
     """Holds the bytes of one micro-batch, for all B sequences on this rank."""
 
     attention: float
-    """Attention outside its core, the core's inputs included."""
+    """Attention outside its core, including the core's inputs."""
     core: float
     """The attention core; recomputed with recompute=selective."""
     feed_forward: float
     """The feed-forward layer with its input norm."""
     indexer: float
-    """0 if the phase runs none."""
+    """0 if the phase runs no indexer."""
     selection: float
-    """0 if the phase runs none."""
+    """0 if the phase runs no selection."""
 
 
 def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gsa_train.distributed.store import connect_to_store
 
 ANSWER_SECONDS = 120.0
-"""Longest time between the first and the last answer; ranks do the same work on equal devices."""
+"""Longest time between the first and the last answer. Ranks do the same work on equal devices."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Computed(NamedTuple):
     """0-d: this rank's part, as in `StepResult`."""
     grad_norm: torch.Tensor
     loss: torch.Tensor
-    """0-d: over all ranks, like the norm."""
+    """0-d: over all ranks, as the norm."""
 
 
 class Place(NamedTuple):

@@ -25,7 +25,7 @@ from gsa_train.reliability.monitor.layer_watch import LayerWatch
 from gsa_train.reliability.monitor.spikes import Row, SpikeDetector, Verdict
 
 READ_DELAY_STEPS = 2
-"""Delay of a verdict's read; the device lags the host by no more steps than this, so a read does not wait."""
+"""Delay in steps before a verdict is read. The device lags the host by no more, so a read does not wait."""
 SPIKE_GAP_STEPS = 10
 SCORE_STEPS, SCORE_SIGMAS = 128, 6.0
 """OLMo-core's SpikeScore: share of steps with a loss or gradient norm SCORE_SIGMAS above the mean of SCORE_STEPS."""
@@ -61,7 +61,7 @@ class SpikeFound(NamedTuple):
     value: float
     threshold: float
     spikes: int
-    """Number of the run's spikes, this one included."""
+    """Number of the run's spikes, including this one."""
 
 
 @dataclass
