@@ -246,7 +246,6 @@ def _figure(
 
 
 def _write_title(figure: Figure, title: str) -> None:
-    """Write the first line of the title on top, and the rest below."""
     first, _, about = title.partition("\n")
     width = int(11 * figure.get_size_inches()[0])  # characters of this size
     figure.suptitle(first, fontsize=13, fontweight="bold")

@@ -113,8 +113,6 @@ class OracleAttention:
 def _probabilities(
     queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Returns the causal softmax, fp32 [Hkv, G, C, L], of queries [Hkv, G, C, D] at positions `rows` and keys [Hkv, L,
-    D]."""
     logits = torch.einsum("ngcd,nkd->ngck", queries, keys).float() * scaling
     places = torch.arange(keys.shape[1], device=keys.device)
     return logits.masked_fill(places > rows[:, None], float("-inf")).softmax(-1)

@@ -117,7 +117,6 @@ def _arms(study: StudyConfig) -> Iterator[str]:
 
 
 def _initial_weights(study: StudyConfig) -> Iterator[str]:
-    """Yield the problems of arms that begin with the weights of other arms."""
     arms = {arm.name: arm for arm in study.arms}
     for number, arm in enumerate(study.arms):
         where, source = f"arms.{number}.initial_weights", arm.initial_weights

@@ -82,11 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns its files (none if no run is finished), and a line for each run or metric that is missing or was removed.
 
-    A run that began with another config than the study now has is left out, because it is not that arm. A run whose
-    records are cut off is left out too.
-
-    A recorded run without a local folder has only its recorded values. While there is such a run, all runs are
-    compared at its point. A new run that ended earlier has no value there.
+    A run is left out if its records are cut off, or if it began with another config than the study now has. A recorded
+    run without a local folder has only its recorded values. While there is such a run, all runs are compared at its
+    point, and a new run that ended earlier has no value there.
 
     Raises:
         ConfigError: a file of the record is damaged.

@@ -88,9 +88,8 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """Whether there is time for a job. A guess does not prevent the first training of a start, which might
-        otherwise never be measured. Evaluations always fit, because they were counted with the training whose
-        checkpoint they need."""
+        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because it
+        might otherwise never be measured. Evaluations always fit, because their training's time includes them."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))
@@ -152,7 +151,6 @@ class StudyRunner:
         self._leave_out(job)
 
     def _leave_out(self, job: Job) -> None:
-        """Drop the jobs that need this run's training from this start."""
         if job.kind == "train":
             self._due = [each for each in self._due if job.run.name not in needed_trainings(each)]
 

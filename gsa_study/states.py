@@ -81,7 +81,6 @@ def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[st
 
 
 def _changed_evaluation(job: Job) -> Iterator[str]:
-    """Yield the change of an evaluation's command line since its results, without the path of the run's folder."""
     command = read_json(job.result).get("command")
     if not isinstance(command, str):
         return

@@ -171,7 +171,6 @@ def markdown_table(rows: Rows) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Whether the cell is a number or the sign for a missing number."""
     return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
 
 

@@ -226,7 +226,6 @@ def _baselines(run: RunFiles) -> list[Figure]:
 
 
 def _marks(run: RunFiles, runs: list[RunFiles]) -> list[Figure]:
-    """Returns marks of events: triangles at the bottom of the chart, a color for each kind."""
     marks = marks_of(run)
     return [
         _symbols(run, [step for step, each in marks if each == kind], title, "triangle-up", color, runs)

@@ -73,7 +73,6 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
 
 
 def _said(record: Record, ending: str) -> Event:
-    """Returns an event with every value of the record, as key and value."""
     words = values_in_words(record, without=("event", "step", "phase", "last_step"))
     if record["event"] == "spike":
         what = f"{record['signal'].replace('grad_', 'gradient ')} {record['value']:.4g}"

@@ -163,9 +163,9 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start a save of the current state. Returns the saves that have ended by then.
 
-        First waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save. No save
-        starts if the last permitted try has failed; `check` then stops the run. No save starts if weights or optimizer
-        state are not finite on any rank. This counts as a failed save, the last in the list.
+        First waits for the save in progress; without `checkpoint.async_save` also for the new save. No save starts
+        after the last permitted try has failed, because `check` then stops the run. State that is not finite on any
+        rank counts as a failed save, the last in the list.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:

@@ -47,8 +47,8 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def read_and_reset(self) -> Interval:
-        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step. The rest
-        of the step's device work, the update, counts to the next interval."""
+        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step. The
+        device work of the step's update then counts to the next interval."""
         now = time.perf_counter()
         interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0

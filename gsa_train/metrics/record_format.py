@@ -157,8 +157,8 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    The file may have hundreds of MB, and all ranks wait. It is therefore read once, and written only where it changes.
-    Lines stay as they are, so that their floats stay bit-equal. A file with damaged lines is kept as `*.damaged`.
+    All ranks wait, so the file is read once, and written only where it changes. Lines stay as they are, so that floats
+    stay bit-equal. A file with damaged lines is kept as `*.damaged`.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

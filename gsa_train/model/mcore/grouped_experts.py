@@ -109,7 +109,7 @@ class GroupedExperts(MegatronModule):
 
 
 class _Weights(torch.nn.Module):
-    """Holds [experts, out, in] as a separate module, so that the parameter has megatron-core's name."""
+    """Holds [experts, out, in]. A separate module gives the parameter megatron-core's name."""
 
     def __init__(
         self, config: GSATransformerConfig, shape: tuple[int, int, int], split: int, stride: int

@@ -408,7 +408,6 @@ def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor)
 def _by_layer(
     names: Sequence[str], sums: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, list[float | None]]:
-    """Return a dict name -> sums / counts per layer, both [names, layers], without names whose counts are all 0."""
     rows = zip(names, (sums / counts).tolist(), (counts > 0).tolist(), strict=True)
     return {
         name: [number if there else None for number, there in zip(row, present, strict=True)]

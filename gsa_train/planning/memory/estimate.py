@@ -193,7 +193,6 @@ def _indexers_among(layers: list[int], config: Config) -> int:
 
 
 def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
-    """Returns the number of micro-batches whose activations a stage holds at once."""
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
