@@ -293,8 +293,8 @@ def samples(
 
 
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""Limit of the deviation of a prompt's tokens from the line through two other sizes: a share of the difference (essays
-alternate between prose and code), and one long word."""
+"""Largest deviation of a prompt's tokens from the line through two other sizes: a share of the difference, because
+essays alternate between prose and code, plus one long word."""
 
 
 def fill(

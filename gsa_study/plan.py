@@ -29,7 +29,7 @@ class StudyPlan:
     blocked: tuple[Job, ...]
     """Jobs that need a training that has failed or cannot run here."""
     without_checkpoint: tuple[Job, ...] = ()
-    """Jobs that need a checkpoint of a finished run that is not in this folder."""
+    """Jobs that need a finished run's checkpoint, which is missing in this folder."""
 
 
 def check_unchanged(states: Sequence[JobState]) -> None:

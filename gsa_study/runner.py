@@ -39,8 +39,8 @@ class StudyRunner:
     deadline: float | None = None
     """Time (`time.time`) at which running jobs are stopped."""
     all_jobs: Sequence[Job] = ()
-    """All jobs of the study, whose times tell which jobs end before the deadline. Only these start. If empty, every
-    due job starts, and continues from its checkpoint in the next start."""
+    """All jobs of the study. Their times tell which jobs end before the deadline, and only those start. Without all
+    jobs every due job starts, and continues from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False

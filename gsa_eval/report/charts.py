@@ -292,7 +292,7 @@ def _phase_names(run: RunFiles, low: float, high: float) -> tuple[list[Figure], 
             "yshift": ROW_PIXELS * row, "xanchor": "left" if begin == place else "right", "showarrow": False,
             "font": {"size": 11, "color": "#5c6577"},
         })  # fmt: skip
-        if begin < place:  # at the right edge: the name ends there
+        if begin < place:  # too close to the right edge: align the name's end with the edge
             names[-1]["x"] = high
     return names, len(free)
 

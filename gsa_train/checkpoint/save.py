@@ -298,8 +298,8 @@ class CheckpointSaver:
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Write and publish. Collective over the ranks' threads. An error between the two exchanges is reported in
-        them. Otherwise the other ranks would wait for this rank."""
+        """Write and publish. Collective over the ranks' threads. Every error goes into one of the two collectives,
+        because the other ranks would otherwise wait for this rank."""
         gathered: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
         ranks: list[Written] = gathered

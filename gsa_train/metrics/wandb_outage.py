@@ -145,7 +145,7 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
         service.kill()
     wait([done], SERVICE_END_SECONDS)
     with contextlib.suppress(wandb.Error, OSError):
-        wandb.teardown()  # otherwise at the end of this process, with a traceback
+        wandb.teardown()  # otherwise W&B's exit handler does so, with a traceback
     return False
 
 

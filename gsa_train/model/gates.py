@@ -212,6 +212,6 @@ def _rows(config: GSATransformerConfig) -> list[int]:
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Return the rows of each per-head gate for one key-value head, or for all heads where they share."""
+    """Return the rows of each per-head gate for one key-value head, or for all heads if they share the gate."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for rows in _rows(config))

@@ -74,7 +74,8 @@ class Beat(NamedTuple):
 
 @dataclass
 class Age:
-    """Seconds since a rank's heartbeat changed and since its main thread made progress, by the reader's clock."""
+    """Holds the seconds since a rank's heartbeat changed and since its main thread made progress, by the reader's
+    clock."""
 
     beat: Beat
     of_beat: float = 0.0

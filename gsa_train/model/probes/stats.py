@@ -45,8 +45,8 @@ MEANS = (
 """Averages over tokens (and heads). Sums and counts are added over all ranks. docs/reference/monitoring.md says which
 queries count in which statistic. Statistics of k_t, score variance, indexer KL and routers use all tokens. The others
 use the sample of query_sample.py. Recall, random recall, attention to the first token, gates and `indexer_saturated`
-use every 16th query of the sample. `adjacent_overlap` uses pairs, and `union_ratio_32` groups of 32, of adjacent
-queries within the sampled chunks. Pairs and groups that cross the boundary of a context-parallel rank's chunk are left
+use every 16th query of the sample. `adjacent_overlap` uses pairs of adjacent queries within the sampled chunks, and
+`union_ratio_32` groups of 32. Pairs and groups that cross the boundary of a context-parallel rank's chunk are left
 out."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
