@@ -60,9 +60,9 @@ class Budget:
 
     selected: int
     window: int = 64
-    """Number of latest keys, attended to in addition to the selected ones."""
+    """Number of latest keys that a query attends to in addition to the selected keys."""
     first: int = 0
-    """Number of the sequence's first keys, which are also attended to in addition."""
+    """Number of the sequence's first keys that a query attends to in addition to the selected keys."""
 
 
 class OracleAttention:

@@ -186,7 +186,7 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
 
 
 def missing_texts(study: StudyConfig) -> list[str]:
-    """Yield local texts and tasks of evaluations that do not exist. Without this check they are missed after a
+    """Yield local texts and tasks of evaluations that do not exist. An evaluation would otherwise fail after the
     training."""
     texts = [
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")

@@ -94,7 +94,7 @@ def end_with(parent: int) -> Callable[[], None]:
     """Returns a `preexec_fn` that makes the system send the child SIGTERM when the parent dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc = ctypes.CDLL(None, use_errno=True)  # here, as nothing should be loaded between fork and exec
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, because the child should load nothing
 
     def ask() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

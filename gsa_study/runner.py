@@ -66,7 +66,7 @@ class StudyRunner:
                 time.sleep(POLL_SECONDS)
                 self._collect()
         finally:
-            for each in self._running:  # an error of ours, as a full disk: nothing goes on unwatched
+            for each in self._running:  # after our own error, such as a full disk: leave no job unwatched
                 each.process.send_signal(signal.SIGTERM)
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -78,7 +78,7 @@ def to_hf_config(config: Config) -> GSAConfig:
             rope_parameters=_rope_parameters(model),
             layer_types=[kind] * model.num_layers,
         )
-    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+    except StrictDataclassError as error:  # has several lines; its cause names field and value
         raise ValueError(f"the model of transformers (gsa_hf) does not have it: {error.__cause__}") from error
 
 

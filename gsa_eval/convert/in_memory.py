@@ -33,7 +33,7 @@ class TextModel:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     vocab_size: int
-    """Number of the tokenizer's tokens; the model may have more, unused ones."""
+    """Number of the tokenizer's tokens. The model may have more, which are unused."""
 
     def text_after(self, prompt: list[int], new: list[int]) -> str:
         return text_after(self.decode, prompt, new)

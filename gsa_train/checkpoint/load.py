@@ -361,7 +361,7 @@ def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
     if tuple(state.layout) != tuple(layout):
         return False
     saved = state.rng[rank]
-    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # on CPUs it is the CPU's, which no GPU takes
+    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # a run on CPUs saved a CPU state
         return False
     set_local_rng(saved)
     return True

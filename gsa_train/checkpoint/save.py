@@ -238,7 +238,7 @@ class CheckpointSaver:
             CheckpointError: more saves in a row have failed than `checkpoint.save_retries` allows, on every rank.
         """
         if self.failures > self._config.save_retries:
-            dist.barrier()  # the main rank has logged it before any rank's exit makes the launcher end the others
+            dist.barrier()  # the main rank logs the failure before the launcher ends any rank
             raise CheckpointError(
                 f"{self.failures} saves in a row failed (checkpoint.save_retries = {self._config.save_retries}); "
                 f"the newest checkpoint is of step {self.durable_step or 0}. The last error: {self.last_error}"
@@ -290,7 +290,7 @@ class CheckpointSaver:
         return None
 
     def _agree(self, error: str | None) -> str | None:
-        """Returns the first rank's error, on every rank. Call only while no thread uses the group."""
+        """Returns the first rank's error, on every rank. Call this only while no thread uses the group."""
         errors: list[str | None] = [None] * self._parallel.world_size
         dist.all_gather_object(errors, error, group=self._group)
         return next((error for error in errors if error is not None), None)
@@ -400,8 +400,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns about the tensors that this rank writes, without asking the others. Tensors of several replicas are
-    divided by number."""
+    """Returns approximately the tensors that this rank writes. Ranks need not communicate, because tensors of several
+    replicas are divided by number."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

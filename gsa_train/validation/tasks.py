@@ -34,8 +34,8 @@ from gsa_train.validation.requests import Request
 
 NOBODY = -1
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a step's time, because the backward pass takes about twice as long. Used until tasks
-are timed."""
+"""Share of the forward pass in a step's time, used until tasks are timed. The backward pass takes about twice as
+long."""
 COMPILATION_SECONDS = 10.0
 """Assumed time of the first scoring on a GPU. If training attends across documents, tasks need other kernels."""
 LEAST_ROW_TOKENS = 2 * max(KEY_POOLS)

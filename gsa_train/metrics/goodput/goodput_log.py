@@ -121,7 +121,7 @@ class GoodputLog:
                 "progress": progress,
             }
             content |= {"step": step, "seconds": _rounded(seconds)}
-            with contextlib.suppress(OSError):  # a stale file looks like one of a dead process
+            with contextlib.suppress(OSError):  # a stale file looks like a dead process's file
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Parts:
     detection_seconds: float
     """Time from a fault to the end of the processes."""
     down_seconds: float
-    """Time from the end of the processes to the begin of the next ones."""
+    """Time from the end of the processes to the start of the next processes."""
     extra_share: float = 0.0
     """Seconds of validation, tasks, waiting for text and the like for each second of steps."""
 

@@ -222,7 +222,7 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
     kept = len(layers) * dense.attention + selecting * dense.indexer
     kept += (len(layers) - mixtures) * dense.feed_forward + mixtures * mixture.feed_forward
     if phase.attention == "sparse":
-        kept += selecting * dense.selection  # also under recomputation: a second selection could differ
+        kept += selecting * dense.selection  # recomputation keeps it: a second selection could differ
     if config.train.recompute == "none":
         kept += len(layers) * dense.core
     return kept
@@ -268,7 +268,7 @@ def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, mic
     parallel = config.parallel
     if parallel.pipeline == 1 or micro_batches == 1:
         return 0.0
-    if not has_graph(config, phase):  # another micro-batch's input, if it was received, and what it sent on
+    if not has_graph(config, phase):  # the input of another micro-batch, and an output
         receives = stage > 0 or parallel.virtual_pipeline > 1
         return (receives + (stage < parallel.pipeline - 1)) * sizes.stream
     if parallel.virtual_pipeline == 1:  # the last gradient sent back
