@@ -39,7 +39,7 @@ def check_unchanged(states: Sequence[JobState]) -> None:
         states: of all jobs of the study, because the report is of all, even if the user asks for some.
 
     Raises:
-        StudyError: a job did; names each field.
+        StudyError: a job began with others; the error names each field.
     """
     changed: dict[str, list[Path]] = {}
     for state in states:

@@ -25,7 +25,7 @@ class WallTimes:
     ended: dict[str, float] = field(default_factory=dict)
     """Jobs that ended in the start that began them."""
     cut: dict[str, float] = field(default_factory=dict)
-    """Seconds after which a job that began from nothing was stopped, still running."""
+    """Seconds after which a job that began from nothing was stopped before its end."""
 
 
 def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None:

@@ -53,8 +53,8 @@ def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.O
 def adamw_change(
     states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the summed squares of the change in w' = (1 - lr decay) w - lr u, where w' - w = -lr (u + decay w') / (1
-    - lr decay)."""
+    """Return the sum of squares of w' - w, where w' = (1 - lr decay) w - lr u. The old weight w is not needed: w' - w
+    = -lr (u + decay w') / (1 - lr decay)."""
     import torch
 
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states

@@ -92,7 +92,7 @@ class Account:
     steps: int
     """Number of training steps whose time is known, including repeated steps."""
     step_seconds: float | None
-    """Mean time of these steps without first steps; None if there are none."""
+    """Mean time of a step, without first steps; None if there are none."""
     saves: int
     """Number of saves that training waited for."""
 

@@ -256,7 +256,7 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
     # own.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
-        # All indexers share one: fp32 [L, d_I], or cos and sin of half of the angles.
+        # All indexers share one tensor: angles, fp32 [L, d_I], or cos and sin of half of them.
         angles += 4 * local_tokens * config.gsa.indexer_dim
     # This is megatron-core's buffer for an input of all tokens [L, B, d]. Products with frozen weights do not use it.
     gather = sizes.gathered if has_graph(config, phase) else 0.0
