@@ -46,12 +46,11 @@ def evaluate(
 
     Returns:
         The first set has `validation_loss` (nats per scored token), `validation_perplexity` and
-        `validation_bits_per_byte`: the nats of all scored labels, EOS included, over the bytes of their text. An EOS
-            has no bytes. The first set also has overall attention statistics (model/probes/stats.py):
-            `validation_recall`, ... They include sequences that only fill up the last round. Each other set has
-            `validation_<name>_loss` and so on. A
-        set that was split by source also has `<score>_by_source`, dicts source -> value. `validation_set` is the name
-        of the first set.
+        `validation_bits_per_byte`. Bits per byte divide the nats of all scored labels, EOS included, by the bytes of
+        their text, where an EOS has no bytes. The first set also has overall attention statistics
+        (model/probes/stats.py): `validation_recall`, ... They include sequences that only fill up the last round.
+        Each other set has `validation_<name>_loss` and so on. A set that was split by source also has
+        `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}
     for each in sets:
