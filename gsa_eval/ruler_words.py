@@ -54,7 +54,6 @@ def list_words(rng: random.Random, count: int) -> list[str]:
 
 
 def number(rng: random.Random) -> str:
-    """Returns a number of seven digits."""
     return str(rng.randrange(10**6, 10**7))
 
 

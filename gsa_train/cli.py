@@ -126,7 +126,7 @@ def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | 
 
 
 def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Returns one error line per unknown word, with the option or form that the user may have meant."""
+    """Returns the error for unknown words, with the option or form that the user may have meant by each word."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     reasons = []
     for word in words:

@@ -288,7 +288,7 @@ def _agreed(
 
 
 def _without_nested(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yields the parts in order, without parts that lie within another part."""
+    """Yields the parts in order, without parts inside another part."""
     end = 0
     for part in parts:
         if part.start >= end:

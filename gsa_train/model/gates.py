@@ -91,7 +91,7 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds gate logits of tokens [..., B]. A gate that does not exist is None. x is d_k, or 1 if one gate serves all
+    """Holds gate logits of tokens [..., B]. A gate that the model lacks is None. x is d_k, or 1 if one gate serves all
     channels of a head. n_kv and n_h / n_kv are 1 if all heads share their gates."""
 
     value: torch.Tensor | None = None

@@ -2,8 +2,9 @@
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-Shapes: L tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size.
-megatron-core's activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
+G1 and G2 are gates on the output and on the values. k_t is query t's key budget, and S_t its selected keys. Shapes: L
+tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size. megatron-core's
+activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from gsa_train.profiling.trace_spans import trace_span
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Holds what all layers share. The params of the layer spec pass it."""
+    """Holds what all layers share. The layer spec passes this object as a parameter."""
 
     runtime: AttentionRuntime
     implementation: str
@@ -66,10 +67,10 @@ class AttentionContext:
 class GSASelfAttention(MegatronModule):
     """Runs one layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 in the paper's form. Other forms of G1 are applied after the core.
+    The core applies G1 as a sigmoid per head and channel. Other forms of G1 are applied after the core.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout, so that its checkpoint tools
-    apply. Each key-value head has its query heads, the key and the value.
+    apply. `linear_qkv` holds for each key-value head its query heads, the key and the value.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class GSASelfAttention(MegatronModule):
             skip_bias_add=True,
             tp_group=pg_collection.tp,
         )
-        # The names end in layernorm: megatron-core sums their gradients over the tensor-parallel ranks.
+        # The names end in layernorm, so that megatron-core sums their gradients over the tensor-parallel ranks.
         self.q_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         self.k_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         has_indexer = self.gsa.attention == "sparse" and self.leads_group

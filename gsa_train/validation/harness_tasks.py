@@ -255,8 +255,6 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
 
 
 class _Encoder(EncodingLM):
-    """Records the tokens of requests as the harness makes them."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self.encoded: list[tuple[list[int], list[int]]] = []

@@ -162,7 +162,6 @@ class Monitor:
 
     @property
     def last_grad_norm(self) -> float:
-        """Returns the gradient norm of the last step read."""
         assert self._last is not None
         return self._last.grad_norm
 
