@@ -67,7 +67,7 @@ class AttentionContext:
 class GSASelfAttention(MegatronModule):
     """Runs one layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 as a sigmoid per head and channel. Other forms of G1 are applied after the core.
+    The core applies G1 in the paper's form. Other forms of G1 are applied after the core.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout, so that its checkpoint tools
     apply. `linear_qkv` holds for each key-value head its query heads, the key and the value.

@@ -42,12 +42,8 @@ MEANS = (
     "dropped_share",
     "expert_bias_range",
 )
-"""Averages over tokens (and heads). Sums and counts are added over all ranks. docs/reference/monitoring.md says which
-queries count in which statistic. Statistics of k_t, score variance, indexer KL and routers use all tokens. The others
-use the sample of query_sample.py. Recall, random recall, attention to the first token, gates and `indexer_saturated`
-use every 16th query of the sample. `adjacent_overlap` uses pairs of adjacent queries within the sampled chunks, and
-`union_ratio_32` groups of 32. Pairs and groups that cross the boundary of a context-parallel rank's chunk are left
-out."""
+"""Averages over tokens (and heads): sums and counts are added over all ranks. docs/reference/monitoring.md tells which
+queries count in which statistic, and which statistics use the sample of query_sample.py."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Maxima over all ranks. `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
