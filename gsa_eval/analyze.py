@@ -48,7 +48,6 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     `maps.npz`.
 
     Args:
-        arguments: parsed by gsa_eval.commands.analyze.
         words: the command line, for the record.
 
     Raises:

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from gsa_eval.attention_record import GATE_BINS, AttentionRecord, Gate, HeadMaps
 
 CELLS = 256
-"""Cells along a map's side: with more tokens, a cell is the mean of several."""
+"""Cells along a map's side. With more tokens, a cell is the mean of several tokens."""
 SPELLED_TOKENS = 40
 """Largest number of tokens written along a map's axes."""
 NUMBERED_CELLS = 96
-"""Largest table of layers and heads whose cells have their number written in them."""
+"""Largest table of layers and heads in which each cell has its number written."""
 LEAST_WEIGHT = 1e-4
-"""Smaller weights get the color of this one."""
+"""Smaller weights get the color of this weight."""
 BLUE = "#1f5fa8"
 NOT_SELECTED = "#dcdfe4"
 
@@ -37,9 +37,7 @@ def write_pictures(
 
     Args:
         place: layer and head of the maps.
-        tokens: the tokens as text.
         about: name of the model and the text, for the titles.
-        folder: an existing folder.
     """
     assert record.maps is not None
     figures = {
@@ -248,7 +246,6 @@ def _figure(
 
 
 def _write_title(figure: Figure, title: str) -> None:
-    """Write the first line of the title on top, and the rest below."""
     first, _, about = title.partition("\n")
     width = int(11 * figure.get_size_inches()[0])  # characters of this size
     figure.suptitle(first, fontsize=13, fontweight="bold")

@@ -29,13 +29,13 @@ class HeadMaps:
     weights: torch.Tensor
     """fp32: the head's attention weights."""
     full: torch.Tensor
-    """fp32: its softmax over all causal keys; equals `weights` in a dense layer."""
+    """fp32: the head's softmax over all causal keys. It equals `weights` in a dense layer."""
     scores: torch.Tensor | None = None
     """fp32: scores of the indexer that selects for the layer; None for a dense layer."""
     selected: torch.Tensor | None = None
     """bool"""
     indexer_layer: int | None = None
-    """Layer of that indexer: an earlier one with `gsa.selection_reuse`."""
+    """Layer of that indexer, which is an earlier layer with `gsa.selection_reuse`."""
 
     @property
     def recall(self) -> float | None:
@@ -66,7 +66,7 @@ class AttentionRecord:
     keys: list[list[int] | None] = field(default_factory=list)
     """[layers][L]: number of keys that each query attends to; None for a dense layer, which attends to all."""
     output_gates: list[Gate] = field(default_factory=list)
-    """G1 of each layer; empty if the model has none, or an unbounded one."""
+    """G1 of each layer; empty if the model has no G1, or an unbounded one."""
     value_gates: list[Gate] = field(default_factory=list)
     """G2 of each layer, by key-value heads."""
 

@@ -44,7 +44,6 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     """Run an evaluation. Returns the folder of results and their table.
 
     Args:
-        arguments: parsed by gsa_eval.commands.evaluate.
         words: the command line, for the record.
 
     Raises:
@@ -151,7 +150,6 @@ def _score(evaluated: EvaluatedModel, arguments: argparse.Namespace, results: di
 def _requests(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, files: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns a dict task -> its scores and their counts."""
     found = {}
     for task in read_tasks(files, arguments.limit):
         length = arguments.context_length or evaluated.trained_length
@@ -215,7 +213,6 @@ def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str,
 
 
 def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Score all tasks that have text, or the requested ones."""
     model, tokenizer = evaluated.model, evaluated.tokenizer
     haystack: str | None = arguments.haystack
     how = _reading(arguments, None)

@@ -77,9 +77,6 @@ def load_evaluated_model(
     source: Source, settings: Sequence[str] = (), execution: Execution | None = None
 ) -> EvaluatedModel:
     """
-    Args:
-        settings: settings for `apply_settings`.
-
     Raises:
         ValueError: the model does not exist, or cannot run with these settings.
     """

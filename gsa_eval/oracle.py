@@ -30,11 +30,11 @@ class Form:
     """Describes which queries share a selection, and which keys are selected together."""
 
     queries: int = 1
-    """Number of neighbouring queries that share the selection of the first one."""
+    """Number of neighbouring queries that share the selection of the first query."""
     keys: int = 1
     """Number of neighbouring keys that are selected together, by their maximum."""
     per_kv_head: bool = False
-    """Whether each key-value head has its own selection; else one for all heads, by their mean probability."""
+    """Whether each key-value head has its own selection. Otherwise all heads share one, by their mean probability."""
 
     def __str__(self) -> str:
         return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")
@@ -60,9 +60,9 @@ class Budget:
 
     selected: int
     window: int = 64
-    """Number of latest keys, attended to in addition to the selected ones."""
+    """Number of latest keys that a query attends to in addition to the selected keys."""
     first: int = 0
-    """Number of the sequence's first keys, likewise."""
+    """Number of the sequence's first keys that a query attends to in addition to the selected keys."""
 
 
 class OracleAttention:
@@ -113,8 +113,6 @@ class OracleAttention:
 def _probabilities(
     queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Returns the causal softmax, fp32 [Hkv, G, C, L], of queries [Hkv, G, C, D] at positions `rows` and keys [Hkv, L,
-    D]."""
     logits = torch.einsum("ngcd,nkd->ngck", queries, keys).float() * scaling
     places = torch.arange(keys.shape[1], device=keys.device)
     return logits.masked_fill(places > rows[:, None], float("-inf")).softmax(-1)

@@ -19,11 +19,7 @@ SCORES = ("accuracy", "length_normalised_accuracy")
 
 
 def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw the plots that have results, and return their paths.
-
-    Args:
-        results: content of results.json.
-    """
+    """Draw the plots that have results, and return their paths."""
     written = []
     ruler = results.get("ruler", {})
     if texts := results.get("data"):

@@ -53,7 +53,7 @@ class Question:
 @dataclass(frozen=True)
 class Setting:
     length_tokens: int
-    """Tokens of the prompt and its answer: some frequencies depend on it."""
+    """Tokens of the prompt and its answer. Some frequencies depend on it."""
     material: Material
 
 
@@ -69,7 +69,7 @@ class Task:
     needs: str = ""
     """Field of `Material` that the task needs."""
     any_answer: bool = False
-    """Whether one of the answers is enough; else the score is the share of answers that are named."""
+    """Whether one of the answers is enough. Otherwise the score is the share of answers that are named."""
 
 
 def niah(
@@ -209,7 +209,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 MOST_FREQUENT = 100
-"""Words of the shortest coded text: with fewer, the third and the fourth code would be equally frequent."""
+"""Words of the shortest coded text. With fewer words, the third and the fourth code would be equally frequent."""
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
@@ -293,8 +293,8 @@ def samples(
 
 
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""How far a prompt's tokens may deviate from the line through two other sizes' tokens: a share of the difference, as
-prose and code alternate in essays, and a long word."""
+"""Largest deviation of a prompt's tokens from the line through two other sizes: a share of the difference, because
+essays alternate between prose and code, plus one long word."""
 
 
 def fill(

@@ -21,7 +21,7 @@ THRESHOLD = 85.6
 
 MOST_PROCESSES = 8
 IN_PROCESS_TOKENS = 200_000
-"""Tokens of all prompts below which worker processes do not pay."""
+"""Total tokens of the prompts below which worker processes take longer than this process."""
 
 Generate = Callable[[Sequence[Sample], int], list[str]]
 """(samples, tokens of an answer) -> answers."""

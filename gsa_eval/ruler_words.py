@@ -23,7 +23,7 @@ piano
 """.split()  # noqa: SIM905
 FIRST = (*ADJECTIVES, *NOUNS)
 USABLE = 0.9
-"""Share of the words to draw at random before finding new ones takes long."""
+"""Share of the words that may be drawn at random. With a larger share, finding new words takes long."""
 NOISE = (
     "Rain falls on the hills.",
     "The wind comes from the west.",
@@ -54,7 +54,6 @@ def list_words(rng: random.Random, count: int) -> list[str]:
 
 
 def number(rng: random.Random) -> str:
-    """Returns a number of seven digits."""
     return str(rng.randrange(10**6, 10**7))
 
 

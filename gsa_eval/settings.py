@@ -40,7 +40,7 @@ CHOICES = {
 
 LEAST = {"gsa.k_base": 1, "gsa.k_min": 1, "gsa.k_max": 1, "gsa.dense_below": 0, "gsa.local_window": 0}
 MOST_KEYS = 2**31 - 1
-"""Positions of keys are int32."""
+"""Largest number of keys, because positions of keys are int32."""
 
 
 def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:

@@ -53,13 +53,13 @@ class Text:
 class TextOptions:
     context_length: int
     stride: int | None
-    """None: documents packed as in training. Else each document by itself, in windows of `context_length` tokens;
-    the last `stride` are scored. The others were scored before, so each label counts once."""
+    """None: documents are packed as in training. Otherwise each document is cut into windows of `context_length`
+    tokens, and only the last `stride` tokens of a window are scored. Each label thus counts once."""
     max_tokens: int | None
     attend_across_documents: bool
     text_field: str = "text"
     reading: Reading = READING
-    """Also decides what is left out. For a run's sets it is the run's reading."""
+    """Limits of reading, which also decide what is left out. A run's sets have the run's limits."""
 
 
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:

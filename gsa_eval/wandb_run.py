@@ -31,7 +31,6 @@ def log_to_wandb(
     The training run stays closed. The new run has its project, owner, group and tags, and its W&B id in the config.
 
     Args:
-        results: content of results.json.
         folder: folder of the results, whose tables and pictures are uploaded; also for W&B's files.
         choice: like `logging.wandb`, which it overrides unless empty.
 

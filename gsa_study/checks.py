@@ -117,7 +117,6 @@ def _arms(study: StudyConfig) -> Iterator[str]:
 
 
 def _initial_weights(study: StudyConfig) -> Iterator[str]:
-    """Yield the problems of arms that begin with the weights of other arms."""
     arms = {arm.name: arm for arm in study.arms}
     for number, arm in enumerate(study.arms):
         where, source = f"arms.{number}.initial_weights", arm.initial_weights
@@ -187,7 +186,7 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
 
 
 def missing_texts(study: StudyConfig) -> list[str]:
-    """Yield local texts and tasks of evaluations that do not exist. Without this check they are missed after a
+    """Yield local texts and tasks of evaluations that do not exist. An evaluation would otherwise fail after the
     training."""
     texts = [
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")

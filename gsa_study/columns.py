@@ -27,7 +27,7 @@ class Equal:
 
     tokens: int
     seconds: float | None
-    """None if the time of a run is not known."""
+    """None if the time of a run is unknown."""
 
 
 def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
@@ -53,9 +53,9 @@ class Column:
     read: Callable[[RunValues], float | None]
     """Reads the value from a local run folder."""
     paper: Mapping[str, str] = field(default_factory=dict)
-    """Arm -> what the paper says; with the last column of its metric."""
+    """Arm -> the paper's value. Only the last column of a metric has it."""
     values: Mapping[str, float | None] = field(default_factory=dict)
-    """Run -> value, of the finished runs."""
+    """Run -> value, for the finished runs."""
 
 
 def columns_of(study: Study, equal: Equal | None) -> list[Column]:

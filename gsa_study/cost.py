@@ -35,7 +35,6 @@ def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> li
     """Return the costs in the order of the study.
 
     Args:
-        values: of all runs.
         device: of `gsa_train.model.flops.DEVICES`.
         mfu: share of the device's peak rate; None takes what the arm's own runs have measured, or else what was
             measured on such a device.

@@ -13,7 +13,7 @@ from gsa_train.model.flops import causal_mean_keys, flops_per_token, mean_select
 
 DENSE = "torch cuDNN"
 PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
-"""arXiv 2601.15305: GSA over the standard model; at 128K tokens, except for the training step."""
+"""arXiv 2601.15305: GSA relative to the standard model, at 128K tokens except for the training step."""
 STEPS = "bench_step_lengths"
 BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
 SHARED_BLOCK, SHARED_WINDOW = 32, 64

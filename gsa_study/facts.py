@@ -19,14 +19,14 @@ class RunFacts:
     folder: Path
     """Present or former run folder."""
     tokens: int | None = None
-    """Tokens of its own training; None: nothing is logged."""
+    """Tokens of the run's own training; None: nothing is logged."""
     seconds: float | None = None
-    """Its own training time."""
+    """The run's own training time."""
     seconds_before: float | None = 0.0
     """Training time of the runs that its initial weights come from; None: not known."""
     devices: tuple[str, ...] = ()
     commits: tuple[str, ...] = ()
-    """The commits of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""
+    """Commits of the run's starts, each once. `+` marks uncommitted changes. Empty: the run never began."""
     text: str = ""
     """Fingerprint of the training text; empty: not known."""
     losses: Sequence[LossPoint] = ()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 MOST_LETTERS = 300
 TRACEBACK = "Traceback (most recent call last):"
 LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""torchrun's own error where a rank has failed; the rank's error comes before it."""
+"""torchrun's own error after a rank has failed. The rank's error comes before it."""
 WARNING = re.compile(
     r"^(\[rank\d+\]:)?\s*\[?W\d{4} "  # torch's `W1126 09:00:00 ...`: a process group that was not destroyed
     r"|:\d+: \w*Warning: |^\s*warnings\.warn\("  # Python's, and the line of code below

@@ -27,7 +27,7 @@ LOG_FROM = 2.0
 class ArmDots:
     arm: str
     runs: tuple[RunFacts, ...]
-    """Finished ones with a value that is a number, in the order of the seeds."""
+    """Finished runs whose value is a number, in the order of the seeds."""
     values: tuple[float, ...]
     """The values of these runs."""
 
@@ -50,9 +50,9 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has. If the losses of
-    half the arms are recorded, they follow to the right, by tokens and by training time. Without such a metric the
-    figure is empty."""
+    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has. Without such a
+    metric the figure is empty. If the losses of half the arms are recorded, they follow to the right, by tokens and by
+    training time."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
     with_losses = sum(any(run.losses for run in row.runs) for row in rows)

@@ -106,7 +106,6 @@ def _page(results: Results, folder: Path) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """Format a table. All columns except the first are numbers, aligned to the right."""
     head, *body = rows
     lines = [_line("th", head), *(_line("td", row) for row in body)]
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'

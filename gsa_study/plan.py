@@ -29,7 +29,7 @@ class StudyPlan:
     blocked: tuple[Job, ...]
     """Jobs that need a training that has failed or cannot run here."""
     without_checkpoint: tuple[Job, ...] = ()
-    """Jobs that need a checkpoint of a finished run that is not in this folder."""
+    """Jobs that need a finished run's checkpoint, which is missing in this folder."""
 
 
 def check_unchanged(states: Sequence[JobState]) -> None:
@@ -39,7 +39,7 @@ def check_unchanged(states: Sequence[JobState]) -> None:
         states: of all jobs of the study, because the report is of all, even if the user asks for some.
 
     Raises:
-        StudyError: a job did; names each field.
+        StudyError: a job began with others; the error names each field.
     """
     changed: dict[str, list[Path]] = {}
     for state in states:
@@ -139,7 +139,6 @@ def next_job(
     """Returns the first due job that can start: its trainings are finished, enough devices are free, and it fits.
 
     Args:
-        due: due jobs that are not running.
         free_devices: None on CPUs, where one job runs at a time.
         fits: returns True if there is time for the job.
     """

@@ -94,7 +94,7 @@ def end_with(parent: int) -> Callable[[], None]:
     """Returns a `preexec_fn` that makes the system send the child SIGTERM when the parent dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc = ctypes.CDLL(None, use_errno=True)  # here, as nothing should be loaded between fork and exec
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, because the child should load nothing
 
     def ask() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -128,11 +128,7 @@ class Running:
             return code
 
     def reason(self, code: int) -> str:
-        """Returns the reason of its failure from its output in this start.
-
-        Args:
-            code: its exit code.
-        """
+        """Returns the reason of its failure from its output in this start."""
         printed = self.log.read_bytes()[self.log_bytes_before :]
         return reason_in(printed.decode("utf-8", errors="replace"), crashed=code == exit_codes.FAILED)
 

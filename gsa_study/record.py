@@ -27,13 +27,13 @@ RUNS_HEAD = (
     "arm", "seed", "tokens", "seconds", "seconds_before", "devices", "folder", "commits", "data_fingerprint",
     "equal_tokens", "equal_seconds",
 )  # fmt: skip
-"""Tokens and seconds are its own training, `before` is the training of the runs with whose weights it began. `equal`:
-where the study's runs are compared, the same in each row. An empty cell: not known."""
+"""Tokens and seconds count the run's own training. `before` counts the training of the runs with whose weights it
+began. `equal` is the point at which the study's runs are compared, the same in each row. An empty cell is unknown."""
 CURVES_HEAD = ("run", "tokens", "seconds", "loss")
 MOST_POINTS = 100
-"""Points of a curve, about: a figure has no more pixels for more."""
+"""Approximate number of points of a curve. A figure has no pixels for more."""
 BETWEEN = "; "
-"""Devices of one run."""
+"""Separates the devices of one run."""
 REMEDY = "take the file as it was committed (git restore), or remove the line"
 
 
@@ -82,11 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns its files (none if no run is finished), and a line for each run or metric that is missing or was removed.
 
-    A run that began with another config than the study now has is left out, because it is not that arm. A run whose
-    records are cut off is left out too.
-
-    A recorded run without a local folder has only its recorded values. While there is such a run, all runs are
-    compared at its point. A new run that ended earlier has no value there.
+    A run is left out if its records are cut off, or if it began with another config than the study now has. A recorded
+    run without a local folder has only its recorded values. While there is such a run, all runs are compared at its
+    point, and a new run that ended earlier has no value there.
 
     Raises:
         ConfigError: a file of the record is damaged.

@@ -102,7 +102,7 @@ def on_page(results: Results) -> Results:
 
 
 def with_paper(results: Results) -> Rows:
-    """Return the table of the arms, with the paper's value of a metric to the right of it."""
+    """Return the table of the arms. The paper's value stands to the right of its metric."""
     head, *rows = arm_rows(results)
     first = len(head) - len(results.columns)
     places = [first + number for number, column in enumerate(results.columns) if column.paper]

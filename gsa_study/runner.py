@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 class StudyRunner:
     folder: Path
     due: Sequence[Job]
-    """In the order in which they start."""
+    """Due jobs in the order in which they start."""
     gpus: Sequence[str] | None
-    """None: CPUs, one job at a time."""
+    """GPUs, or None for CPUs, where one job runs at a time."""
     deadline: float | None = None
     """Time (`time.time`) at which running jobs are stopped."""
     all_jobs: Sequence[Job] = ()
-    """All jobs of the study: their times tell what ends before the deadline, and nothing else starts. Empty: whatever
-    is due starts, to go on from its checkpoint in the next start."""
+    """All jobs of the study. Their times tell which jobs end before the deadline, and only those start. Without all
+    jobs every due job starts, and continues from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False
@@ -66,7 +66,7 @@ class StudyRunner:
                 time.sleep(POLL_SECONDS)
                 self._collect()
         finally:
-            for each in self._running:  # an error of ours, as a full disk: nothing goes on unwatched
+            for each in self._running:  # after our own error, such as a full disk: leave no job unwatched
                 each.process.send_signal(signal.SIGTERM)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -88,9 +88,8 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """Whether there is time for a job. A guess does not prevent the first training of a start, which might
-        otherwise never be measured. Evaluations always fit, because they were counted with the training whose
-        checkpoint they need."""
+        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because it
+        might otherwise never be measured. Evaluations always fit, because their training's time includes them."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))
@@ -152,7 +151,6 @@ class StudyRunner:
         self._leave_out(job)
 
     def _leave_out(self, job: Job) -> None:
-        """Drop the jobs that need this run's training from this start."""
         if job.kind == "train":
             self._due = [each for each in self._due if job.run.name not in needed_trainings(each)]
 

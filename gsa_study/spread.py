@@ -14,11 +14,11 @@ class Spread:
     n: int
     """Runs with a finite value."""
     mean: float | None
-    """Over these; None where there is none."""
+    """Mean of the finite values; None without any."""
     deviation: float | None
-    """Sample standard deviation (n - 1 in the denominator); None for fewer than two."""
+    """Sample standard deviation (n - 1 in the denominator); None for fewer than two values."""
     not_finite: int
-    """Runs whose value is no finite number: they diverged, and are in neither mean nor deviation."""
+    """Runs whose value is not finite, because they diverged. Mean and deviation exclude them."""
 
 
 def spread_of(values: Iterable[float | None]) -> Spread:

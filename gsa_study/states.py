@@ -23,10 +23,10 @@ from gsa_train.files import append_line
 FAILURES = "failures.jsonl"
 """File of the study's folder with each failure of a job and each retry."""
 PLACE_FIELDS = ("run.dir",)
-"""Fields that do not change a run's results: they differ if the study starts from another folder. The prefix of
-`checkpoint.initial_weights` then differs too, if it names another run of the study."""
+"""Fields that do not change a run's results, but differ if the study starts from another folder. If
+`checkpoint.initial_weights` names another run of the study, its prefix differs too."""
 TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
-"""Paths of texts differ from machine to machine; a fingerprint tells whether the text is the same."""
+"""Paths of texts, which differ between machines. A fingerprint tells whether the text is the same."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class JobState:
     changed: tuple[str, ...] = ()
     """Fields that the study has changed since the job began, `field: before -> now`."""
     lacks_checkpoint: bool = False
-    """True if the unfinished job needs a finished run's checkpoint that is removed or on another machine: a training
-    needs the source of its initial weights, other jobs their own run's checkpoint."""
+    """True if the unfinished job needs a finished run's checkpoint that was removed or is on another machine. A
+    training needs the source of its initial weights, and other jobs need the checkpoint of their own run."""
 
 
 def read_state(job: Job) -> JobState:
@@ -81,7 +81,6 @@ def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[st
 
 
 def _changed_evaluation(job: Job) -> Iterator[str]:
-    """Yield the change of an evaluation's command line since its results, without the path of the run's folder."""
     command = read_json(job.result).get("command")
     if not isinstance(command, str):
         return

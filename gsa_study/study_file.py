@@ -25,14 +25,14 @@ class StudyRun:
     arm: str
     seed: int
     config_path: str
-    """As `launch/pretrain.py --config` takes it."""
+    """Value of `launch/pretrain.py --config`."""
     overrides: tuple[str, ...]
-    """`key=value`, all that the command line has."""
+    """All `key=value` of the command line."""
     config: Config
     """The loaded config."""
     ranks: int
     source: RunSource | None = None
-    """The run of the study that its initial weights come from; None without one."""
+    """The run of the study that its initial weights come from, or None."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,8 @@ class Study:
     path: Path
     config: StudyConfig
     runs: tuple[StudyRun, ...]
-    """All arms with the first seed, then all with the second: a study that is stopped early can be compared."""
+    """All arms with the first seed, then all with the second, so that a study that is stopped early can be
+    compared."""
 
     @property
     def folder(self) -> Path:

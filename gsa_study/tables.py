@@ -18,7 +18,7 @@ from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
 
 Rows = list[list[str]]
-"""The first one is the head."""
+"""Rows of a table. The first row is the head."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Results:
     failures: Mapping[str, str]
     """Job -> why it failed."""
     values: tuple[RunValues, ...] = ()
-    """All that the runs have logged, in the same order; empty where the results come from a record."""
+    """All that the runs have logged, in the same order; empty if the results come from a record."""
 
     @property
     def finished(self) -> list[RunFacts]:
@@ -171,7 +171,6 @@ def markdown_table(rows: Rows) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Whether the cell is a number or the sign for a missing number."""
     return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
 
 
@@ -205,7 +204,7 @@ def values_csv(results: Results) -> str:
 
 
 FORMULA = tuple("=+-@\t\r")
-"""A cell that begins with one of these is a formula to spreadsheets, unless it is a number."""
+"""Spreadsheets take a cell that begins with one of these for a formula, unless it is a number."""
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:

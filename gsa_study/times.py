@@ -12,10 +12,10 @@ from gsa_train.checkpoint.files import step_of
 
 TIMES = "times.jsonl"
 SAME_ARM, OTHER_ARM, CUT = 1.1, 1.5, 1.5
-"""Expected over measured time: from the arm's other seeds; from another arm (with its start the slowest of the paper's
-four models takes 1.4 times as long as the fastest); from a job that had not ended when it was stopped."""
+"""Expected time divided by the measured time of the arm's other seeds, of another arm, or of a job that was stopped
+before its end. The slowest of the paper's four models takes 1.4 times the fastest, including its start."""
 MANY_ARMS, BESIDE_MANY = 2, 1.25
-"""Expected time of another arm over the slowest of MANY_ARMS measured arms."""
+"""Expected time of another arm divided by the slowest of MANY_ARMS measured arms."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class WallTimes:
     ended: dict[str, float] = field(default_factory=dict)
     """Jobs that ended in the start that began them."""
     cut: dict[str, float] = field(default_factory=dict)
-    """Seconds after which a job that began from nothing had not ended."""
+    """Seconds after which a job that began from nothing was stopped before its end."""
 
 
 def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None:
@@ -52,9 +52,6 @@ def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected |
     """Return the time of the job, or None if nothing like it was measured.
 
     A training counts together with its evaluations, which need its checkpoint.
-
-    Args:
-        jobs: all of the study.
     """
     own = _of_one(job, jobs, times)
     if own is None or job.kind != "train":

@@ -15,7 +15,7 @@ from gsa_train.metrics.record_format import Record, numbers_back
 from gsa_train.run_folder.starts import read_starts
 
 Points = Sequence[tuple[float, float]]
-"""(x, y), x rising."""
+"""(x, y) in ascending order of x."""
 Over = Literal["tokens", "seconds"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEVICE = "NVIDIA H200"
-"""GPU that a dry run estimates times for by default: its MFU has been measured."""
+"""Default GPU of the time estimate in a dry run, because its MFU has been measured."""
 
 
 @dataclass(frozen=True)

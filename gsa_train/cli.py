@@ -21,7 +21,7 @@ from gsa_train.reliability.last_words import say_last
 from gsa_train.reliability.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
-"""Time for which other ranks wait, so that rank 0 alone reports an error that all ranks have."""
+"""Time for which other ranks wait, so that only rank 0 reports an error that all ranks have."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -126,7 +126,7 @@ def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | 
 
 
 def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Returns one error line per unknown word, with the option or form that the user may have meant."""
+    """Returns the error for unknown words, with the option or form that the user may have meant by each word."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     reasons = []
     for word in words:

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 Objective: TypeAlias = (
     "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool, TrainConfig], torch.Tensor]"
 )
-"""This rank's logits [L, B, V / tp], labels [B, L], the ranks that split the vocabulary, whether `train.fused_ops`
-asks for kernels, the settings -> losses of the tokens [B, L], fp32, the same on all these ranks.
-
-The logits are consumed: `cross_entropy` overwrites them in its forward or backward pass. An objective computes other
-terms of them before, from `logits.clone()` (`logits.float()` copies nothing where they are fp32)."""
+"""Maps to losses of the tokens [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
+logits [L, B, V / tp], labels [B, L], the group of these ranks, whether `train.fused_ops` asks for kernels, and the
+settings. The logits are consumed, because `cross_entropy` overwrites them in its forward or backward pass. Compute
+other terms first, from `logits.clone()` (`logits.float()` does not copy fp32 logits)."""
 
 
 def cross_entropy(
@@ -59,8 +58,7 @@ def masked_loss(
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
-    """Return the factor that makes the global loss a mean over scored tokens; it multiplies a micro-batch's summed
-    loss.
+    """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
 
     megatron-core's schedule divides the loss by `count`, the number of micro-batches, and multiplies it by the
     context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes all
@@ -72,10 +70,10 @@ def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -
 def indexer_kl_grad_scale(
     kl_coeff: float, num_indexers: int, rows_per_step: torch.Tensor, data_parallel_size: int
 ) -> torch.Tensor:
-    """Return lambda over the number of indexers and counted rows, which scales a layer's KL sum: fp32, 0-d.
+    """Return the factor of a layer's KL sum in the loss: fp32, 0-d.
 
-    Scaled sums add up to lambda times the mean KL over tokens and layers. The mean excludes queries with one causal
-    key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
+    The scaled sums add up to lambda times the mean KL over tokens and layers. The mean excludes queries with one
+    causal key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
 
     Args:
         kl_coeff: lambda of eq. 15.

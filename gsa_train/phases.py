@@ -44,7 +44,7 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
-    """Return each trained group's learning rate divided by the phase's learning rate, by the names of the metrics."""
+    """Return each trained group's learning rate divided by the phase's learning rate, keyed by metric name."""
     if phase.train == "indexer":
         return {"indexer": 1.0}
     multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}

@@ -23,7 +23,6 @@ def plan_step(
     """Plan one step of a phase.
 
     Args:
-        skipped_steps: steps whose batches are skipped.
         steps_before_start: steps completed before this start or the latest rewind.
         save_is_due: `CheckpointSaver.is_due`: by checkpoint.every_steps, or because an earlier save failed.
     """

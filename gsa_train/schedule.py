@@ -11,7 +11,8 @@ from collections.abc import Callable
 from gsa_train.config import PhaseConfig
 
 Schedule = Callable[[float, PhaseConfig], float]
-"""Progress after the learning-rate warm-up, from 0 to 1 at the phase's last step; the phase -> learning rate."""
+"""Maps the progress after the learning-rate warm-up (1 at the phase's last step) and the phase to the learning
+rate."""
 
 
 def cosine(progress: float, phase: PhaseConfig) -> float:

@@ -18,9 +18,9 @@ class StepPlan:
 
     step: int
     trains: bool
-    """False: its batch is read and skipped."""
+    """False: the step's batch is read and skipped."""
     left_out_through: int | None
-    """At the first of consecutive skipped steps: the last of them, for the log. Else None."""
+    """At the first of consecutive skipped steps, the last of these steps, for the log. Otherwise None."""
     logs: bool
     """Measure the attention and write a metrics record."""
     validates: bool

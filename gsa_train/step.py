@@ -45,7 +45,7 @@ class Training:
     graph: MicroBatchGraph | None = None
     """Runs steps without measurements as CUDA graphs (`train.cuda_graphs`)."""
     hold_update: Callable[[], None] = lambda: None
-    """Called before each update; waits for copies of weights and optimizer state that are still in progress."""
+    """Called before each update. It waits for copies of weights and optimizer state that are still in progress."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepResult:
     """Tensors that stay on the device until the step is logged or the monitor reads them."""
 
     loss_sum: torch.Tensor
-    """0-d: summed loss of this rank's scored tokens; its sum over the ranks is the global batch's."""
+    """0-d: summed loss of this rank's scored tokens. The sum over the ranks is the global batch's loss."""
     loss_tokens: torch.Tensor
     """0-d: scored tokens of the whole global batch."""
     grad_norm: torch.Tensor
@@ -198,11 +198,8 @@ def evaluation_step(
     parallel: Parallel,
     measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of this rank's scored tokens (0 except on the last stage) and its replica's token count.
-
-    Args:
-        measures: record the attention statistics.
-    """
+    """Return the summed loss of this rank's scored tokens (0 except on the last stage), and its replica's token
+    count."""
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     with evaluating(model, measures):
         losses = _run_schedule(

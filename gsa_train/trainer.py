@@ -112,7 +112,8 @@ def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
 
 
 def _read_or_stop(run: Run, phase: _ActivePhase) -> SpikeFound | None:
-    """Read the monitor's verdicts on earlier steps and return a spike. If the ranks agreed on a stop, stop here."""
+    """Read the monitor's verdicts on earlier steps and return a spike. If the ranks agreed on a stop, end the run
+    here."""
     step, reason = run.state.step, run.services.stop_vote.ask()
     # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
     spike = phase.monitor.read(step if reason else step - READ_DELAY_STEPS)

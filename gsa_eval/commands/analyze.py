@@ -25,7 +25,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # imported here, so that wrong use is reported before torch is loaded
+    # Imported after the usage checks, because it loads torch.
     from gsa_data.faults import DataFault
     from gsa_eval.analyze import run_analysis
 

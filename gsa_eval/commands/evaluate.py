@@ -30,7 +30,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # imported here, so that wrong use is reported before torch is loaded
+    # Imported after the usage checks, because it loads torch.
     from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation
     from gsa_train.config import ConfigError
@@ -166,11 +166,11 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 LARGEST = 2**31 - 1
-"""Of a count of tokens, sequences or questions."""
+"""Limit of a count of tokens, sequences or questions."""
 LONGEST_TOKENS = 2**24
-"""Of a prompt that is made: word by word."""
+"""Limit of a generated prompt, which is built word by word."""
 MOST_SAMPLES = 10_000
-"""Of a task of RULER, which has 500."""
+"""Limit of samples per RULER task, which has 500."""
 
 
 def lengths(text: str) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # imported here, so that wrong use is reported before torch is loaded
+    # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.export_hf import Exported, export_hf
     from gsa_eval.convert.read_source import read_source
 

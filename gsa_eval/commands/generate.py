@@ -45,7 +45,7 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     quiet_libraries()
-    # imported here, so that wrong use is reported before torch is loaded
+    # Imported after the usage checks, because it loads torch.
     from gsa_hf.generation import Generator
 
     try:

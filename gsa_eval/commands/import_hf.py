@@ -42,7 +42,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # imported here, so that wrong use is reported before torch is loaded
+    # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.import_hf import TokenizerChoice, import_hf
 
     choice = TokenizerChoice(arguments.tokenizer, arguments.eos_token)

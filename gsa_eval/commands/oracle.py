@@ -77,7 +77,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # imported here, so that wrong use is reported before torch is loaded
+    # Imported after the usage checks, because it loads torch.
     import torch
     from transformers import AutoModelForCausalLM
 

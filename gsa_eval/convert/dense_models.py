@@ -19,7 +19,8 @@ from gsa_train.config import GSAConfig as GSASection
 Gates = Literal["none", "open"]
 
 OUTPUT_GATED = ("qwen3_next", "qwen3_5_text")
-"""With an output gate in q_proj, norms of weight 1 + w, and a rotary embedding of part of the channels."""
+"""Architectures with an output gate in q_proj, norms of weight 1 + w, and a rotary embedding of part of the
+channels."""
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *OUTPUT_GATED)
 
 OPEN_BIAS = 20.0
@@ -155,8 +156,8 @@ def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -
 
 
 def _half_of_heads(weight: torch.Tensor, head_dim: int, half: int) -> torch.Tensor:
-    """Take the query or gate half of q_proj: [2 n_h d_k, d] -> [n_h d_k, d]. q_proj has the rows of each head's query,
-    then of its gate."""
+    """Take the query or gate half of q_proj: [2 n_h d_k, d] -> [n_h d_k, d]. Each head's gate rows follow its query
+    rows."""
     return weight.unflatten(0, (-1, 2, head_dim))[:, half].flatten(0, 1)
 
 

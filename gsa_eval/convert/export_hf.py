@@ -253,7 +253,7 @@ def _copy_code(folder: Path) -> None:
 
 
 def _warnings(config: Config, state: RunState, companions: Companions) -> list[str]:
-    """Returns what a user of the model should know about the state in which it was saved."""
+    """Returns what a user of the model should know about the state in which the model was saved."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
     if config.gsa.attention == "sparse" and phase is not None and phase.attention == "dense":

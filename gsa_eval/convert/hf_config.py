@@ -32,7 +32,7 @@ MODEL_FIELDS = {
 }
 """Field of `model` -> field of the same meaning. The rotary embedding's fields are in `rope_parameters`."""
 NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
-"""Fields that `gsa_hf` lacks: a model with another value than the default cannot be exported."""
+"""Fields that `gsa_hf` lacks. A model with a value other than the default cannot be exported."""
 GSA_FIELDS = {
     **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
     **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
@@ -45,8 +45,8 @@ GSA_FIELDS = {
     "k_base": "index_topk",
     "selection_reuse": "index_topk_freq",
 }
-"""The same for `gsa`: our names, except four that transformers uses for other sparse models. `attention` is in
-`layer_types`; the others say how to train, and with which kernels."""
+"""Field of `gsa` -> field of transformers. Four of our names differ, because transformers uses them for other sparse
+models. `layer_types` has `attention`. Other fields say how to train, and with which kernels."""
 MOE_FIELDS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",
@@ -55,8 +55,8 @@ MOE_FIELDS = {
     "router_score": "scoring_func",
     "routed_scale": "routed_scaling_factor",
 }
-"""The same for `moe`; the layers with experts follow from `mlp_only_layers`. The others say how routers are
-balanced."""
+"""Field of `moe` -> field of transformers. `mlp_only_layers` gives the layers with experts. Other fields say how
+routers are balanced."""
 
 
 def to_hf_config(config: Config) -> GSAConfig:
@@ -78,7 +78,7 @@ def to_hf_config(config: Config) -> GSAConfig:
             rope_parameters=_rope_parameters(model),
             layer_types=[kind] * model.num_layers,
         )
-    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+    except StrictDataclassError as error:  # has several lines; its cause names field and value
         raise ValueError(f"the model of transformers (gsa_hf) does not have it: {error.__cause__}") from error
 
 

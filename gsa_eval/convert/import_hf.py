@@ -136,7 +136,6 @@ def _dtype(source: SafetensorsFolder) -> torch.dtype:
 
 
 def _state(config: Config, tokenizer: Tokenizer) -> RunState:
-    """Returns the state of a run that has not begun."""
     return RunState(
         step=0,
         tokens=0,

@@ -30,7 +30,7 @@ class TextModel:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     vocab_size: int
-    """Number of the tokenizer's tokens; the model may have more, unused ones."""
+    """Number of the tokenizer's tokens. The model may have more, which are unused."""
 
     def text_after(self, prompt: list[int], new: list[int]) -> str:
         return text_after(self.decode, prompt, new)
@@ -77,9 +77,7 @@ def model_in_memory(
     """Load the weights that training computes with, in evaluation mode.
 
     Args:
-        config: the checkpoint's.
         hf_config: result of `to_hf_config`, perhaps with other budgets or dense attention, but the same sizes.
-        attention: `attn_implementation`
         dtype: dtype of the weights; None: unchanged.
 
     Raises:

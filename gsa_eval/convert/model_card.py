@@ -48,10 +48,7 @@ def model_card(
 ) -> str:
     """
     Args:
-        name: name of the exported folder.
         run_dir: folder of the run that trained it; None for imported weights.
-        dtype: dtype of the weights.
-        warnings: warnings for the model's user.
     """
     run = (
         RunFiles(run_dir.name, run_dir)
@@ -137,7 +134,6 @@ def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str
 
 
 def _validation(run: RunFiles, step: int) -> str:
-    """Returns the newest validation of each set up to this step."""
     newest: dict[str, Any] = {}
     for record in run.records:
         if record.get("event") == "validation" and record["step"] <= step:
@@ -156,7 +152,6 @@ def _validation(run: RunFiles, step: int) -> str:
 
 
 def _events(run: RunFiles, step: int) -> str:
-    """Returns spikes, faults and warnings of the run up to this step."""
     found = [
         f"- step {event.step}: {event.kind}: {' '.join(event.text.split())}\n"
         for event in run.events

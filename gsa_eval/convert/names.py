@@ -27,9 +27,9 @@ class Pair:
     shape: tuple[int, ...]
     """Shape of our tensor."""
     split: Callable[[torch.Tensor], Tensors]
-    """Ours -> theirs."""
+    """Converts our tensor to the folder's tensors."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    """Theirs -> ours, bit for bit what was split."""
+    """Converts the folder's tensors to ours, bit for bit equal to the tensor before `split`."""
     always_fp32: bool = False
     """Kept in fp32 in every model: no `--dtype` rounds it."""
 

@@ -25,7 +25,7 @@ OTHER_WEIGHTS = {
     "transformers_weights": f"other files of weights are not read; call the file {SINGLE}, and remove the field",
     "quantization_config": "quantised weights are not read; give the folder that they were made of",
 }
-"""Fields that make transformers read other weights than the checked ones."""
+"""Fields that make transformers read weights other than the checked ones."""
 MOST = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 10_000)
 """Limits of numbers from which transformers' configurations make lists."""
 
@@ -111,7 +111,6 @@ def read_gsa_model(
     Args:
         found: the folder's configuration, which its weights must fit.
         config: `found`, perhaps with other budgets or dense attention, but the same sizes.
-        attention: `attn_implementation`
 
     Raises:
         ValueError: the weights are missing or damaged, or do not fit this configuration.

@@ -61,7 +61,7 @@ class SafetensorsFolder:
     def read(self, name: str) -> torch.Tensor:
         """
         Raises:
-            ValueError: the tensor's dtype is not one of weights, or it holds NaN or infinity.
+            ValueError: the tensor has a dtype that weights never have, or holds NaN or infinity.
         """
         file_name = self._file_of[name]
         tensor: torch.Tensor = self._files[file_name].get_tensor(name)

@@ -52,9 +52,6 @@ class TokenizerChoice:
 def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
     """Load the tokenizer of a transformers folder, with the end of a document and all tokens at which the model stops.
 
-    Args:
-        found: the folder's configuration.
-
     Raises:
         ValueError: the tokenizer is missing, of an unsupported kind, or its accompanying files are damaged.
     """

@@ -20,11 +20,7 @@ PICTURES: Mapping[str, str] = {
 
 
 def section_of_analyses(runs: Mapping[str, Path]) -> str:
-    """Returns HTML with the embedded pictures, or "" if no run has any.
-
-    Args:
-        runs: name -> folder.
-    """
+    """Returns HTML with the embedded pictures, or "" if no run has any."""
     parts = []
     for name, folder in runs.items():
         of_run = f"{name}: " if len(runs) > 1 else ""

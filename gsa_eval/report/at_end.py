@@ -27,7 +27,6 @@ FAULTS_OF_DRAWING = (
 
 
 def draw_at_end(folder: Path) -> list[str]:
-    """Draw, and return lines for the run's log."""
     return [*_lines("plots", folder, _plots), *_lines("report", folder, _report)]
 
 

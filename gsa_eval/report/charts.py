@@ -47,7 +47,7 @@ ROW_PIXELS = 14
 """Height of a row of phase names above a chart."""
 SHARES = ".3~p"
 LARGE_COUNTS = "~s"
-"""12k and 3.4G; numbers below 1 would be 800m."""
+"""Formats 12k and 3.4G. Numbers below 1 would become 800m."""
 NUMBERS = ".4~g"
 """Format of numbers, in d3's notation."""
 
@@ -226,7 +226,6 @@ def _baselines(run: RunFiles) -> list[Figure]:
 
 
 def _marks(run: RunFiles, runs: list[RunFiles]) -> list[Figure]:
-    """Returns marks of events: triangles at the bottom of the chart, a color for each kind."""
     marks = marks_of(run)
     return [
         _symbols(run, [step for step, each in marks if each == kind], title, "triangle-up", color, runs)
@@ -293,7 +292,7 @@ def _phase_names(run: RunFiles, low: float, high: float) -> tuple[list[Figure], 
             "yshift": ROW_PIXELS * row, "xanchor": "left" if begin == place else "right", "showarrow": False,
             "font": {"size": 11, "color": "#5c6577"},
         })  # fmt: skip
-        if begin < place:  # at the right edge: the name ends there
+        if begin < place:  # too close to the right edge: align the name's end with the edge
             names[-1]["x"] = high
     return names, len(free)
 

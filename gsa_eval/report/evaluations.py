@@ -38,7 +38,6 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def _table_in(results: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns a table of the results, or {} if absent, as in a damaged file."""
     found = results.get(key)
     return found if isinstance(found, dict) else {}
 
@@ -60,14 +59,12 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Returns the folders in order of creation. A running evaluation has no folder yet."""
     found = (run_dir / EVALUATIONS).glob("[!.]*")
     folders = [path for path in found if path.is_dir() and not (path / "results.json").is_fifo()]
     return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Read results.json. A damaged file gives {} and a warning."""
     try:
         found = numbers_back(parse_json((folder / "results.json").read_text(encoding="utf-8")))
         model = found.get("model") if isinstance(found, dict) else None

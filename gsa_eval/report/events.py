@@ -44,7 +44,6 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
 
     Args:
         folder: the run's folder, with reports of faults and records that a rewind took back.
-        records: records of its metrics.jsonl.
         starts: lines of starts.jsonl (gsa_train.run_folder.starts).
     """
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
@@ -74,7 +73,6 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
 
 
 def _said(record: Record, ending: str) -> Event:
-    """Returns an event with every value of the record, as key and value."""
     words = values_in_words(record, without=("event", "step", "phase", "last_step"))
     if record["event"] == "spike":
         what = f"{record['signal'].replace('grad_', 'gradient ')} {record['value']:.4g}"

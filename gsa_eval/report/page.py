@@ -178,7 +178,6 @@ def _recalls(run: RunFiles) -> str:
 
 
 def _about(run: RunFiles) -> str:
-    """Returns command, text, model, layout, phases, starts and config of a run."""
     last = run.starts[-1] if run.starts else {}
     facts = {
         "command": last.get("command", "unknown"),

@@ -176,7 +176,6 @@ def _legend(ax: Axes) -> None:
 
 
 def _line_look(index: int) -> tuple[str, str]:
-    """Returns color and style of a panel's line, numbered from 0."""
     return COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
 
 

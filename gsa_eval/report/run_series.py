@@ -159,8 +159,8 @@ def shown_range(
 ) -> tuple[float, float] | None:
     """Returns bounds of a linear y axis that ignore the first steps and outliers, or None for the range of all values.
 
-    They cover values after the first tenth of the x axis. Values may lie outside the 2nd and 98th percentile by half
-    the distance between these. A double-click shows a chart's whole range.
+    They cover values after the first tenth of the x axis, without outliers. An outlier is further outside the 2nd to
+    98th percentile than half of that range. A double-click shows a chart's whole range.
 
     Args:
         lines: x and y of each.

@@ -30,7 +30,7 @@ from gsa_train.config.load import problem_line, read_yaml
 from gsa_train.process.as_command import as_command
 
 SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
-"""What the benches call them; a shipped config of each."""
+"""The benches' name of a model shape -> a shipped config of that shape."""
 
 
 @as_command()

@@ -72,7 +72,7 @@ def main() -> int:
     except (ConfigError, StudyError) as error:
         print(error, file=sys.stderr)
         return exit_codes.REFUSED
-    except KeyboardInterrupt:  # before the first job or in the report; in between the runner heeds it
+    except KeyboardInterrupt:  # before the first job or in the report; the runner handles others
         say("stopped by Ctrl-C: no job was under way; the same command goes on")
         return exit_codes.STOPPED
     except OSError as error:  # a full disk

@@ -11,9 +11,9 @@ from pathlib import Path
 
 READ_BYTES = 1 << 24
 PART_BYTES = 1 << 28
-"""Bytes that a thread checks at a time; a smaller file has one thread."""
+"""Bytes that a thread checks at a time. A smaller file has one thread."""
 MOST_THREADS = 8
-"""Per rank; the ranks of a node compute checksums at the same time."""
+"""Limit per rank, because the ranks of a node compute checksums at the same time."""
 POLYNOMIAL = 0xEDB88320
 """The CRC-32 polynomial (IEEE 802.3), lowest power in the highest bit, as in zlib."""
 

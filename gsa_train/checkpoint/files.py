@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class FileRecord:
     bytes: int
     crc32: str
-    """Checksum of the whole file, in hexadecimal. CRC-32 detects accidental damage. It is faster than the hashes in
+    """Checksum of the whole file, in hexadecimal. CRC-32 detects accidental damage, is faster than the hashes in
     hashlib, and releases the interpreter's lock."""
 
 

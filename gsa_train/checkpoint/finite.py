@@ -24,8 +24,8 @@ MOST_NAMED = 3
 @torch.no_grad()
 def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> str | None:
     """Returns the names of tensors with NaN or infinite values by rank as one text, equal on all ranks, or None. Each
-    rank checks all tensors that it holds, whichever replica would write them. Every tensor is read once, and the host
-    waits for the device once. Collective. Call it with whole weights (`PhaseOptimizer.whole_weights`)."""
+    rank checks all tensors that it holds, whichever replica would write them. The host waits for the device once.
+    Collective. Call it with whole weights (`PhaseOptimizer.whole_weights`)."""
     held = [tensor for _, tensor in _weights(model)]
     held += [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     finite = _all_finite(held).to(parallel.device, torch.int32)
@@ -63,8 +63,7 @@ def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _named_faults(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[str]:
-    """Returns this rank's tensors with faults, by their names in checkpoints, which number layers over the whole
-    model. All ranks call this if any rank has found values that are not finite."""
+    """Returns this rank's faulty tensors, by their names in checkpoints, which number layers over the whole model."""
     entries = by_parameter(sharded_state(model, None, sharding_metadata(parallel)))
     keys = {key: entry.key for key, entry in entries.items()}
     named = [(keys.get(id(tensor), name), tensor) for name, tensor in _weights(model)]

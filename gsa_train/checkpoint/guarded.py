@@ -188,7 +188,7 @@ class GuardedCommon(TorchCommonLoadStrategy):
 
 
 class _Reader(ParallelReader):
-    """Reads the metadata once. In a logged load, all readers together read the metadata once."""
+    """Reads the metadata once. All readers of a logged load share the metadata."""
 
     _metadata: Metadata | None = None
 

@@ -10,13 +10,13 @@ from threading import Event
 import torch
 
 ALIGNMENT = 512
-"""Bytes, as torch aligns tensors on devices."""
+"""Alignment in bytes, as for torch's tensors on devices."""
 MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
-"""Block size of reserving before a save: the CUDA driver is locked while a block is pinned."""
+"""Block size of reserving before a save. The CUDA driver is locked while a block is pinned."""
 PAUSE_OVER_BLOCK = 4.0
 """Pause after each block, as a multiple of the time that the block took. A start's first step needs the driver to load
-its kernels: without pauses it would end later by the time of all blocks."""
+its kernels. Without pauses the step would wait for all blocks."""
 
 
 class HostMemory:

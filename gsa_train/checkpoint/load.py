@@ -42,8 +42,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 FORMAT_VERSION = 4
-"""4: the manifest names run and step.
-3: only the optimizer's tensors and step count. 2: with a manifest. 1: no manifest, and loads unverified."""
+"""4: the manifest names run and step. 3: only the optimizer's tensors and step count are stored. 2: there is a
+manifest. 1: there is no manifest, and the checkpoint loads unverified."""
 READABLE_VERSIONS = (1, 2, 3, 4)
 
 logger = logging.getLogger(__name__)
@@ -78,15 +78,15 @@ class RunState:
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
     validation_due: bool = False
-    """The run was stopped during the validation at this step, and resumes with it."""
+    """The run was stopped during the validation at this step, and resumes with the validation."""
     tasks_due: bool = False
-    """The same for the tasks at this step."""
+    """The run was stopped during the tasks at this step, and resumes with the tasks."""
     task_clock: dict[str, Any] = field(default_factory=dict)
     """gsa_train.validation.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)
     """gsa_train.reliability.monitor.monitor.MonitorState; empty in checkpoints older than the monitor."""
     run: str = ""
-    """`run.name`. Empty in formats up to 3, as is `run_id`."""
+    """`run.name`. Formats up to 3 have neither this nor `run_id`."""
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""
     format_version: int = FORMAT_VERSION
@@ -361,7 +361,7 @@ def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
     if tuple(state.layout) != tuple(layout):
         return False
     saved = state.rng[rank]
-    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # on CPUs it is the CPU's, which no GPU takes
+    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # a run on CPUs saved a CPU state
         return False
     set_local_rng(saved)
     return True

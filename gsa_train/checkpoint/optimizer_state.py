@@ -24,7 +24,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 PREFIX = "optimizer.state"
 SAVED_MAIN_WEIGHTS = ("fp32_param", "param")
-"""Names of the fp32 weights in checkpoints; up to format 2 the distributed optimizer used the second."""
+"""Names of the fp32 weights in checkpoints. Up to format 2 the distributed optimizer used the second name."""
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 Saved: TypeAlias = Mapping[str, ShardedTensor]
@@ -126,7 +126,6 @@ def names_of_others(
     and here.
 
     Args:
-        mains: fp32 weights.
         weights: the model's, of the same elements.
     """
     found = []
@@ -162,7 +161,6 @@ def _boxes_of(
     """Yields one tensor of a part, as boxes of the whole tensor `key`.
 
     Args:
-        like: the entry of the part's parameter.
         copy: `PhaseOptimizer.state_copy`.
     """
     # The two halves of a SwiGLU layer's first product are separate on disk.

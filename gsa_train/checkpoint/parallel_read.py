@@ -59,13 +59,13 @@ class ReadLog:
     checkpoint: Path
     parts: list[Part] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    """What could not be read or loaded; the tensors concerned are not filled."""
+    """Faults of reading or loading. The tensors concerned are not filled."""
     metadata: Metadata | None = None
-    """Torch's metadata, once a reader has read and checked it: a load has several readers."""
+    """Torch's metadata, once a reader has read and checked it. A load has several readers."""
 
 
 _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
-"""megatron-core creates the readers, and cannot pass a log to them."""
+"""The current log. megatron-core creates the readers, and cannot pass a log to them."""
 
 
 @contextmanager
@@ -288,7 +288,7 @@ def _agreed(
 
 
 def _without_nested(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yields the parts in order, without parts that lie within another part."""
+    """Yields the parts in order, without parts inside another part."""
     end = 0
     for part in parts:
         if part.start >= end:

@@ -45,10 +45,11 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 
 LONGEST_SAVE = timedelta(hours=2)
-"""How long the ranks' threads wait for the slowest writer. A rank that dies ends the wait at once."""
+"""Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Files of a rank: several threads write faster than one, and a thousand ranks should write only thousands of files."""
+"""Size and number of a rank's files. Several threads write faster than one, and a thousand ranks should write only
+thousands of files."""
 
 
 class CheckpointError(RuntimeError):
@@ -73,9 +74,9 @@ class SaveResult:
     stall_seconds: float
     """How long this rank's training waited."""
     save_seconds: float
-    """From the beginning until `latest` named it, or until it had failed."""
+    """Time from the beginning until `latest` named the checkpoint, or until the save had failed."""
     warnings: list[str] = field(default_factory=list)
-    """What failed other than the save itself."""
+    """Failures other than the save's own."""
     not_finite: bool = False
     """The state has values that are not finite, so a retry would fail as well."""
 
@@ -87,7 +88,7 @@ class _Save:
     """The folder under its temporary name."""
     began: float
     common: bytes = b""
-    """On the main rank: the state that is not sharded."""
+    """The state that is not sharded, on the main rank."""
     writer: Any = None
     metadata: Any = None
     """Metadata of all files, on the main rank."""
@@ -162,9 +163,9 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start a save of the current state. Returns the saves that have ended by then.
 
-        First waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save. No save
-        starts if the last permitted try has failed; `check` then stops the run. No save starts if weights or optimizer
-        state are not finite on any rank. This counts as a failed save, the last in the list.
+        First waits for the save in progress; without `checkpoint.async_save` also for the new save. No save starts
+        after the last permitted try has failed, because `check` then stops the run. State that is not finite on any
+        rank counts as a failed save, the last in the list.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -237,7 +238,7 @@ class CheckpointSaver:
             CheckpointError: more saves in a row have failed than `checkpoint.save_retries` allows, on every rank.
         """
         if self.failures > self._config.save_retries:
-            dist.barrier()  # the main rank has logged it before any rank's exit makes the launcher end the others
+            dist.barrier()  # the main rank logs the failure before the launcher ends any rank
             raise CheckpointError(
                 f"{self.failures} saves in a row failed (checkpoint.save_retries = {self._config.save_retries}); "
                 f"the newest checkpoint is of step {self.durable_step or 0}. The last error: {self.last_error}"
@@ -289,7 +290,7 @@ class CheckpointSaver:
         return None
 
     def _agree(self, error: str | None) -> str | None:
-        """Returns the first rank's error, on every rank. Call only while no thread uses the group."""
+        """Returns the first rank's error, on every rank. Call this only while no thread uses the group."""
         errors: list[str | None] = [None] * self._parallel.world_size
         dist.all_gather_object(errors, error, group=self._group)
         return next((error for error in errors if error is not None), None)
@@ -297,8 +298,8 @@ class CheckpointSaver:
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Write and publish. Collective over the ranks' threads. An error between the two exchanges is reported in
-        them. Otherwise the other ranks would wait for this rank."""
+        """Write and publish. Collective over the ranks' threads. Every error goes into one of the two collectives,
+        because the other ranks would otherwise wait for this rank."""
         gathered: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
         ranks: list[Written] = gathered
@@ -399,8 +400,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns about the tensors that this rank writes, without asking the others. Tensors of several replicas are
-    divided by number."""
+    """Returns approximately the tensors that this rank writes. Ranks need not communicate, because tensors of several
+    replicas are divided by number."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 EXPERTS = ".mlp.experts."
-"""Marks routed experts in the names of tensors on disk, also in the names of their optimizer state."""
+"""Marks routed experts, and their optimizer state, in the names of tensors on disk."""
 
 
 def shared_by_replicas(

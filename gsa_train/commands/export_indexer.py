@@ -31,8 +31,7 @@ def export_indexer(
 ) -> dict[str, Any]:
     """Run the checkpoint's model on one sequence of the first validation set and save its indexers' projections.
 
-    The sequence counts as one document, regardless of `data.attend_across_documents`. Few documents are long enough to
-    test selection at this length.
+    The sequence counts as one document, because few documents have this length.
 
     Args:
         config: the run's config from its folder; this runs on one rank, for any layout.

@@ -1,8 +1,8 @@
-"""Every field a user can set, and the one path by which it is set.
+"""Define every field that a user can set, and the one way in which it is set.
 
     dataclass defaults <- YAML file <- key=value on the command line
 
-`section.field` is in `section.py` of this folder. The text under a field says what it means; a name carries its unit
+`section.field` is in `section.py` of this folder. The text under a field says what it means. A name carries its unit
 (`_tokens`, `_steps`, ...).
 """
 
@@ -60,17 +60,16 @@ __all__ = [
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, need_data: bool = True
 ) -> Config:
-    """The config of a run: defaults <- the YAML file <- `key=value` overrides.
+    """Load the config of a run: defaults <- the YAML file <- `key=value` overrides.
 
     Args:
-        path: the YAML file.
         overrides: `section.field=value`, or `phases.0.field=value` for an item of a list; the last one wins.
-        world_size: ranks of the run; with it the fields are also checked against each other. None only reads
-            and types the file, as for the saved config of a finished run.
-        need_data: with a world size, also check that the local data files exist, and the packages that the run needs.
+        world_size: ranks of the run, which turns on checks between fields. None only reads and types the file, as for
+            the saved config of a finished run.
+        need_data: with a world size, also check that the local data files and the packages exist that the run needs.
 
     Raises:
-        ConfigError: lists everything that is wrong, a line each.
+        ConfigError: lists every mistake, a line each.
     """
     tree = read_yaml(path)
     problems = Problems(Config)
@@ -88,7 +87,7 @@ def load_config(
 
 
 def config_from_yaml(content: str, path: str | Path) -> Config:
-    """What `config_to_yaml` wrote, as checkpoints hold it; fields that are younger stand at their defaults.
+    """Load a config that `config_to_yaml` wrote, as in checkpoints. Fields that are newer have their defaults.
 
     Args:
         path: of the checkpoint, for the message.
@@ -104,14 +103,14 @@ def config_from_yaml(content: str, path: str | Path) -> Config:
 
 
 class SavedProblems(Problems):
-    """Of a config that nobody wrote by hand: what this version does not know, another one has saved."""
+    """Collects problems of a saved config. Fields that this version does not know come from another version."""
 
     def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
         super().add(field, value, wrong, "use the version of gsa_train that saved it", meant=meant)
 
 
 def config_to_yaml(config: Config) -> str:
-    """Every field as YAML; `load_config` reads it back equal, floats bit for bit."""
+    """Write every field as YAML. `load_config` reads the fields back equal, floats bit for bit."""
     return str(yaml.dump(asdict(config), Dumper=_SAVED_DUMPER, sort_keys=False, allow_unicode=True))
 
 
@@ -121,8 +120,9 @@ _SAVED_DUMPER: type[yaml.SafeDumper] | type[yaml.CSafeDumper] = getattr(yaml, "C
 
 
 def saved_sections(config_yaml: str) -> Any:
-    """What `config_to_yaml` wrote, as dictionaries. A start reads several such texts, and libyaml takes a seventh of
-    the time; without it PyYAML's own parser gives the same.
+    """Read the text of `config_to_yaml` as dictionaries.
+
+    A start reads several such texts. libyaml is much faster than PyYAML's own parser, which gives the same result.
 
     Raises:
         yaml.YAMLError: the text is damaged.

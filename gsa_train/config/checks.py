@@ -1,6 +1,6 @@
-"""What must hold between the fields of a config. Each check returns lines `field = value: wrong; remedy`.
+"""Check what must hold between the fields of a config. Each check returns lines `field = value: wrong; remedy`.
 
-Plain Python: this runs before torch.distributed starts, and on machines without accelerators.
+This is plain Python, because it runs before torch.distributed starts, and on machines without accelerators.
 """
 
 from __future__ import annotations
@@ -66,18 +66,16 @@ ABOVE_ZERO = frozenset(
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
 AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
 """Of what is counted one by one before a run starts."""
-LARGEST_SOURCE_WEIGHT = 100.0  # as gsa_data has it, whose import would load torch
+LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load torch
 LARGEST_FP32 = 3.4e38
-MOST_SAMPLE_TOKENS = 1024  # of all prompts: each is a forward pass over a sequence, at each validation
+MOST_SAMPLE_TOKENS = 1024  # for all prompts: each token is a forward pass over a sequence at each validation
 LONGEST_TIMEOUT_MINUTES = 1e9  # datetime holds a little more
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
 
 def check_config(config: Config, world_size: int) -> list[str]:
-    """Everything that is wrong with the values of a config on `world_size` ranks; empty when it can run.
-
-    Files are left to `file_checks.check_data`.
-    """
+    """Return all mistakes in the values of a config on `world_size` ranks. `file_checks.check_data` checks the
+    files."""
     return [
         *_check_ranges(config),
         *_check_run_name(config),
@@ -124,7 +122,8 @@ def check_packages(config: Config) -> list[str]:
 
 
 def is_installed(package: str) -> bool:
-    """A folder of that name without code, such as W&B's own `wandb/` in the current folder, is no package."""
+    """Whether a package is installed. A folder of that name without code, such as W&B's own `wandb/`, does not
+    count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -162,10 +161,10 @@ def _check_format(data: DataConfig) -> list[str]:
 
 
 def _check_order(data: DataConfig) -> list[str]:
-    """Weights of sources, and packing."""
+    """Check the weights of sources, and packing."""
     lines = []
     for name, weight in data.source_weights.items():
-        if not 0 <= weight <= LARGEST_SOURCE_WEIGHT:  # not so for NaN
+        if not 0 <= weight <= LARGEST_SOURCE_WEIGHT:  # written so that NaN fails
             wrong = f"outside [0, {LARGEST_SOURCE_WEIGHT:g}]"
             remedy = "give how often a document comes in an epoch; 0 leaves the source out"
             lines.append(problem_line(f"data.source_weights.{name}", weight, wrong, remedy))
@@ -177,7 +176,7 @@ def _check_order(data: DataConfig) -> list[str]:
 
 
 def _check_reading(config: Config) -> list[str]:
-    """Reading is given up before the watchdog gives up the rank that reads: what data.on_bad_shard says is done."""
+    """Check that reading gives up before the watchdog ends the rank that reads. data.on_bad_shard then decides."""
     data, limit_minutes = config.data, config.parallel.timeout_minutes
     longest_seconds = longest_read_seconds(data)
     if data.read_timeout_seconds <= 0 or not 0 < limit_minutes * 60 < longest_seconds < math.inf:
@@ -193,7 +192,7 @@ def _check_reading(config: Config) -> list[str]:
 def _check_ranges(config: Config) -> list[str]:
     lines = []
     for field, value in _numbers(config):
-        rule = re.sub(r"\.\d+\.", ".", field)  # phases.0.lr is ruled by phases.lr
+        rule = re.sub(r"\.\d+\.", ".", field)  # `phases.lr` has the rule for phases.0.lr
         if not math.isfinite(value):
             lines.append(problem_line(field, value, "not a finite number", "give a finite number"))
         elif abs(value) > LARGEST_FP32:
@@ -231,7 +230,7 @@ def _check_ranges(config: Config) -> list[str]:
 
 
 def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
-    """Every number of the config with its dotted name; phases are `phases.0.lr`, ..."""
+    """Return every number of the config with its dotted name. Phases are `phases.0.lr`, ..."""
     numbers: list[tuple[str, float]] = []
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
@@ -239,7 +238,7 @@ def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
             numbers += _numbers(value, f"{name}.")
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                if dataclasses.is_dataclass(item):  # a list of numbers is checked by who reads it
+                if dataclasses.is_dataclass(item):  # the reader of a list checks its numbers
                     numbers += _numbers(item, f"{name}.{index}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers.append((name, value))
@@ -252,7 +251,7 @@ def _get(config: Config, field: str) -> Any:
 
 
 def _check_multiple(config: Config, field: str, of: str) -> list[str]:
-    """`field` must be a multiple of the field `of`; silent where a size is not positive (reported elsewhere)."""
+    """Check that `field` is a multiple of the field `of`. Sizes that are not positive are reported elsewhere."""
     value, unit = _get(config, field), _get(config, of)
     if value < 1 or unit < 1 or value % unit == 0:
         return []
@@ -301,7 +300,7 @@ def _check_model(config: Config) -> list[str]:
         *_check_multiple(config, "model.vocab_size", "parallel.tensor"),
     ]
     turned = {"gsa.indexer_dim": config.gsa.indexer_dim}
-    if config.model.rotary_percent == 1:  # else the channels that it turns are checked with it
+    if config.model.rotary_percent == 1:  # otherwise the rotated channels are checked
         turned["model.head_dim"] = config.model.head_dim
     lines += [
         problem_line(field, size, "odd", "give an even size: RoPE turns pairs")

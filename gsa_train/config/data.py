@@ -73,5 +73,5 @@ class DataConfig:
 
     @property
     def validation_folders(self) -> dict[str, str]:
-        """name -> folder of the validation sets in their order."""
+        """Return name -> folder of the validation sets in their order."""
         return self.validation_sets or {"validation": self.validation_dir}

@@ -59,7 +59,7 @@ def check_tasks(config: Config) -> list[str]:
 
 
 def check_harness_tasks(config: Config) -> list[str]:
-    """Of a machine without lm-evaluation-harness."""
+    """Return mistakes on a machine without lm-evaluation-harness."""
     tasks = [task for task in config.evaluate.tasks if not is_request_file(task)]
     wrong = "a task of lm-evaluation-harness, and the package lm_eval is not installed"
     remedy = "run pip install '.[hf,eval]' in the checkout, or give a request file (with a / in its place)"

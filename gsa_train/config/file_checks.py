@@ -1,7 +1,7 @@
-"""Whether the folders and files that a config names are there. Plain Python, as checks.py.
+"""Check that the folders and files exist that a config names. Plain Python, as checks.py.
 
-A file system whose server is gone never answers, and nothing can end a call to it. So threads make these calls,
-and a thread without an answer is abandoned; it ends with the process.
+A file system whose server is gone never answers, and a call to it cannot be ended. Threads therefore make these calls.
+A thread without an answer is abandoned, and ends with the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gsa_train.config.data import DataConfig
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 
-# As gsa_data has them, whose import would load torch.
+# The list of gsa_data, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
 CHECKPOINT_METADATA = "metadata.json"
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_files(config: Config) -> list[str]:
-    """All that a run reads before its first step."""
+    """Check all files that a run reads before its first step."""
     return check_data(config.data) + check_initial_weights(config) + check_tasks(config)
 
 
 def check_data(data: DataConfig) -> list[str]:
-    """Local files that a run needs and that are missing, or on a file system that does not answer for as long as a
-    read may take; addresses with `://` are left to the reader."""
+    """Return local files that a run needs and that are missing, or whose file system does not answer within the read
+    limit. The reader checks addresses with `://`."""
     questions = [
         _Question(field, folder, partial(_folder_problems, field, folder))
         for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()
@@ -47,7 +47,7 @@ def check_data(data: DataConfig) -> list[str]:
 
 
 def has_local_tokenizer(data: DataConfig) -> bool:
-    """Whether the tokenizer, and the chat template that is named, are local files that are there."""
+    """Whether the tokenizer, and the chat template if one is named, are local files that exist."""
     local = "://" not in data.tokenizer and "://" not in data.chat_template
     return local and not _answers(_tokenizer_questions(data), data)
 
@@ -76,13 +76,14 @@ def check_initial_weights(config: Config) -> list[str]:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    """A restart goes on from its run's own, also where the weights that the run began with are deleted meanwhile."""
+    """Whether the run has its own checkpoint. A restart then needs no initial weights."""
     own = Path(config.run.dir) / config.run.name / "checkpoints"
     return any(own.glob(f"step_*/{CHECKPOINT_METADATA}"))
 
 
 def check_tasks(config: Config) -> list[str]:
-    """Request files, and files of lm-evaluation-harness; its own tasks are looked for when the run begins."""
+    """Check request files, and files of lm-evaluation-harness. The run looks for the harness's own tasks when it
+    begins."""
 
     questions = [
         _Question(f"evaluate.tasks.{number}", task, partial(task_problems, f"evaluate.tasks.{number}", task))
@@ -92,7 +93,7 @@ def check_tasks(config: Config) -> list[str]:
 
 
 def task_problems(field: str, task: str) -> list[str]:
-    """What is wrong with a file that the field names as a task; a name of the harness is taken as it is."""
+    """Return the mistakes in a task file that the field names. A name of the harness is accepted unchecked."""
     try:
         if is_request_file(task):
             first_request(task)
@@ -105,14 +106,14 @@ def task_problems(field: str, task: str) -> list[str]:
 
 
 def validation_fields(data: DataConfig) -> dict[str, str]:
-    """Field -> folder of the validation sets."""
+    """Return field -> folder of the validation sets."""
     if not data.validation_sets:
         return {"data.validation_dir": data.validation_dir}
     return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}
 
 
 def trained_validation_fields(data: DataConfig, reads_below: bool) -> list[str]:
-    """Fields of the validation sets that are `data.train_dir`, or lie in it where its corpus `reads_below` it."""
+    """Return the fields of validation sets that are `data.train_dir`, or below it if the corpus `reads_below`."""
     train = Path(data.train_dir).resolve()
     places = {field: Path(folder).resolve() for field, folder in validation_fields(data).items()}
     return [
@@ -121,7 +122,8 @@ def trained_validation_fields(data: DataConfig, reads_below: bool) -> list[str]:
 
 
 def longest_read_seconds(data: DataConfig) -> float:
-    """From the first try of one read to its last failure, as gsa_data.faults.Reading.longest_wait_seconds."""
+    """Return the time from the first try of a read to its last failure, as
+    gsa_data.faults.Reading.longest_wait_seconds."""
     doubled = range(min(data.read_retries, DOUBLED_WAITS))
     waits = (min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0**n) for n in doubled)
     longest = (data.read_retries - len(doubled)) * LONGEST_WAIT_SECONDS
@@ -129,7 +131,7 @@ def longest_read_seconds(data: DataConfig) -> float:
 
 
 class _Question(threading.Thread):
-    """Asks a file system, and holds the answer: lines of problems, None as long as there is none."""
+    """Asks a file system, and holds the answer: lines of problems, or None while there is no answer."""
 
     def __init__(self, field: str, path: str, ask: Callable[[], list[str]]) -> None:
         super().__init__(name=f"check of {field}", daemon=True)
@@ -148,7 +150,7 @@ class _Question(threading.Thread):
 def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
     limits_seconds = data.read_timeout_seconds, longest_read_seconds(data)
     if not 0 < limits_seconds[0] <= limits_seconds[1] <= threading.TIMEOUT_MAX:
-        return []  # the limits come first, and are reported elsewhere
+        return []  # limits come first and are reported elsewhere
     for question in questions:
         question.start()
     began = time.monotonic()
@@ -183,7 +185,7 @@ def _file_problems(field: str, path: str) -> list[str]:
 
 
 def _missing(what: str, path: str) -> str:
-    """`no such folder`; for a relative path, where it was looked for."""
+    """Return `no such folder`. For a relative path, add the folder in which it was looked for."""
     if left_to_a_shell(path):
         return f"no such {what}, for {LEFT_TO_A_SHELL}"
     return f"no such {what}" if Path(path).is_absolute() else f"not in the current folder {Path.cwd()}"
@@ -193,8 +195,8 @@ LEFT_TO_A_SHELL = "only a shell fills in ~ and $"
 
 
 def left_to_a_shell(path: str) -> bool:
-    """Such as `~/runs` or `$SCRATCH/runs` of a YAML file, which would be folders of the current one. A shell fills in
-    neither after `run.dir=~` nor in quotes."""
+    """Whether a path such as `~/runs` or `$SCRATCH/runs` still needs a shell. No shell expands such a path in a YAML
+    file, after `run.dir=`, or in quotes. It would name a folder in the current one."""
     return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)
 
 

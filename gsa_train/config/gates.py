@@ -1,4 +1,4 @@
-"""Which gates a layer has, how many, and which fields of them fit together. Plain numbers."""
+"""Compute which gates a layer has, how many, and which of their fields fit together. Plain numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logits of G1; G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
-    """Gates of a token at each of `POSITIONS`, which is as many rows as their weights have; 0 where there is no gate.
+    """Return the gates of a token at each of `POSITIONS`, which equal the rows of their weights; 0 without a gate.
 
     Args:
         heads: query heads n_h
@@ -44,18 +44,18 @@ def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_s
 
 
 def has_paper_form(gsa: GSAConfig) -> bool:
-    """Gates, if there are any, are sigmoids of each head and channel: what the fused operations have."""
+    """Whether all gates are sigmoids of each head and channel, which the fused operations support."""
     return all(getattr(gsa, name) == value for name, value in FORM.items())
 
 
 def fuses_gates(gsa: GSAConfig) -> bool:
-    """The fused split and rotary embedding has all the gates that act in front of attention."""
+    """Whether the fused split and rotary embedding has all the gates that act before attention."""
     others = [position for position in POSITIONS if position not in COMPATIBLE_WITH_FUSED]
     return has_paper_form(gsa) and not any(getattr(gsa, f"{position}_gate") for position in others)
 
 
 def check_gates(gsa: GSAConfig) -> list[str]:
-    """A line for each mistake."""
+    """Return a line for each mistake."""
     return [*_check_unread(gsa), *_check_projection_gate(gsa), *_check_output_transform(gsa)]
 
 

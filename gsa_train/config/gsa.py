@@ -124,7 +124,7 @@ class Scores:
 
 
 def least_keys_to_choose(indexer_pool: int) -> int:
-    """Keys that a query sees, if it can prefer one to another: two, or two groups before its own."""
+    """Return the number of keys that a query needs to have a choice: two, or two groups before its own."""
     return 2 if indexer_pool == 1 else 2 * indexer_pool + 1
 
 
@@ -141,7 +141,7 @@ SCORES = {
 
 
 def check_selection(config: Config) -> list[str]:
-    """A line for each mistake."""
+    """Return a line for each mistake."""
     gsa, lines = config.gsa, []
     if gsa.k_min > gsa.k_base:
         lines.append(
@@ -167,7 +167,7 @@ def check_selection(config: Config) -> list[str]:
     if gsa.indexer_pool > 1:
         lines += _check_pool(config)
     share = gsa.indexer_loss_row_fraction
-    # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
+    # Exact to one percent, as in `gsa_kernels.sampling`: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
         lines.append(
             problem_line(

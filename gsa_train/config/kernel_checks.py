@@ -1,4 +1,4 @@
-"""What the fused kernels can run: the part of a config's checks that knows their limits."""
+"""Check what the fused kernels can run. Only this part of a config's checks knows their limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gsa_train.config.sections import Config
 
 
 def check_kernels(config: Config) -> list[str]:
-    """Mistakes in the fields that name kernels, a line each."""
+    """Return mistakes in the fields that name kernels, a line each."""
     return [
         *_check_implementation(config),
         *_check_attention_kernel(config),
@@ -18,7 +18,7 @@ def check_kernels(config: Config) -> list[str]:
 
 
 def unsupported_by_kernels(config: Config) -> list[str]:
-    """Why the fused kernels cannot run this config, as `field = value: reason`; empty when they can."""
+    """Return why the fused kernels cannot run this config, as `field = value: reason`, or an empty list."""
     reasons = []
     if config.model.head_dim not in limits.HEAD_SIZES:
         reasons.append(
@@ -50,7 +50,8 @@ def unsupported_by_kernels(config: Config) -> list[str]:
 
 
 def _unsupported_pool(config: Config) -> list[str]:
-    """Groups of keys go to the kernels as whole words and sequences (gsa_kernels/selection/groups.py)."""
+    """Return mistakes with groups of keys, which the kernels take as whole words and sequences
+    (gsa_kernels/selection/groups.py)."""
     gsa, length = config.gsa, config.train.seq_len_tokens
     pool, name = gsa.indexer_pool, f"gsa.indexer_pool = {gsa.indexer_pool}"
     if pool not in limits.KEY_POOLS:

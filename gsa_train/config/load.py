@@ -1,7 +1,7 @@
-"""From a YAML file and `key=value` arguments to a dataclass, with every mistake collected.
+"""Build a dataclass from a YAML file and `key=value` arguments, and collect every mistake.
 
-A scalar in the file or on the command line is text. The type of the field alone decides what the text means:
-`off` is false for a bool field, and the word off for a field that offers it.
+A scalar in the file or on the command line is text. The type of the field alone decides what the text means: `off` is
+false for a bool field, and the word off for a field that offers it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_DIGITS = 18
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with one config, a line each in `problems`."""
+    """Lists every mistake of one config, a line each in `problems`."""
 
     def __init__(self, path: str | Path, problems: list[str]) -> None:
         self.problems = problems
@@ -43,7 +43,7 @@ class ConfigError(ValueError):
 
 
 class Problems:
-    """The mistakes found so far in a config of class `root`, and the fields left without a value by them."""
+    """Collects the mistakes in a config of class `root`, and the fields that they leave without a value."""
 
     def __init__(self, root: type) -> None:
         self.root = root
@@ -51,34 +51,34 @@ class Problems:
         self._unusable: set[str] = set()
 
     def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
-        """Note a mistake; `meant` are the fields that a misspelled one may stand for."""
+        """Add a mistake. `meant` are the fields that the user may have meant by a misspelled one."""
         self.lines.append(problem_line(field, value, wrong, remedy))
         self._unusable.update({field, *meant})
 
     def explain(self, line: str) -> bool:
-        """True if `line` speaks of a field without a usable value, so that an earlier mistake explains it."""
+        """Return True if `line` is about a field without a usable value, so that an earlier mistake explains it."""
         # A section is named as `model = ...` or inside `model.num_layers`; the bare word may be prose.
         endings = {field: r"(?!\w)" if "." in field else r"(?:\.\w| = )" for field in self._unusable}
         return any(re.search(rf"(?<![\w.]){re.escape(field)}{end}", line) for field, end in endings.items())
 
 
 def problem_line(field: str, value: object, wrong: str, remedy: str) -> str:
-    """`field = value: what is wrong; remedy`"""
+    """Format `field = value: what is wrong; remedy`."""
     return f"{field} = {as_written(value)}: {wrong}; {remedy}"
 
 
 def not_in(table: Mapping[str, object], field: str, name: str) -> list[str]:
-    """What is wrong with a field that chooses from a table by name; nothing where the table has it."""
+    """Return the mistake in a field that chooses from a table by name, or nothing if the table has the name."""
     if name in table:
         return []
     return [problem_line(field, name, "no such name", f"give one of {', '.join(table)}")]
 
 
 def chosen(table: Mapping[str, Built], field: str, name: str) -> Built:
-    """The row of the table that a field of a config chooses.
+    """Return the row of the table that a field of a config chooses.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such row.
     """
     for wrong in not_in(table, field, name):
         raise ValueError(wrong)
@@ -97,7 +97,7 @@ def as_written(value: object) -> str:
 
 
 def flat_fields(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """`section.field` and value of a config as a dict; a phase by its number."""
+    """Yield `section.field` and value of a config as a dict. A phase is named by its number."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from flat_fields(value, f"{where}.{key}" if where else str(key))
@@ -115,17 +115,18 @@ SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "c
 
 
 def find_config(path: str | Path) -> Path:
-    """The file itself; for a bare name such as `demo` the project's config of that name, unless a file has it."""
+    """Return the file. A bare name such as `demo` means the project's config of that name, unless a file has the
+    name."""
     bare = Path(path).name == str(path) and not Path(path).exists()
     named = [folder / f"{path}.yaml" for folder in SHIPPED if bare]
     return next((file for file in named if file.is_file()), Path(path))
 
 
 def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
-    """The tree of a YAML file, or of a config of the project by its name.
+    """Read the tree of a YAML file, or of a config of the project by its name.
 
     Args:
-        kind: `config`, or what the file is instead: then no names of configs are offered.
+        kind: `config`, or the kind of file; other kinds get no names of configs as suggestions.
 
     Raises:
         ConfigError: the file cannot be read, or is not a YAML mapping.
@@ -143,10 +144,10 @@ def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
 
 
 def parse_yaml(content: str | bytes, path: str | Path) -> dict[Any, Any]:
-    """The tree of a YAML file's content.
+    """Read the tree of a YAML file's content.
 
     Raises:
-        ConfigError: it is not a YAML mapping.
+        ConfigError: the content is not a YAML mapping.
     """
     try:
         tree = yaml.load(content, TextLoader)
@@ -167,7 +168,7 @@ def _yaml_reason(error: yaml.YAMLError) -> str:
 
 
 def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> None:
-    """Write one `section.field=value` or `phases.0.field=value` into the tree; `phases[0].field` is the same."""
+    """Write one `section.field=value` or `phases.0.field=value` into the tree. `phases[0].field` means the same."""
     path, equals, text = override.partition("=")
     path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
     if not equals or not path:
@@ -186,7 +187,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
     if isinstance(value, dict) and value:
         problems.add(path, text, "sets several fields at once", "write one key=value for each field")
         return
-    # The shell takes the quotes of `run.name="trial #2"`, which would be the run `trial`.
+    # The shell removes the quotes of `run.name="trial #2"`, which would then be the run `trial`.
     if _has_comment(text):
         problems.add(path, text, "a comment from # on, as YAML reads it", "put the value in quotes")
         return
@@ -220,7 +221,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
 
 
 def _has_names(root: type, keys: Sequence[str]) -> bool:
-    """Whether a field maps names to values; names of sources may contain dots, or be digits alone."""
+    """Whether a field maps names to values. Names of sources may contain dots, or be digits alone."""
     hint: Any = root
     for key in keys:
         hint = _hints(hint).get(key) if _is_section(hint) else None
@@ -239,12 +240,12 @@ def _has_comment(text: str) -> bool:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Returns field -> type. Cached, since Python compiles each annotation again at every call."""
+    """Returns field -> type. Cached, because Python compiles each annotation again at every call."""
     return typing.get_type_hints(cls)
 
 
 def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -> Built:
-    """The dataclass `cls` from a tree; a field with a mistake keeps its default."""
+    """Build the dataclass `cls` from a tree. A field with a mistake keeps its default."""
     hints = _hints(cls)  # type: ignore[arg-type]
     if not isinstance(tree, dict):
         wrong = "no fields below it" if tree is None else "not a section"
@@ -284,7 +285,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
 
 @cache
 def _converter(hint: Any) -> DictConfig:
-    """What converts values to this type, one after another: views of whole dataclasses take longer than all else."""
+    """Return a converter of values to this type. Views of whole dataclasses would be slow."""
     return DictConfig({}, key_type=str, element_type=hint)
 
 
@@ -305,7 +306,7 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
 
 
 def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
-    """Values of one type."""
+    """Build values of one type."""
     try:
         if not isinstance(value, list):
             raise ValidationError("not a list")
@@ -324,10 +325,8 @@ PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 def _build_dict(
     value_hint: Any, value: object, problems: Problems, field: str, any_names: bool
 ) -> dict[str, Any]:
-    """Values of one type under names of the user's choice; an entry with a mistake is left out.
-
-    Names are plain ones, unless the field's metadata allow any: then they come from the data, not from the user.
-    """
+    """Build values of one type under names of the user's choice. An entry with a mistake is left out. Names are plain,
+    unless the field's metadata allow any name, because the names come from the data."""
     if value is None:
         problems.add(field, value, "no value", f"write {field}={{}} for none, or {field}.NAME=VALUE for each")
         return {}
@@ -350,7 +349,7 @@ def _build_dict(
 
 
 def _typed(hint: Any, value: object) -> Any:
-    """The value of one field, converted by OmegaConf to the field's type."""
+    """Convert the value of one field to the field's type by OmegaConf."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ValidationError("OmegaConf's interpolation is not part of these configs")
     if isinstance(value, str) and "\0" in value:
@@ -371,7 +370,7 @@ def _typed(hint: Any, value: object) -> Any:
 
 
 def _integer(value: object) -> int | None:
-    """What the text says, if it is an integer."""
+    """Return the integer that the text means, or None."""
     try:
         return int(str(value))
     except ValueError:
@@ -379,7 +378,7 @@ def _integer(value: object) -> int | None:
 
 
 def _wrong_in_words(value: object, hint: Any) -> str:
-    """Why `_typed` did not take the value."""
+    """Return why `_typed` refused the value."""
     if value is None:
         return "no value"
     if hint is int and _integer(value) is not None:
@@ -406,18 +405,19 @@ def _add_unknown(cls: type, key: str, value: object, where: str, problems: Probl
 
 
 def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -> list[str]:
-    """The fields that an unknown key of a section with these `known` ones may stand for."""
+    """Return the fields that an unknown key of a section with these `known` fields may stand for."""
     here = FIELD_OF.get(key, "").split(".")[-1]
     close = [here] if here in known else difflib.get_close_matches(key, known, n=1)
     if close and (here in known or key not in FIELD_OF):
         return [f"{prefix}{close[0]}"]
-    inner = value if isinstance(value, dict) and not prefix else {}  # of a section that there is not
+    inner = value if isinstance(value, dict) and not prefix else {}  # if the section does not exist
     found = [field for name in inner for field in fields_named(str(name), root)] or fields_named(key, root)
     return found or [f"{prefix}{name}" for name in close]
 
 
 def fields_named(key: str, root: type) -> list[str]:
-    """Fields of a config of class `root` that bear this name without their section, here or in another framework."""
+    """Return fields of a config of class `root` that have this name without their section, here or in another
+    framework."""
     names = field_names(root)
     if FIELD_OF.get(key) in names:
         return [FIELD_OF[key]]
@@ -425,7 +425,7 @@ def fields_named(key: str, root: type) -> list[str]:
 
 
 def field_names(cls: type, prefix: str = "") -> list[str]:
-    """Returns `section.field` for every field of nested dataclasses; for a list of sections, the fields of item 0."""
+    """Returns `section.field` for every field of nested dataclasses. A list of sections has the fields of item 0."""
     names = []
     for key, hint in _hints(cls).items():
         item: Any = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None

@@ -12,7 +12,7 @@ from gsa_train.config.load import problem_line
 
 @dataclass(frozen=True)
 class RopeScalingConfig:
-    """The fields of transformers' `rope_parameters`."""
+    """Has the fields of transformers' `rope_parameters`."""
 
     rope_type: Literal["default", "yarn"] = "default"
     """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071), for longer sequences than in earlier training. It slows
@@ -68,12 +68,13 @@ class ModelConfig:
 
     @property
     def rotary_channels(self) -> int:
-        """Of a head, that the rotary embedding turns: as megatron-core and transformers round them."""
+        """Return the channels of a head that the rotary embedding rotates, rounded as in megatron-core and
+        transformers."""
         return int(self.head_dim * self.rotary_percent)
 
 
 def check_rotary(model: ModelConfig) -> list[str]:
-    """`model.rotary_percent` and `model.rope_scaling`; a line for each mistake."""
+    """Check `model.rotary_percent` and `model.rope_scaling`. Return a line for each mistake."""
     return [*_check_percent(model), *_check_scaling(model)]
 
 

@@ -58,7 +58,7 @@ class MoEConfig:
 
 
 def layers_with_experts(moe: MoEConfig, num_layers: int) -> range:
-    """The layers (from 0) that are mixtures of experts."""
+    """Return the layers (from 0) that are mixtures of experts."""
     if moe.experts < 1 or moe.layer_interval < 1:
         return range(0)
     return range(moe.first_dense_layers, num_layers, moe.layer_interval)
@@ -69,12 +69,12 @@ ALIGNMENT = 8
 
 
 def expert_layers(config: Config) -> list[int]:
-    """The layers (from 0) that have experts."""
+    """Return the layers (from 0) that have experts."""
     return list(layers_with_experts(config.moe, config.model.num_layers))
 
 
 def check_moe(config: Config, world_size: int) -> list[str]:
-    """A line for each mistake."""
+    """Return a line for each mistake."""
     if config.moe.experts == 0:
         return _check_unread(config)
     if config.moe.experts < 0:  # the range of the field says so
@@ -88,7 +88,7 @@ def check_moe(config: Config, world_size: int) -> list[str]:
 
 
 def _check_unread(config: Config) -> list[str]:
-    """Without experts nothing reads the other fields."""
+    """Check that other fields have their defaults without experts, because nothing reads them."""
     wrong = "without effect, for moe.experts = 0"
     lines = [
         problem_line(f"moe.{field.name}", value, wrong, f"leave it at {field.default}, or set moe.experts")
@@ -210,7 +210,7 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
 
 
 def _check_not_with(config: Config) -> list[str]:
-    """What has not been made for experts."""
+    """Check for features that experts do not support."""
     experts, lines = f"moe.experts = {config.moe.experts}", []
     if config.parallel.strategy == "deepspeed":
         wrong = f"DeepSpeed's ZeRO reduces all gradients over the same ranks, but with {experts} experts have others"

@@ -69,8 +69,8 @@ class MonitorConfig:
 
     @property
     def reach_steps(self) -> int | None:
-        """With `rewind`, so much older than the newest checkpoint is one that a spike may go back to: a save may come
-        within its first steps. Else None."""
+        """With `rewind`, return the minimum age in steps of a checkpoint that a spike may go back to, else None. Age
+        counts from the newest checkpoint, because a save may happen within a spike's first steps."""
         if self.action != "rewind":
             return None
         return self.rewind_min_steps + self.lasting_steps + self.patience_steps
@@ -81,10 +81,10 @@ UNREPEATABLE = ("cudnn", "flash_sdpa")
 
 
 def check_monitor(config: Config, replicas: int) -> list[str]:
-    """Lines about the fields of `monitor` and what they need of others.
+    """Return mistakes in the fields of `monitor` and what they need of other fields.
 
     Args:
-        replicas: data-parallel size; 0 where the layout itself is wrong.
+        replicas: data-parallel size; 0 if the layout itself is wrong.
     """
     monitor, lines = config.monitor, []
     if monitor.window_steps < 32:
@@ -127,7 +127,7 @@ def check_monitor(config: Config, replicas: int) -> list[str]:
 
 
 def _check_corruption(config: Config, replicas: int) -> list[str]:
-    """What compares bits needs something to compare, and numbers that repeat."""
+    """Check that the bit comparisons have something to compare, and numbers that repeat."""
     monitor, lines = config.monitor, []
     every = monitor.compare_replicas_every_steps
     if every > 0 and replicas * config.parallel.context == 1:

@@ -71,10 +71,9 @@ class ParallelConfig:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Layers of each model chunk, in the order of the model; empty if the sizes do not fit (`check_layout` says why).
-
-    Chunk i is on stage i % pipeline, as the (i // pipeline)-th of its virtual_pipeline chunks (interleaved 1F1B).
-    """
+    """Return the layers of each model chunk, in model order, or an empty list if sizes do not fit (see
+    `check_layout`). Chunk i is on stage i % pipeline, as the (i // pipeline)-th of its virtual_pipeline chunks
+    (interleaved 1F1B)."""
     parallel, layers = config.parallel, config.model.num_layers
     chunks = parallel.pipeline * parallel.virtual_pipeline
     if min(layers, parallel.pipeline, parallel.virtual_pipeline) < 1:
@@ -87,7 +86,7 @@ def chunk_layers(config: Config) -> list[int]:
 
 
 def stage_chunks(config: Config, stage: int) -> list[range]:
-    """The layers (from 0) of each chunk that a stage holds."""
+    """Return the layers (from 0) of each chunk that a stage holds."""
     counts = chunk_layers(config)
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     spans = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -95,7 +94,7 @@ def stage_chunks(config: Config, stage: int) -> list[range]:
 
 
 def stage_layers(config: Config, stage: int) -> list[int]:
-    """All layers (from 0) that a stage holds."""
+    """Return all layers (from 0) that a stage holds."""
     return [layer for chunk in stage_chunks(config, stage) for layer in chunk]
 
 
@@ -103,7 +102,7 @@ MOST_TOKENS_PER_STEP = 10**9  # sixteen times DeepSeek-V3's 63M (arXiv 2412.1943
 
 
 def check_layout(config: Config, world_size: int) -> list[str]:
-    """Mistakes in `parallel`, and in sizes that it must divide, a line each."""
+    """Return mistakes in `parallel`, and in sizes that it must divide, a line each."""
     return [
         *_check_sizes(config, world_size),
         *_check_strategy(config),
@@ -115,7 +114,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Data-parallel ranks of a world that the model-parallel sizes divide; 0 if they do not."""
+    """Return the data-parallel ranks of a world that the model-parallel sizes divide, or 0 if they do not."""
     sizes = _model_sizes(config)
     unit = math.prod(sizes.values())
     if min(*sizes.values(), world_size) < 1 or world_size % unit != 0:
@@ -124,7 +123,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 
 
 def _model_sizes(config: Config) -> dict[str, int]:
-    """Ranks that share one sequence, field by field; what is left of the world is data parallel."""
+    """Return the ranks that share one sequence, by field. The rest of the world is data parallel."""
     parallel = config.parallel
     return {
         "parallel.tensor": parallel.tensor,
@@ -134,13 +133,13 @@ def _model_sizes(config: Config) -> dict[str, int]:
 
 
 def nearest(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`, in words."""
+    """Return the multiples of `unit` next to `value`, in words."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(below + unit)
 
 
 def undivided_chunk(config: Config, unit: int) -> int:
-    """Layers of the first chunk that are not a multiple of `unit`; 0 if all are."""
+    """Return the layers of the first chunk that are not a multiple of `unit`, or 0 if all are."""
     return next((layers for layers in chunk_layers(config) if unit > 0 and layers % unit != 0), 0)
 
 
@@ -189,7 +188,7 @@ def _check_sizes(config: Config, world_size: int) -> list[str]:
 
 
 def _check_strategy(config: Config) -> list[str]:
-    """What DeepSpeed's ZeRO goes together with."""
+    """Check what DeepSpeed's ZeRO supports."""
     parallel = config.parallel
     lines = []
     if parallel.strategy == "megatron":
@@ -226,7 +225,7 @@ def _check_strategy(config: Config) -> list[str]:
 
 
 def _check_instances(config: Config, world_size: int) -> list[str]:
-    """Optimizer instances that share the ranks out evenly."""
+    """Check that optimizer instances divide the ranks evenly."""
     parallel, field = config.parallel, "parallel.optimizer_instances"
     instances = parallel.optimizer_instances
     if instances < 2:
@@ -246,7 +245,7 @@ def _check_instances(config: Config, world_size: int) -> list[str]:
 
 
 def _check_context(config: Config) -> list[str]:
-    """Each context-parallel rank holds whole chunks, which sequence parallelism splits evenly."""
+    """Check that each context-parallel rank holds whole chunks, which sequence parallelism divides evenly."""
     length, block = config.train.seq_len_tokens, config.gsa.selection_block
     context, tensor, chunks = config.parallel.context, config.parallel.tensor, config.parallel.context_chunks
     if chunks < 2 or chunks % 2 != 0:
@@ -281,7 +280,7 @@ def _check_context(config: Config) -> list[str]:
 
 
 def _check_pipeline(config: Config, world_size: int) -> list[str]:
-    """Layers that fill the chunks, and micro-batches that fill an interleaved schedule."""
+    """Check that layers fill the chunks, and micro-batches fill an interleaved schedule."""
     parallel, layers, train = config.parallel, config.model.num_layers, config.train
     stages, virtual, given = parallel.pipeline, parallel.virtual_pipeline, parallel.pipeline_layers
     if min(stages, virtual, layers) < 1:

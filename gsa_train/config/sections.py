@@ -1,4 +1,4 @@
-"""All sections of a config together."""
+"""Define the config of all sections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gsa_train.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Config:
-    """The sections; each is described in a file of its name."""
+    """Holds the sections. The file of its name describes each."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,4 +1,4 @@
-"""YAML as configs have it: plain scalars are text."""
+"""Read YAML as in configs: plain scalars are text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KNOWN_TAGS = (f"{_TAG}null", f"{_TAG}str", f"{_TAG}seq", f"{_TAG}map", None)  #
 
 
 class TextLoader(yaml.SafeLoader):
-    """YAML whose plain scalars are text, null excepted; duplicate keys, aliases and other tags are errors."""
+    """Loads YAML whose plain scalars are text, except null. Duplicate keys, aliases and other tags are errors."""
 
     yaml_implicit_resolvers = dict.fromkeys(("~", "n", "N", ""), _NULL_RESOLVER)
     yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _KNOWN_TAGS}  # noqa: RUF012
 
-    _levels = 0  # of the node that is read, inside others
+    _levels = 0  # depth of the node that is being read
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -29,7 +29,7 @@ class TextLoader(yaml.SafeLoader):
                 problem_mark=self.peek_event().start_mark,
             )
         self._levels += 1
-        if self._levels > MOST_LEVELS:  # PyYAML's own functions call each other
+        if self._levels > MOST_LEVELS:  # PyYAML's own functions are recursive
             raise yaml.composer.ComposerError(
                 problem=f"sections and lists are nested more than {MOST_LEVELS} levels deep",
                 problem_mark=self.peek_event().start_mark,

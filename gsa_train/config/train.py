@@ -60,7 +60,7 @@ class TrainConfig:
 
 
 def check_graphs(config: Config) -> list[str]:
-    """What keeps a pass over a micro-batch from being a CUDA graph, a line each."""
+    """Return the reasons why a pass over a micro-batch cannot be a CUDA graph, a line each."""
     if not config.train.cuda_graphs:
         return []
     reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config), *_of_experts(config)]
@@ -135,8 +135,8 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """How many tokens an expert gets differs from pass to pass. On one rank and without a capacity no shape depends on
-    it, and torch's grouped products in bf16 read it on the device (on Hopper and later)."""
+    """Return the reasons from experts, whose token counts differ between passes. On one rank and without a capacity no
+    shape depends on the counts, and torch's grouped products in bf16 read them on the device (on Hopper and later)."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

@@ -16,11 +16,11 @@ class QueryChunk:
     """Consecutive queries of the sequence that this rank holds."""
 
     local: slice
-    """Their place among this rank's tokens."""
+    """Place of the queries among this rank's tokens."""
     start: int
-    """Position of the first one in the whole sequence."""
+    """Position of the first query in the whole sequence."""
     end: int
-    """One past the last position; these queries see keys [0, end)."""
+    """One past the last position. These queries see keys [0, end)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ContextSharding:
     rank: int = 0
     size: int = 1
     chunks: int = 2
-    """Chunks of a rank; even."""
+    """Number of chunks of a rank, which is even."""
 
     def numbers(self, rank: int) -> list[int]:
         """Returns the numbers of the chunks that a rank holds, in the order of the sequence."""

@@ -30,8 +30,8 @@ from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _MAKERS = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
-"""Functions that megatron-core calls with `device` or `pin_memory`. Replaced one by one: a TorchFunctionMode would
-intercept every operation and every access to a shape, which is slow."""
+"""Functions that megatron-core calls with `device` or `pin_memory`. Each is replaced separately, because a
+TorchFunctionMode would slowly intercept every operation and every access to a shape."""
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -32,8 +32,6 @@ def prepare_connections(
 
     Args:
         layouts: layouts of this process; CUDA's context sees only the first.
-        environment: this process's environment.
-        capability: see `compute_capability`.
     """
     if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return

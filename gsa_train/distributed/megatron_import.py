@@ -23,7 +23,7 @@ LIBRARIES_WARNINGS = (
     r"full scope is deprecated",  # about CUDA graphs, which are off
     r"`torch\.distributed\.\w+_tensor` is deprecated",  # torch 2.13 deprecates it; 2.11 has no other
 )
-"""Warnings on every rank about normal conditions: they would hide useful ones."""
+"""Warnings on every rank about normal conditions, which would hide useful warnings."""
 
 
 def import_megatron() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gsa_train.metrics.record_format import values_in_words
 
 INTERVAL_SECONDS = 900.0
-"""Minimum time between alerts with the same title; the next one counts those left out."""
+"""Minimum time between alerts with the same title. The next alert counts the suppressed ones."""
 SLOW_RATIO = 3.0
 """Alert if an interval's seconds per step exceed the median of earlier ones by this factor."""
 SLOW_HISTORY = 16

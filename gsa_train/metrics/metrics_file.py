@@ -20,7 +20,7 @@ from gsa_train.metrics.lost_records import Outage
 logger = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 64 << 20
-"""Limit of records in memory, thousands of them; the oldest ones beyond it are lost."""
+"""Limit of records in memory, which is thousands of records. Beyond it the oldest records are lost."""
 
 
 class _Waiting(NamedTuple):

@@ -26,7 +26,7 @@ SECTIONS = {
 class Panel:
     section: str
     figure: str
-    """Panels of the same figure are drawn below each other. A key of TITLES, and the name of the file in plots/."""
+    """Key of TITLES, and name of the file in plots/. Panels of the same figure are drawn below each other."""
     label: str
     """Label of the y axis."""
     lines: dict[str, str]
@@ -40,7 +40,7 @@ class Panel:
     per_entry: str = ""
     """Key of a dict; each of its entries gets a line."""
     overlapping: bool = False
-    """Lines often coincide: each is drawn thinner than the one below it, so that all are visible."""
+    """Lines often coincide. Each line is drawn thinner than the line below it, so that all are visible."""
     conditional: bool = False
     """Whether some configs never log it."""
 
@@ -244,7 +244,7 @@ class Picture:
     section: str
     label: str
     columns: str
-    """What the entries of each layer's list are."""
+    """Meaning of the entries of each layer's list."""
     is_share: bool
     """Whether its numbers lie between 0 and 1."""
 

@@ -143,7 +143,6 @@ def _validation_line(record: dict[str, Any], total_steps: int) -> str:
 
 
 def _event_line(record: dict[str, Any], total_steps: int) -> str:
-    """Format an event other than a validation as key and value."""
     words = values_in_words(record, without=("event", "step", "phase"))
     return "  ".join(
         [_step_and_phase(record, total_steps), record["event"].replace("_", " ").upper(), *words]

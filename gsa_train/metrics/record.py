@@ -47,8 +47,8 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def read_and_reset(self) -> Interval:
-        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step. The rest
-        of the step's device work, the update, counts to the next interval."""
+        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step. The
+        device work of the step's update then counts to the next interval."""
         now = time.perf_counter()
         interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0
@@ -64,7 +64,7 @@ class Interval:
     """Sum over all ranks."""
     seconds: float
     wait_seconds: float
-    """How much of `seconds` this process waited for text."""
+    """Part of `seconds` that this process waited for text."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class Measured:
     worked: Worked = field(default_factory=lambda: Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0)))
     """Result of its WorkTime."""
     data_totals: Mapping[str, int] = field(default_factory=dict)
-    """Result of `data_totals`; the same names on every rank."""
+    """Result of `data_totals`, with the same names on every rank."""
     data_checksum: int = 0
     """CRC-32 of this rank's share of the step's text."""
     causal_keys: torch.Tensor | None = None
-    """0-d, mean over this replica's queries (all replicas have the same number); None on every rank or on none."""
+    """0-d, mean over this replica's queries (all replicas have the same number). All ranks have a value, or all have
+    None."""
     update_norm: torch.Tensor | None = None
-    """0-d, the same on every rank; None on every rank or on none."""
+    """0-d, the same on every rank. All ranks have a value, or all have None."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ LATEST_TIME = 1e11
 TEXTS = frozenset(
     "phase event validation_set signal action reason file checkpoint_name checkpoint_error prompt text".split()  # noqa: SIM905
 )
-"""Keys whose strings are never numbers; the last two are of samples, which a model writes."""
+"""Keys whose strings are never numbers. A model writes the last two, in samples."""
 NUMBERS = frozenset(key for panel in PANELS for key in panel.keys) | {"tokens", "step_seconds"}
 """Keys of numbers that are drawn or used in calculations."""
 COMPARED = frozenset(["value", "threshold"])

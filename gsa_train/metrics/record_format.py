@@ -39,16 +39,16 @@ from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 logger = logging.getLogger(__name__)
 
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
-"""Keys of numbers without a curve in TensorBoard and W&B, which have their own step and time; a checksum is
+"""Keys without a curve in TensorBoard and W&B: step and time, which both have themselves, and a checksum, which is
 only compared. PICTURES have no curves either."""
 SAMPLES = "samples.jsonl"
 """File next to metrics.jsonl with the model's texts after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
-"""A lone surrogate, which cannot be encoded, or an integer too large for a float: only lines that match
-are checked value by value."""
+"""A lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are checked
+value by value."""
 _LONGEST_INTEGER = 20
-"""Number of digits."""
+"""Largest number of digits."""
 
 
 def to_scalars(record: Record) -> dict[str, float]:
@@ -157,8 +157,8 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    The file may have hundreds of MB, and all ranks wait. It is therefore read once, and written only where it changes.
-    Lines stay as they are, so that their floats stay bit-equal. A file with damaged lines is kept as `*.damaged`.
+    All ranks wait, so the file is read once, and written only where it changes. Lines stay as they are, so that floats
+    stay bit-equal. A file with damaged lines is kept as `*.damaged`.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

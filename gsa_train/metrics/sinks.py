@@ -45,7 +45,6 @@ def open_sinks(
         resume_step: step of the loaded checkpoint. Records after it are dropped, because those steps run again. None:
             the run starts at step 0, and the files of an earlier start move to `previous/<time>/`. A folder that is a
             link or a mounted disk stays, and its content moves to `previous/<time>/` there.
-        wandb: the open W&B run, if any.
         keeps_later: dropped records move to `metrics_rewound.jsonl`.
         validates_again: also drop the validation at that step, because it runs again.
     """
@@ -92,8 +91,8 @@ class Sinks:
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Log to every sink and flush. A run that is killed right after this call has lost nothing. If metrics.jsonl
-        cannot be written, its records wait. If TensorBoard's files cannot be written, its records are lost."""
+        """Log to every sink and flush, so that a kill right after this call loses nothing. If metrics.jsonl cannot be
+        written, its records wait. If TensorBoard's files cannot be written, its records are lost."""
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -217,7 +216,8 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Output files of a run; the last two describe its checkpoints, and the next report would show them as this run's."""
+"""Output files of a run. The last two describe its checkpoints. If they stayed, the next report would show them as its
+own."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")

@@ -31,7 +31,7 @@ class TensorBoardSink:
             self._open()
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float], disk_works: bool) -> None:
-        """Write and flush. A run that is killed right after this call has lost nothing.
+        """Write and flush, so that a kill right after this call loses nothing.
 
         Args:
             disk_works: whether other files can be written; if not, no event file is opened, because it would stay

@@ -29,18 +29,19 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 10.0
 """Limit for any answer of the server before W&B starts, and for pending artifacts at the end."""
 INIT_SECONDS = 30.0
-"""Limit for W&B's start: a server that answers with errors is asked again until then."""
+"""Limit for W&B's start. A server that answers with errors is asked again until then."""
 FINISH_SECONDS = 30.0
 """Limit for sending the last records at the end."""
 RETRIES = 10_000
-"""Retries of sending records during an outage, at most a minute apart: a week. W&B's default ends after two hours."""
+"""Retries of sending records during an outage, at most a minute apart, for a week. W&B's default ends after two
+hours."""
 REFUSED_RECORDS = "filestream: fatal error"
-"""Line in W&B's log if the server has refused records, as with a revoked key: W&B then stops sending, and its
-`finish` raises nothing."""
+"""Line in W&B's log if the server has refused records, as with a revoked key. W&B then stops sending, and its `finish`
+raises nothing."""
 SERVICE, SERVICE_END_SECONDS = "wandb-core", 5.0
 """W&B's process, a child of this one, and how long it may take to end."""
 MARK = ".wandb.synced"
-"""Suffix of the file with which `wandb sync` marks sent records, which it then skips."""
+"""Suffix of the file by which `wandb sync` marks and skips sent records."""
 
 
 def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path) -> Run:
@@ -144,7 +145,7 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
         service.kill()
     wait([done], SERVICE_END_SECONDS)
     with contextlib.suppress(wandb.Error, OSError):
-        wandb.teardown()  # otherwise at the end of this process, with a traceback
+        wandb.teardown()  # otherwise W&B's exit handler does so, with a traceback
     return False
 
 

@@ -36,7 +36,7 @@ WandbMode = Literal["online", "offline", "shared", "disabled"]
 OLD_MODES = {"dryrun": "offline", "run": "online"}
 """W&B's old names of modes, which it still accepts."""
 CONTINUES = "continues_wandb_run"
-"""Field of the W&B config: the W&B run from which this one was copied."""
+"""Field of the W&B config: the W&B run that this run was copied from."""
 
 
 class WandbRefused(RuntimeError):

@@ -19,12 +19,12 @@ class AttentionPass:
     trains_indexer: bool = False
     """Compute the indexer loss and its gradients."""
     base_has_graph: bool = True
-    """False in the indexer warm-up: the base runs without a graph, and each layer runs its indexer's backward pass
-    immediately."""
+    """False in the indexer warm-up. The base then runs without a graph, and each layer runs its indexer's backward
+    pass at once."""
     evaluating: bool = False
-    """Validation: no gradients; moving averages keep their values."""
+    """Validation: there are no gradients, and moving averages keep their values."""
     measuring: bool = False
-    """This step or validation is logged: record the attention statistics (probes/stats.py)."""
+    """This step or validation is logged, so the attention statistics are recorded (probes/stats.py)."""
     kl_grad_scale: float | torch.Tensor = 0.0
     """Factor of a layer's KL sum in the gradient: a number, or fp32, 0-d."""
     row_fraction: float = 1.0
@@ -32,8 +32,8 @@ class AttentionPass:
     row_key: str = ""
     """Seeds the sampling of these queries: run seed, step and data-parallel rank."""
     will_recompute: bool = False
-    """Recomputation runs a forward pass without a graph, then again with one in the backward pass. The first run has no
-    records, samples or indexer loss."""
+    """Recomputation runs a forward pass without a graph, then another with a graph in the backward pass. The first run
+    has no records, samples or indexer loss."""
 
     @property
     def uses_indexer(self) -> bool:

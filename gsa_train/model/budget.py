@@ -11,12 +11,9 @@ import torch.distributed as dist
 class VarianceTracker(torch.nn.Module):
     """Holds V̄ of one layer, and the variance sum of the current step.
 
-    The average is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the
-    optimizer step. All micro-batches of a step and their recomputation thus use the same value, and no token
-    influences an earlier token through it.
-
-    The step counts the variances, because all layers have the same number. Queries with one causal key do not count;
-    their variance is 0.
+    V̄ is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the optimizer step.
+    All micro-batches of a step and their recomputation thus use the same value, and no token influences an earlier
+    token. Queries with one causal key have variance 0 and do not count.
     """
 
     ema: torch.Tensor
@@ -72,9 +69,9 @@ def update_variance_emas(
     """Update V̄ <- decay * V̄ + (1 - decay) * the step's mean variance, over all micro-batches and data-parallel
     ranks.
 
-    Call it after each step that ran the indexers. The first step's mean initializes the average. V̄ stays unchanged in
-    layers whose mean is not finite. V̄ stays unchanged in all layers if the step is not `applied` (0-d bool) or no row
-    counts. The host does not wait for the device.
+    Call it after each step that ran the indexers. The first step's mean initializes V̄. V̄ stays unchanged in layers
+    whose mean is not finite, and in all layers if the step is not `applied` (0-d bool) or no row counts. The host does
+    not wait for the device.
 
     Args:
         data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.

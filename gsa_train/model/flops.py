@@ -26,7 +26,7 @@ class ParameterCount:
     mlp: int
     """Dense feed-forward layers."""
     router: int
-    """This and the next two: MoE layers."""
+    """Routers of MoE layers."""
     experts: int
     """All routed experts."""
     shared_experts: int
@@ -34,7 +34,7 @@ class ParameterCount:
     output: int
     """0 when the output layer shares the embedding."""
     idle: int
-    """Not added to the total: routed experts that a token does not use."""
+    """Routed experts that a token does not use. The total does not include them."""
 
     @property
     def total(self) -> int:
@@ -121,10 +121,10 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Q K^T again over the attended keys, for the rows of the indexer loss: its target, the head-averaged
-    probabilities."""
+    """Target of the indexer loss, the head-averaged probabilities: Q K^T again over the attended keys, for the rows of
+    the loss."""
     dense_equivalent: float
-    """Not added to the total: the same model with dense attention, no indexer, and all parameters trained."""
+    """The same model with dense attention, no indexer, and all parameters trained. The total does not include it."""
 
     @property
     def total(self) -> float:
@@ -234,9 +234,6 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     A block selects from the causal keys of its first query, which queries of another document cannot use. Each query
     adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a window
     the result is an upper bound.
-
-    Args:
-        causal_keys: causal keys of each query, per sequence.
     """
     total = 0
     for sequence in causal_keys:
@@ -274,7 +271,7 @@ _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
 
 DEVICES = tuple(_PEAK_FLOPS_PER_SECOND)
 """Devices with a known peak rate."""
-_MEASURED_MFU = {"NVIDIA H200": 0.46}  # gsa_1.7b on four GPUs, whole step: docs/reference/performance.md
+_MEASURED_MFU = {"NVIDIA H200": 0.46}  # measured on whole steps of gsa_1.7b: docs/reference/performance.md
 _MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle and are unmeasured
 
 
@@ -290,7 +287,6 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it.
-        precision: `bf16` or `fp32`.
     """
     if device_name not in _PEAK_FLOPS_PER_SECOND:
         return None

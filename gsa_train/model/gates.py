@@ -91,7 +91,7 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds gate logits of tokens [..., B]. A gate that does not exist is None. x is d_k, or 1 if one gate serves all
+    """Holds gate logits of tokens [..., B]. A gate that the model lacks is None. x is d_k, or 1 if one gate serves all
     channels of a head. n_kv and n_h / n_kv are 1 if all heads share their gates."""
 
     value: torch.Tensor | None = None
@@ -168,7 +168,6 @@ def gate_statistics(
 
     Args:
         logits: [T, B, local rows], detached.
-        bins: `gate_bins`
     """
     statistics = Statistics()
     if config.gsa.gate_activation not in ("sigmoid", "ns_sigmoid"):
@@ -213,6 +212,6 @@ def _rows(config: GSATransformerConfig) -> list[int]:
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Return the rows of each per-head gate for one key-value head, or for all heads where they share."""
+    """Return the rows of each per-head gate for one key-value head, or for all heads if they share the gate."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for rows in _rows(config))

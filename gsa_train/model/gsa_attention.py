@@ -2,8 +2,9 @@
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-Shapes: L tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size.
-megatron-core's activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
+G1 and G2 are gates on the output and on the values. k_t is query t's key budget, and S_t its selected keys. Shapes: L
+tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size. megatron-core's
+activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from gsa_train.profiling.trace_spans import trace_span
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Holds what all layers share. The params of the layer spec pass it."""
+    """Holds what all layers share. The layer spec passes this object as a parameter."""
 
     runtime: AttentionRuntime
     implementation: Implementation
@@ -66,7 +67,7 @@ class GSASelfAttention(MegatronModule):
     `AttentionOverChunks` applies G1 in the paper's form; other forms are applied to its result.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout, so that its checkpoint tools
-    apply. Each key-value head has its query heads, the key and the value.
+    apply. `linear_qkv` holds for each key-value head its query heads, the key and the value.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class GSASelfAttention(MegatronModule):
             skip_bias_add=True,
             tp_group=pg_collection.tp,
         )
-        # The names end in layernorm: megatron-core sums their gradients over the tensor-parallel ranks.
+        # The names end in layernorm, so that megatron-core sums their gradients over the tensor-parallel ranks.
         self.q_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         self.k_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         has_indexer = self.gsa.attention == "sparse" and self.leads_group
@@ -157,7 +158,6 @@ class GSASelfAttention(MegatronModule):
         Args:
             hidden_states: the layer's normalised input, [L, B, d] ([L / tp, B, d] under sequence parallelism).
             attention_mask: document ids of the whole packed sequences [B, L * cp], or None for one document each.
-            rotary_pos_emb: angles of the rotary embedding on Q and K.
             unused: other arguments of megatron-core (inference, other packing formats).
         """
         attention_pass = self.runtime.pass_of_this_forward()

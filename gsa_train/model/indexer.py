@@ -32,15 +32,15 @@ class IndexerProjections(NamedTuple):
     """[B, L, H_I]; constant if the indexer has no head weights"""
 
     def of(self, chunk: QueryChunk) -> IndexerProjections:
-        """Return the chunk's queries and all keys up to the chunk's end."""
+        """Return the chunk's queries, and all keys up to the end of the chunk."""
         return IndexerProjections(
             self.queries[:, chunk.local], self.keys[:, : chunk.end], self.head_weight_logits[:, chunk.local]
         )
 
 
 class Indexer(MegatronModule):
-    """Computes the projections. It is replicated over the tensor-parallel ranks, which process the same tokens. Call
-    it as a module: with `overlap_param_gather`, forward-pre-hooks all-gather the parameters."""
+    """Computes the projections. The tensor-parallel ranks hold replicas, and process the same tokens. Call the indexer
+    as a module: with `overlap_param_gather`, forward-pre-hooks all-gather its parameters."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Indexer(MegatronModule):
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
         # In plain torch all ranks compute the same gradient. With the kernels each rank computes its share of the
-        # rows, times the number of ranks. The average is correct in both cases, and keeps the replicas bitwise equal.
+        # rows, and scales it by the number of ranks. The average is correct in both cases, and keeps the replicas
+        # bitwise equal.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
@@ -147,8 +148,8 @@ class Indexer(MegatronModule):
         if self.log_inverse_temperature is not None:
             return self.log_inverse_temperature.float().exp()[0]
         if self._fixed_inverse_temperature is None:  # not a buffer, which a bf16 model would round
-            # Take the device from a buffer. Reading a parameter here makes ZeRO-3 gather it in every later pass, in
-            # another order than it recorded.
+            # Take the device from a buffer. If a pass reads a parameter here, ZeRO-3 gathers it in every later pass,
+            # in another order than it recorded.
             value, device = float(self.gsa.indexer_temperature), self.padding.device
             self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
         return self._fixed_inverse_temperature

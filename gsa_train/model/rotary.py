@@ -50,7 +50,6 @@ def rotary_embedding(
 ) -> LocalRotaryEmbedding:
     """
     Args:
-        channels: channels of a head.
         percent: fraction of the channels that are rotated.
     """
     return LocalRotaryEmbedding(

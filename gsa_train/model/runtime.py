@@ -22,7 +22,7 @@ T = TypeVar("T")
 class AttentionRuntime:
     stats: LayerStats
     attention_pass: AttentionPass = field(default_factory=AttentionPass)
-    """The current pass; between passes the phase's default, which steps and validation modify."""
+    """The current pass. Between passes it is the phase's default, which steps and validation modify."""
     shared_selection: Any = field(default=None, repr=False)
     """Selections of the layer with the indexer, one per chunk of queries, for the other layers of its group
     (`selection_reuse`)."""

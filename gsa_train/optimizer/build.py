@@ -26,14 +26,15 @@ Group = dict[str, Any]
 @dataclass(frozen=True)
 class OptimizerKind:
     build: Callable[[list[Group], TrainConfig, bool], torch.optim.Optimizer]
-    """fp32 parameter groups, settings, whether to use torch's fused kernels -> optimizer. Parameters may be flat
-    shards. A fused optimizer skips a rejected update on the device; for any other the host waits for the verdict."""
+    """Builds the optimizer from fp32 parameter groups, the settings, and whether to use torch's fused kernels.
+    Parameters may be flat shards. A fused optimizer skips a rejected update on the device; otherwise the host waits
+    for the verdict."""
     squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
-    """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of the squares of what
-    the step changed, weight decay included. The gradients are gone: the change must follow from states,
-    group and parameters after the step, or the optimizer keeps it as a tensor of its own in `state`."""
+    """Returns the sum of squares of what the step changed, including weight decay: 0-d fp64. Arguments: states after a
+    step, their group and their parameters, all on one device. The gradients are gone, so the change must follow from
+    these arguments. An optimizer that needs more keeps a tensor in `state`."""
     state: tuple[str, ...]
-    """Names of its state tensors per parameter: fp32, in the parameter's shape, initially 0."""
+    """Names of the optimizer's state tensors per parameter: fp32, in the parameter's shape, initially 0."""
     counter: str | None = None
     """Name of the 0-d tensor in each parameter's state that counts updates."""
 
@@ -52,8 +53,8 @@ def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.O
 def adamw_change(
     states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the summed squares of the change in w' = (1 - lr decay) w - lr u, where w' - w = -lr (u + decay w') / (1
-    - lr decay)."""
+    """Return the sum of squares of w' - w, where w' = (1 - lr decay) w - lr u. The old weight w is not needed: w' - w
+    = -lr (u + decay w') / (1 - lr decay)."""
     import torch
 
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states

@@ -54,15 +54,15 @@ class PhaseOptimizer(ABC):
     modules: Sequence[torch.nn.Module]
     """The model's chunks, wrapped for the schedule."""
     local_backward: bool
-    """True in the indexer warm-up, where each layer runs its own backward pass; else the schedule runs it."""
+    """True in the indexer warm-up, where each layer runs its own backward pass. Otherwise the schedule runs it."""
     state_group: dist.ProcessGroup | None
-    """Ranks over which dense parameters' state is sharded; None: every data-parallel rank has all of it."""
+    """Ranks over which dense parameters' state is sharded; None: every data-parallel rank has all state."""
     expert_state_group: dist.ProcessGroup | None = None
-    """The same for expert parameters."""
+    """Ranks over which expert parameters' state is sharded, or None."""
     state_copy: int | None
     """Index of this rank's group among the groups with replicas of the same state; None without a group."""
     weights_stay: bool = True
-    """Weights inside `whole_weights` are the model's own and stay valid after it, until the next update."""
+    """Whether weights inside `whole_weights` are the model's own and stay valid until the next update."""
 
     def state_group_of(self, parameter: torch.Tensor) -> dist.ProcessGroup | None:
         return self.expert_state_group if is_of_expert(parameter) else self.state_group

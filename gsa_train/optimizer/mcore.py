@@ -43,11 +43,10 @@ Hook = Callable[..., None]
 class PhaseDataParallel(DistributedDataParallel):
     """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    megatron-core registers a hook on each parameter's autograd node. Each hook references the wrapper, its gradient
-    buffers and the model. A node lives as long as any tensor whose graph contains the parameter. A module may hold
-    such a tensor, as megatron-core's token dispatchers do. This makes a reference cycle through autograd that Python
-    cannot collect, and the next phase's wrapper gets the same nodes with the old hooks. Hooks here therefore hold a
-    weak reference.
+    megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. A node lives as
+    long as any tensor whose graph contains the parameter. If a module holds such a tensor, as megatron-core's token
+    dispatchers do, Python cannot collect the reference cycle through autograd. The next phase's wrapper would then get
+    nodes with old hooks. Hooks here therefore hold a weak reference.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]

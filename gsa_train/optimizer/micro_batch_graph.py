@@ -24,7 +24,7 @@ from gsa_train.optimizer.interface import PhaseOptimizer
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2
-"""Steps without a graph before its capture, in which kernels are compiled and libraries create their handles."""
+"""Steps without a graph before the capture, in which kernels are compiled and libraries create their handles."""
 
 
 class CaptureError(RuntimeError):
@@ -38,7 +38,7 @@ class PassInputs(NamedTuple):
     labels: torch.Tensor
     document_ids: torch.Tensor | None
     loss_mask: torch.Tensor
-    """This and the fields above: the `MicroBatch`."""
+    """Loss mask of the `MicroBatch`, whose other tensors are the fields above."""
     loss_scale: torch.Tensor
     """0-d: factor of the summed loss."""
     kl_grad_scale: torch.Tensor | None

@@ -35,7 +35,7 @@ from gsa_train.optimizer.zero_parts import Groups, Piece, pieces, pieces_of_shar
 from gsa_train.phases import lr_multipliers
 
 PERSISTENT_ELEMENTS = 100_000
-"""ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
+"""ZeRO-3 keeps parameters with fewer elements whole. This is DeepSpeed's default."""
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # On CPUs DeepSpeed would compile its own collectives at the first start. Use gloo's collectives instead.
@@ -205,7 +205,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     @contextmanager
     def _not_the_last(self) -> Iterator[None]:
-        """Enter the context of all micro-batches of a step except the last."""
         self._engine.set_gradient_accumulation_boundary(False)
         yield
         self._engine.set_gradient_accumulation_boundary(True)
@@ -214,8 +213,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce the gradients of parameters that are replicated over the tensor-parallel ranks. megatron-core's
-        finalize_model_grads does the same. These ranks shard the gradients identically."""
+        """Reduce the gradients of parameters that are replicated over the tensor-parallel ranks, as megatron-core's
+        finalize_model_grads does. These ranks shard the gradients identically."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:
@@ -234,7 +233,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
                     grad.copy_(reduced)
 
     def _reduction(self, name: str) -> str | None:
-        """Return how megatron-core reduces a parameter's gradient over the tensor-parallel ranks."""
         config, parameter = self._model.mcore_config, self._trained[name]
         if getattr(parameter, "average_gradients_across_tp_domain", False):
             return "average"

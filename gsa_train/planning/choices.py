@@ -16,7 +16,7 @@ TABLES: dict[str, Mapping[str, object]] = {
     "objective": OBJECTIVES,
     "optimizer": OPTIMIZERS,
 }
-"""Field of `train` -> its table. The tables load no torch by themselves."""
+"""Field of `train` -> its table. The tables do not load torch."""
 
 
 def unknown_choices(config: Config) -> list[str]:

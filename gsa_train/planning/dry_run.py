@@ -187,7 +187,6 @@ def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list
 def _time(
     config: Config, counts: Sequence[FlopsPerToken], world_size: int, device: str, mfu: float | None
 ) -> list[str]:
-    """Returns the time of the steps, without validations, saves and restarts."""
     count = count_parameters(config.model, config.gsa, config.moe)
     peak, measured = peak_flops_per_second(device, "bf16"), measured_mfu(device, count)
     if peak is None:

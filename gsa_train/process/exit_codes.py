@@ -1,7 +1,7 @@
 """Define exit codes of `launch/pretrain.py`; docs/reference/configuration.md says what to do about each."""
 
 FAILED = 1
-"""An error, bad data included, or a hang."""
+"""An error (including bad data) or a hang."""
 REFUSED = 2
 """Wrong use: every start would fail."""
 SAVE_FAILED = 3
@@ -13,6 +13,6 @@ CORRUPTED = 14
 UNHEALTHY = 15
 """A device failed the check before the first step. Start again without that device."""
 STOPPED = 75
-"""Stopped on request: start the same command again. EX_TEMPFAIL of sysexits.h."""
+"""Stopped on request: start the same command again. This is EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130
-"""Ctrl-C before the first step, or twice: nothing was saved. The shell's code for SIGINT."""
+"""Ctrl-C before the first step, or twice. Nothing was saved. This is the shell's code for SIGINT."""

@@ -34,9 +34,6 @@ class ProfileError(ValueError):
 class StepProfiler(Service):
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
         """
-        Args:
-            folder: folder for all traces of the run.
-
         Raises:
             ProfileError: a memory snapshot is requested without a CUDA device.
         """

@@ -43,11 +43,11 @@ class Breakdown:
     exposed_communication: float
     """Time in which only NCCL kernels run."""
     overlapped_communication: float
-    """Time in which NCCL kernels run beside others, which counts in `parts`."""
+    """Time in which NCCL kernels run in parallel with other kernels. It counts in `parts`."""
     idle: float
     """Time in which nothing runs, as after late launches of the host."""
     waits: dict[tuple[str, str], tuple[float, int]]
-    """(name, part) of what ends an idle time, or THE_END -> total time, count."""
+    """(name, part) of the work that ends an idle time, or THE_END -> total time, count."""
 
 
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:

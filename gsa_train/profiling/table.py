@@ -30,7 +30,6 @@ def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> 
 
     Args:
         events: torch.autograd.profiler_util.FunctionEvent of all threads.
-        steps: the traced steps.
         on_gpu: count each instant of the device's time once (gsa_train.profiling.step_breakdown); else the CPU time of
             each operation itself.
     """

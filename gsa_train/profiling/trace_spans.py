@@ -22,8 +22,8 @@ PARTS = (
     "optimizer",
     "logging",
 )
-"""In the order of a step. A nested span, such as the indexer inside the attention, counts separately. With
-experts `mlp` is everything except the routed ones: norm, residual connection, shared expert."""
+"""Spans in the order of a step. A nested span, such as the indexer inside the attention, counts separately. With
+experts `mlp` is everything except the routed experts: norm, residual connection, shared expert."""
 
 _NOTHING = nullcontext()
 

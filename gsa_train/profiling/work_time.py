@@ -29,7 +29,7 @@ class Worked(NamedTuple):
     seconds: float
     """Sum over the spans from each `begin` to the next `end`."""
     parts: dict[str, float]
-    """Seconds by part of STEP_PARTS, waits for other ranks included."""
+    """Seconds by part of STEP_PARTS, including waits for other ranks."""
 
 
 class WorkTime:

@@ -23,17 +23,17 @@ ACTIVITIES = (
     "training",
     "ending",
 )
-"""Activities of the main thread after each step, in order. The rank with the earliest one holds up the others."""
+"""Activities of the main thread after each step, in order. The rank with the earliest activity holds up the others."""
 STEP = "training"
 """The activity whose limit follows the step times."""
 SILENT = ("starting", "compiling", "ending")
-"""Activities that may block the heartbeat thread, as a call of a compiler does."""
+"""Activities that may block the heartbeat thread, such as a call of a compiler."""
 TIMES_THE_SLOWEST = 5.0
 RECENT_STEPS = 32
 FEWEST_STEPS = 3
-"""Number of measured steps before the limit follows them; until then the longest limit applies."""
+"""Number of measured steps before the limit follows them. Until then the longest limit applies."""
 LEAST_SECONDS = 40.0
-"""Shortest limit of a step: a hang is reported within a minute, and a network may recover for half a minute."""
+"""Shortest limit of a step. A hang is thus reported within a minute, and a network may recover for half a minute."""
 
 
 class StepLimit:

@@ -46,7 +46,7 @@ LATE_SHARE = 0.2
 """A process may be frozen if its heartbeat is older than this share of the limit."""
 LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
-"""Longest wait for W&B to send an alert, and for a report or stacks, since the file system may hang."""
+"""Longest wait for W&B to send an alert, and for a report or stacks, because the file system may hang."""
 ORPHAN_SECONDS = 0.5
 """Time from the end of torchrun's connections to the end of its process."""
 REPORT = "report.txt"
@@ -57,7 +57,7 @@ NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
 
 class Beat(NamedTuple):
     number: int
-    """Number of heartbeats; does not change while the whole process is frozen."""
+    """Number of heartbeats, which does not change while the whole process is frozen."""
     progress: int
     """Number of calls of `heartbeat` by the main thread."""
     step: int
@@ -74,7 +74,8 @@ class Beat(NamedTuple):
 
 @dataclass
 class Age:
-    """Seconds since a rank's heartbeat changed and since its main thread made progress, by the reader's clock."""
+    """Holds the seconds since a rank's heartbeat changed and since its main thread made progress, by the reader's
+    clock."""
 
     beat: Beat
     of_beat: float = 0.0
@@ -164,7 +165,6 @@ class HangWatchdog(Service):
         Args:
             limit: longest time without progress.
             folder: folder for reports and stacks; created with the first one.
-            step: number of steps done.
         """
         self.on_hang: Callable[[int, str], None] | None = None
         """Called with step and short report if this rank finds a hang; in its own thread, for ALERT_SECONDS at most."""

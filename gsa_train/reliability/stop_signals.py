@@ -39,7 +39,7 @@ ONE_PRESS_SECONDS = 0.5
 TIME_LIMIT = signal.NSIG
 FOLDER_GONE = signal.NSIG + 1
 LAUNCHER_GONE = signal.NSIG + 2
-"""Reasons without a signal; their numbers follow the signal numbers."""
+"""Reasons without a signal. Their numbers follow the signal numbers."""
 
 SLURM_MARGIN_FRACTION = 0.1
 """Largest margin before a Slurm job's end, as a share of the job, so that a short job does not stop at its start."""

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from gsa_train.reliability.stop_signals import StopRequest
 
 SLOW_SECONDS = 1.0
-"""If calls of `ask` are further apart than this, the result is read at once: a hundred ranks answer in milliseconds."""
+"""If calls of `ask` are further apart, the result is read at once. A hundred ranks answer in milliseconds."""
 
 
 class StopVote:
     """Takes the maximum of all ranks' stop reasons by all-reduces of two numbers on CPUs (gloo).
 
-    A result is read at the next call of `ask`, so that hosts do not wait for each other. With slow steps this would be
-    a step too late, so the result is read at once. The second number is the time between the calls. All ranks see the
-    same results and times, and decide alike.
+    A result is read at the next call of `ask`, so that hosts do not wait for each other. With slow steps the result is
+    read at once, because the next call would be a step too late. The second number is the time between the calls, so
+    that all ranks decide alike.
     """
 
     def __init__(self, request: StopRequest, timeout: timedelta) -> None:

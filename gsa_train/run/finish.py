@@ -100,7 +100,6 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
     """Returns the content of summary.json.
 
     Args:
-        validation: result of `validate` at the last step.
         text: position of all ranks in the training text.
     """
     config, state, counters = run.config, run.state, text["counters"]

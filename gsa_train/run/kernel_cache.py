@@ -13,15 +13,11 @@ from gsa_train.config import RunConfig
 VARIABLE = "TRITON_CACHE_DIR"
 MANAGER = "TRITON_CACHE_MANAGER"
 FOLDER = ".triton_cache"
-"""Folder in `run.dir`, not in the run folder: runs with the same shapes share it, and it outlives each run folder."""
+"""Folder in `run.dir`, outside the run folder. Runs with the same shapes share it, and it outlives each run folder."""
 
 
 def prepare_kernel_cache(config: RunConfig, environment: MutableMapping[str, str]) -> None:
-    """Set Triton's cache folder unless the environment already sets it. Call it before a kernel is compiled.
-
-    Args:
-        environment: environment variables of this process.
-    """
+    """Set Triton's cache folder unless the environment already sets it. Call it before a kernel is compiled."""
     folder = Path(config.kernel_cache_dir or Path(config.dir) / FOLDER).absolute()
     environment.setdefault(VARIABLE, str(folder))
     environment.setdefault(MANAGER, "gsa_train.run.triton_cache:DurableCache")

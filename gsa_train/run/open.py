@@ -265,7 +265,6 @@ def _start_before(
     """Reload `run` from the newest checkpoint that is old enough.
 
     Args:
-        rewinds: earlier rewinds of the run.
         known: (name, fault) of checkpoints to skip.
 
     Raises:

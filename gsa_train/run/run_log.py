@@ -18,11 +18,12 @@ class RunLog:
     sinks: Sinks | None
     console: Progress | None
     wandb_run_id: str | None
-    """On every rank: checkpoints store it, so that a restart continues the same W&B run."""
+    """Id of the W&B run, on every rank. Checkpoints store it, so that a restart continues the same W&B run."""
     wandb_place: tuple[str, ...] = ()
-    """On the main rank: console lines that say where the W&B run is."""
+    """Console lines that say where the W&B run is, on the main rank."""
     writes_late: bool = False
-    """True on GPUs: a step's record is written after the next step is launched, so that the GPU does not wait."""
+    """True on GPUs, where a step's record is written after the next step is launched, so that the GPU does not
+    wait."""
     late: list[Callable[[], None]] = field(default_factory=list)
     """Functions that write the pending records."""
 

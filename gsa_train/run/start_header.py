@@ -35,7 +35,6 @@ def start_header(
     """Returns the header: model, data, training settings that differ from the default, phases, and paths.
 
     Args:
-        layout: ranks and devices in words.
         wandb: where the W&B run is; empty without W&B.
         kernels: where compiled kernels are; empty if none are compiled.
         done: steps and tokens before this start; the batch size may have changed.

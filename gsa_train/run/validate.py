@@ -100,7 +100,6 @@ def _has_time(run: Run) -> bool:
 
 
 def _was_scored(run: Run) -> bool:
-    """Returns True if an earlier start scored this step, as after a second start of a complete run."""
     path = run_dir(run.config) / RECORDS
     records = read_records(path) if path.exists() else []
     return any(each.get("event") == "tasks" and each["step"] == run.state.step for each in records)

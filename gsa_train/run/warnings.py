@@ -20,18 +20,18 @@ from gsa_train.services import Service, StepPlan
 logger = logging.getLogger(__name__)
 
 FLOPS_PER_CORE = 30e9
-"""Assumed FLOP/s of fp32 matrix products on a core with AVX2; other work is not counted."""
+"""Assumed FLOP/s of fp32 matrix products on a core with AVX2. Other work is not counted."""
 LONGEST_STEP_SECONDS = 60.0
 """Longer steps on CPUs cause a warning."""
 LEAST_SPARSE_SHARE = 0.5
-"""Smallest share of queries that can select; below it, training uses mostly dense attention and a warning says so."""
+"""Smallest share of queries that can select. Below it, training mostly uses dense attention, and a warning says so."""
 PATIENCE_STEPS = 100
-"""Steps after the learning-rate warmup before the check. In our studies every indexer that learned had reached
+"""Steps after the learning-rate warm-up before the check. In our studies every indexer that learned had reached
 LEAST_FOUND_SHARE by then (docs/results)."""
 LEAST_FOUND_SHARE = 0.05
 """Smallest share that the indexer must find of the attention that random keys miss."""
 LOGGED_STEPS = 3
-"""Consecutive logged steps below the share that cause the warning: one step's recall is noisy."""
+"""Consecutive logged steps below the share that cause the warning, because the recall of one step is noisy."""
 
 
 def warn_of_cpus(config: Config, parallel: Parallel) -> None:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 LOCK = "lock"
-"""Names the process that writes the folder, or wrote it last. Never deleted."""
+"""Names the process that writes the folder, or wrote it last. It is never deleted."""
 MONITOR_STOP = "monitor_stop.json"
-"""Records the spike that ended the run. Deleted once a later start continues the run."""
+"""Records the spike that ended the run. A later start that continues the run deletes it."""

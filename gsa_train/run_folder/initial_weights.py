@@ -115,9 +115,6 @@ def load_initial_weights(
 ) -> None:
     """Load the checkpoint's weights into a new model. Collective.
 
-    Args:
-        checkpoint: result of `find_initial_weights`.
-
     Raises:
         ResumeError: the checkpoint is damaged, has another tokenizer, or does not fit the model: unexpected weights,
             missing weights (other than NEW), other sizes or other fields of MEANING.
@@ -139,7 +136,7 @@ def load_initial_weights(
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
     problems = [
-        *_other_meaning(config, state, set(saved)),  # first: these fields often cause the other problems
+        *_other_meaning(config, state, set(saved)),  # first, as these often cause the other problems
         *(_differing(config, state, SIZES) if others else ()),
         *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
         *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),

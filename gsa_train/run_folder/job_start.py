@@ -56,7 +56,6 @@ def _restarts(launcher: str) -> int:
 
 
 def _last_opened(run_folder: Path) -> tuple[str | None, float]:
-    """Returns the id of the job that opened the folder last, and the time in Unix seconds."""
     path = run_folder / JOB_START
     if not path.is_file():
         return None, 0.0

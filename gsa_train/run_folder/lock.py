@@ -24,9 +24,9 @@ from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.run_folder.file_names import LOCK as FILE
 
 PATIENCE_SECONDS = 10.0
-"""Longest wait for a holder on this host: its ranks notice within five seconds that torchrun has ended."""
+"""Longest wait for a holder on this host, whose ranks notice within five seconds that torchrun has ended."""
 REMOTE_PATIENCE_SECONDS = 120.0
-"""Longest wait for a holder on another host: NFSv4 releases the lock of a dead client after 90 seconds."""
+"""Longest wait for a holder on another host. NFSv4 releases the lock of a dead client after 90 seconds."""
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class Start:
     phase_index: int = 0
     """Index of the first phase to train."""
     inside_phase: bool = False
-    """True if the checkpoint was written in that phase: its optimizer state is loaded, too."""
+    """True if the checkpoint was written in that phase, so that its optimizer state is loaded too."""
     same_run: bool = False
     """True if the checkpoint belongs to this run folder, whose metrics and W&B run continue."""
     damaged: tuple[tuple[str, str], ...] = ()
@@ -208,9 +208,6 @@ def start_from(
 def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
     """Returns the checkpoint that rank 0 finds in a user's folder. Other ranks may see a newer checkpoint. Collective.
 
-    Args:
-        option: option and value, for the message.
-
     Raises:
         ResumeError: the folder has no complete checkpoint. Raised on all ranks.
     """
@@ -341,7 +338,8 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "gsa": ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction"),
     "moe": ("balance_coeff", "bias_update_rate", "z_loss_coeff", "experts_impl"),
 }
-"""Fields that may change: they select implementations, sample the indexer loss, or weight the router balancing."""
+"""Fields that may change, because they select implementations, sample the indexer loss, or weight the router
+balancing."""
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:

@@ -39,7 +39,7 @@ class Rewind:
     last_skipped: int
     """The batches of steps `first_skipped` to `last_skipped` are read and skipped."""
     spikes: int
-    """Number of the run's spikes at the rewind; the checkpoint has counted fewer."""
+    """Number of the run's spikes at the rewind. The checkpoint has counted fewer."""
 
 
 def with_rewinds(state: MonitorState, rewinds: Sequence[dict[str, Any]]) -> MonitorState:
@@ -69,8 +69,6 @@ def rewind(
     Newer checkpoints move to `checkpoints/set_aside`. No save may be in progress.
 
     Args:
-        rewinds: earlier rewinds of the run.
-        last_step: last step of the run.
         known: (name, fault) of checkpoints already found damaged, newest first.
 
     Returns:

@@ -89,7 +89,6 @@ def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any
 
 
 def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
-    """Returns the intact starts, and the faults of the other starts in words."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     starts, wrong = [], []
     for number, line in enumerate(lines, start=1):
@@ -108,7 +107,6 @@ def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str,
 
 
 def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
-    """Returns the fault of a start, or "" if the start is intact."""
     if not isinstance(start, dict) or not is_time(start.get("unix_seconds")):
         return "is not an object with unix_seconds"
     for name in ("step", "run_id", "layout", "device", "host", "commit", "torch", "command"):

@@ -26,7 +26,7 @@ from gsa_train.validation.requests import Request
 
 YAML = (".yaml", ".yml")
 METRICS = {"acc": "accuracy", "acc_norm": "length_normalised_accuracy"}
-"""The harness' name -> ours; both normalise by characters."""
+"""The harness' name -> our name. Both normalise by characters."""
 FEWSHOT_SEED = 1234
 """The harness' default."""
 TASK_ERRORS = (
@@ -255,8 +255,6 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
 
 
 class _Encoder(EncodingLM):
-    """Records the tokens of requests as the harness makes them."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self.encoded: list[tuple[list[int], list[int]]] = []

@@ -29,7 +29,6 @@ def prepare_tasks(
 ) -> list[PreparedTask]:
     """
     Args:
-        tasks: `evaluate.tasks`
         max_tokens: number of inputs of a sequence.
         max_questions: number of questions of each task; 0: all.
 

@@ -25,9 +25,9 @@ class _Place:
     """Holds the position in the current micro-batch whose logits are needed, among this rank's tokens."""
 
     local: int | None = None
-    """None: another context-parallel rank has the position."""
+    """None if another context-parallel rank has the position."""
     shard: int = 0
-    """Tensor-parallel rank that has it under sequence parallelism."""
+    """Tensor-parallel rank that has the position under sequence parallelism."""
 
     def take(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep only that position of the hidden states [L / ranks, 1, d], as a pre-hook of the output layer. No other

@@ -23,8 +23,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
-"""Micro-batches per replica and pass through the pipeline, rounded down to whole groups, so that a validation of
-hours can be stopped within seconds."""
+"""Micro-batches per replica and pass through the pipeline, rounded down to whole groups. A long validation can thus be
+stopped within seconds."""
 
 SCORES = ("loss", "perplexity", "bits_per_byte")
 
@@ -45,14 +45,12 @@ def evaluate(
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
 
     Returns:
-        For the first set:
-        - `validation_loss` (nats per scored token) and `validation_perplexity`;
-        - `validation_bits_per_byte`: the nats of all scored labels, EOS included, over the bytes of their text. An EOS
-          has no bytes;
-        - overall attention statistics (model/probes/stats.py) as `validation_recall`, ... They include sequences that
-          only fill up the last round. Each other set has `validation_<name>_loss` and so on. A set that was split by
-          source also has `<score>_by_source`,
-        dicts source -> value. `validation_set` is the name of the first set.
+        The first set has `validation_loss` (nats per scored token), `validation_perplexity` and
+        `validation_bits_per_byte`. Bits per byte divide the nats of all scored labels, EOS included, by the bytes of
+        their text, where an EOS has no bytes. The first set also has overall attention statistics
+        (model/probes/stats.py): `validation_recall`, ... They include sequences that only fill up the last round.
+        Each other set has `validation_<name>_loss` and so on. A set that was split by source also has
+        `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}
     for each in sets:

@@ -54,7 +54,6 @@ def generate_samples(
     """Generate samples, the same on every rank. Collective. The training state does not change, as in `evaluate`.
 
     Args:
-        prompts: result of `encode_prompts`
         before_each: called on every rank before each token; may raise to end it
 
     Returns:

@@ -34,13 +34,13 @@ from gsa_train.validation.requests import Request
 
 NOBODY = -1
 FORWARD_SHARE = 1 / 3
-"""Forward share of a step's time, since the backward pass takes about twice the forward's; used until tasks are
-timed."""
+"""Share of the forward pass in a step's time, used until tasks are timed. The backward pass takes about twice as
+long."""
 COMPILATION_SECONDS = 10.0
-"""Assumed for the first scoring on a GPU: if training attends across documents, tasks need other kernels."""
+"""Assumed time of the first scoring on a GPU. If training attends across documents, tasks need other kernels."""
 LEAST_ROW_TOKENS = 2 * max(KEY_POOLS)
-"""Least length of a sequence with one request: two whole groups of any size, the kernels' minimum. Each length is
-scored separately, with separately compiled kernels."""
+"""Least length of a sequence with one request: two whole groups of any size, the kernels' minimum. Each length needs
+separate scoring and compiled kernels."""
 
 
 def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
@@ -119,9 +119,9 @@ class PlacedRequests:
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
     owners: NDArray[np.int64]
-    """[n, L], for each label: the number of the request whose continuation it is in, else NOBODY"""
+    """[n, L]: for each label the number of the request whose continuation contains it, else NOBODY"""
     one_document: bool
-    """Each sequence holds one request; padding follows it, where no query of the request looks."""
+    """Whether each sequence holds one request, followed by padding that no query of the request sees."""
 
 
 def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:

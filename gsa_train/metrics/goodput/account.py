@@ -22,7 +22,7 @@ from typing import Any
 Line = Mapping[str, Any]
 
 START_UP = ("import", "process_groups", "health", "checkpoint", "readers", "model", "folder")
-"""Activities of a process before its first step, and in a rewind."""
+"""Activities of a process before its first step, and during a rewind."""
 ACTIVITIES = (
     *START_UP,
     "first_step",
@@ -35,7 +35,7 @@ ACTIVITIES = (
     "stragglers",
     "other",
 )
-"""Activities of the main thread; `copies`, `text` and `stragglers` are parts of steps."""
+"""Activities of the main thread. `copies`, `text` and `stragglers` are parts of steps."""
 LOSSES = (
     *START_UP,
     "first_step",
@@ -54,7 +54,7 @@ LOSSES = (
 COMPLETE, INTERRUPTED, STOPPED = "complete", "interrupted", "stopped"
 """Reasons of an `end` after a save: no step is left, Ctrl-C, or any other stop request."""
 PAUSES = (COMPLETE, INTERRUPTED)
-"""Ends that the user chose: the time until the next start does not count."""
+"""Ends that the user chose. The time until the next start does not count."""
 
 
 @dataclass
@@ -64,18 +64,18 @@ class StartAccount:
     step: int
     """The step after which the run continued."""
     down_seconds: float = 0.0
-    """Between the previous start and this one; 0 after an end listed in PAUSES."""
+    """Time between the previous start and this one; 0 after an end listed in PAUSES."""
     start_up_seconds: float = 0.0
-    """Without the first step."""
+    """Start-up time without the first step."""
     detection_seconds: float = 0.0
-    """Time until the fault that ended it was detected."""
+    """Time until the fault that ended the start was detected."""
     ended: str = ""
-    """Reason of its end, `lost` for a process that wrote none; empty while it runs."""
+    """Reason of the end; `lost` for a process that wrote no end; empty while the process runs."""
     until: float = 0.0
-    """Unix seconds of its newest line, or its last sign of life if a fault ended it."""
+    """Unix seconds of the newest line, or of the last sign of life if a fault ended the start."""
     last_step: int = 0
     repeated_steps: int = 0
-    """Number of its steps and earlier ones that later starts had to repeat."""
+    """Number of steps of this and earlier starts that later starts had to repeat."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class Account:
     """The account of the run so far. `productive_seconds` and all `lost_seconds` add up to `wall_seconds`."""
 
     wall_seconds: float
-    """Since the first start, without the time after an end listed in PAUSES."""
+    """Time since the first start, without the time after an end listed in PAUSES."""
     productive_seconds: float
     """Time of the steps whose result the run still has."""
     lost_seconds: dict[str, float]
     """Category in LOSSES -> seconds."""
     starts: list[StartAccount]
     steps: int
-    """Number of training steps whose time is known, repeated ones included."""
+    """Number of training steps whose time is known, including repeated steps."""
     step_seconds: float | None
-    """Their mean, without first steps; None if there are none."""
+    """Mean time of a step, without first steps; None if there are none."""
     saves: int
     """Number of saves that training waited for."""
 

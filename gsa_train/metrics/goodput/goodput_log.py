@@ -105,7 +105,6 @@ class GoodputLog:
         """Write a sign of life. Called from the watchdog's thread.
 
         Args:
-            step: number of steps done.
             progress: time of the main thread's last progress, by `time.monotonic`.
         """
         self._say_alive(step, self.clock.unix_at(progress))
@@ -122,7 +121,7 @@ class GoodputLog:
                 "progress": progress,
             }
             content |= {"step": step, "seconds": _rounded(seconds)}
-            with contextlib.suppress(OSError):  # a stale file looks like one of a dead process
+            with contextlib.suppress(OSError):  # a stale file looks like a dead process's file
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
     def close(self) -> None:
@@ -151,13 +150,13 @@ class GoodputNotes(Service):
     goodput: GoodputLog
     message: Callable[[str], None]
     held_seconds: Callable[[], float]
-    """Since its last call, in which updates waited for a checkpoint's copies."""
+    """Returns the seconds since its last call in which updates waited for a checkpoint's copies."""
     straggler_ratio: float
     _phase: str = ""
     _is_first: bool = True
-    """True until this process has trained a step of the phase; the first step compiles."""
+    """True until this process has trained a step of the phase. The first step compiles."""
     _first_wait_seconds: float | None = None
-    """Time that the first step waited for text; None before it, and after a step is logged."""
+    """Time that the first step waited for text; None before the first step, and after a step is logged."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         self._phase, self._is_first, self._first_wait_seconds = phase.name, True, None

@@ -28,7 +28,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Kind of a line -> its timestamps in addition to `time`, in Unix seconds, and `step`."""
 ALIVE_BYTES = 1024
-"""Size of alive.json, padded with spaces: a single write replaces it, so that it stays intact after a kill."""
+"""Size of alive.json, padded with spaces. A single write replaces the content, so that the file stays intact after a
+kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:

@@ -97,7 +97,6 @@ STARTS_HEAD = (
 
 
 def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
-    """Returns a row for each start of the run, with the columns of STARTS_HEAD."""
     return [
         (
             str(number),

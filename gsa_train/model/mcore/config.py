@@ -27,7 +27,7 @@ class GSATransformerConfig(TransformerConfig):
     rotary_base: float = 10000.0
     """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
     yarn: YarnScaling | None = None
-    """For Q, K and the indexer; the indexer uses its frequencies without the attention factor."""
+    """For Q, K and the indexer. The indexer uses its frequencies without the attention factor."""
     rotary_percent: float = 1.0
     """For Q and K."""
     sandwich_norm: bool = False

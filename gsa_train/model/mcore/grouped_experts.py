@@ -19,8 +19,8 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 GROUPED_MM: Callable[..., torch.Tensor] = (
     torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 )
-"""rows [M, k] sorted by group, weights [groups, k, n], offs int32 [groups], the end of each group -> [M, n]. Older
-versions of torch have a private name for it."""
+"""Maps rows [M, k] sorted by group, weights [groups, k, n] and offs int32 [groups], the end of each group, to [M, n].
+Older versions of torch have a private name for it."""
 
 
 class GroupedExperts(MegatronModule):
@@ -109,7 +109,7 @@ class GroupedExperts(MegatronModule):
 
 
 class _Weights(torch.nn.Module):
-    """Holds [experts, out, in] as a separate module, so that the parameter has megatron-core's name."""
+    """Holds [experts, out, in]. A separate module gives the parameter megatron-core's name."""
 
     def __init__(
         self, config: GSATransformerConfig, shape: tuple[int, int, int], split: int, stride: int

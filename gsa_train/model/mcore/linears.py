@@ -15,9 +15,9 @@ from gsa_train.config import TrainConfig
 @dataclass(frozen=True)
 class LinearLayers:
     column: type
-    """Has the interface of megatron-core's ColumnParallelLinear: QKV, first layer of the feed-forward network."""
+    """Interface of megatron-core's ColumnParallelLinear: QKV, first layer of the feed-forward network."""
     row: type
-    """Has the interface of its RowParallelLinear: attention's output projection, second feed-forward layer."""
+    """Interface of megatron-core's RowParallelLinear: attention's output projection, second feed-forward layer."""
 
 
 def megatron(train: TrainConfig) -> LinearLayers:

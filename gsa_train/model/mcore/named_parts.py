@@ -66,7 +66,7 @@ class NamedGPTModel(GPTModel):
     """Names the spans of the embedding, and of output layer and loss together."""
 
     objective: Objective
-    """In training; validation scores the cross-entropy."""
+    """Objective of training. Validation scores the cross-entropy."""
     train_config: TrainConfig
     """Settings of the objective."""
 

@@ -32,18 +32,18 @@ class Routing(NamedTuple):
     weights: torch.Tensor
     """[T, k], fp32: weights of the experts' outputs."""
     kept: torch.Tensor | None
-    """bool [T, k]: the choice fits the expert's capacity; None: no capacity."""
+    """bool [T, k]: whether the choice fits the expert's capacity; None without a capacity."""
 
 
 @dataclass(frozen=True)
 class RouterContext:
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of the global
-    batch)."""
+    """Factor of a sum over tokens in the gradient: ranks over which gradients are averaged / tokens of the global
+    batch."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
-    """bool [L, B, E], this rank's choices -> int64 [L, B, E], how many earlier tokens of the whole sequence chose each
-    expert. Collective. Called only with a capacity."""
+    """Maps this rank's choices, bool [L, B, E], to the number of earlier tokens of the whole sequence that chose each
+    expert, int64 [L, B, E]. Collective. Called only with a capacity."""
     ranks_of_sequence: int
     """Ranks that share a sequence."""
 
@@ -56,7 +56,7 @@ class Router(torch.nn.Module):
     layer: int
     """Layer index, from 0."""
     counts: torch.Tensor
-    """int64 [E]: choices in the current step on this rank, dropped ones included."""
+    """int64 [E]: choices in the current step on this rank, including dropped choices."""
     loads: torch.Tensor | None
     """fp32 [E], with `balancing: global_batch`: each expert's share of choices in the previous step's global batch;
     uniform at first."""
@@ -150,7 +150,6 @@ def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied:
     bool). The host does not wait for the device.
 
     Args:
-        routers: routers of this rank's stage.
         group: ranks of this stage over which the tokens of the global batch are sharded.
     """
     if not routers:

@@ -48,7 +48,7 @@ def expert_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
-    """Sum E sum_i f_i p_i over the tokens (arXiv 2501.11873, eq. 2, before its mean over tokens): 0-d.
+    """Return the sum over the tokens of E sum_i f_i p_i (arXiv 2501.11873, eq. 2, before its mean over tokens): 0-d.
 
     Args:
         scores: [T, E]; p is each row divided by its sum.
@@ -59,7 +59,8 @@ def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Sum the squared log-sum-exp of the tokens' logits [T, E] (ST-MoE, arXiv 2202.08906, eq. 5): 0-d."""
+    """Return the sum over the tokens of the squared log-sum-exp of their logits [T, E] (ST-MoE, arXiv 2202.08906, eq.
+    5): 0-d."""
     return logits.logsumexp(-1).square().sum()
 
 

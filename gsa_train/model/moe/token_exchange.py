@@ -51,7 +51,7 @@ class Exchange:
     tokens_per_expert: torch.Tensor
     """int64 [E / expert ranks]: rows that each of this rank's experts receives."""
     sent: list[int] | None
-    """Rows to each rank of the group; None, like the next three, if the group has one rank."""
+    """Rows to each rank of the group. This and the next three fields are None if the group has one rank."""
     received: list[int] | None
     by_expert: torch.Tensor | None
     """int64: permutation that sorts the received rows by expert."""

@@ -68,7 +68,6 @@ def measure_attention(
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
-        selection: if there is one
         sparse: the layer attends to the selection, not to all causal keys
         most_keys: no selection that leaves keys out has more
     """
@@ -171,7 +170,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
     # Integer sums do not depend on the order. A scatter would serialize the additions.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)
     statistics = Statistics(
-        # Queries with one causal key contribute 0, or NaN, which must show in the mean.
+        # Queries with one causal key contribute 0, or NaN. A NaN must show in the mean.
         means={"variance": variance},
         counts={"variance": queries.number_with_choice},
         vectors={"k_by_position": Vector(of_groups, in_groups)},

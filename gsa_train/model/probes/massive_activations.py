@@ -25,7 +25,6 @@ class Largest(NamedTuple):
 
 
 def measure_activations(runtime: AttentionRuntime) -> Any:
-    """Return a forward hook with keyword arguments for a layer."""
 
     def hook(layer: Any, inputs: Any, keywords: dict[str, Any], output: Any) -> None:
         if not runtime.pass_of_this_forward().measures:

@@ -15,7 +15,8 @@ from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.stats import POSITIONS
 
 LEAST_KEYS = 64
-"""Least causal keys of a query that counts in sink statistics: with few keys the first token always gets much."""
+"""Least number of causal keys of a query in sink statistics. With few keys the first token always gets a large
+share."""
 
 
 def position_groups(positions: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ class SparseQueries:
     positions: torch.Tensor
     """int64 [T], in the sequence."""
     starts: torch.Tensor
-    """int [B, T]: first positions of their documents."""
+    """int [B, T]: first positions of the queries' documents."""
     num_keys: int
     """L_k: keys up to the chunk's last query."""
 

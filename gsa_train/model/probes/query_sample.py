@@ -12,12 +12,11 @@ from functools import cached_property
 import torch
 
 STRETCH = 64
-"""Adjacent queries per chunk: two groups of `union_ratio_32`, and one tile of the attention kernels."""
+"""Adjacent queries per chunk, which are two groups of `union_ratio_32` and one tile of the attention kernels."""
 STRETCHES = 8
-"""Chunks per sequence: 512 selections, which are cheap to compare."""
+"""Chunks per sequence. The selections of their 512 queries are cheap to compare."""
 SPARSE_EVERY = 16
-"""Spacing of the queries in statistics that go over all keys or have many values per query. 32 queries of a sequence,
-16 heads and 8 sequences are 4096 values for a layer's recall."""
+"""Spacing of the queries in statistics that go over all keys or have many values per query."""
 GROUP = 32
 """Queries per union in `union_ratio_32`."""
 
@@ -29,7 +28,7 @@ class QuerySample:
     start: int
     end: int
     rows: torch.Tensor
-    """int64 [S], ascending: their indices in the chunk."""
+    """int64 [S], ascending: indices of the queries in the chunk."""
     neighbours: torch.Tensor
     """int64 [P]: each i for which rows[i + 1] = rows[i] + 1."""
     grouped: torch.Tensor

@@ -48,7 +48,7 @@ MEANS = (
 queries count in which statistic, and which statistics use the sample of query_sample.py."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
-"""Maxima over all ranks; `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
+"""Maxima over all ranks. `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
 
 POSITIONS = (0, *(4**power for power in range(8)))
 """First position in the document of each group of tokens: 0, 1, 4, 16, ... 16384."""
@@ -105,7 +105,8 @@ class Statistics:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """name of `EXTREMES` -> values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values: which of them count. Without an entry all do."""
+    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values, True for values that count. Without an entry
+    all count."""
 
     def join(self, others: Statistics) -> None:
         self.means |= others.means
@@ -405,7 +406,6 @@ def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor)
 def _by_layer(
     names: Sequence[str], sums: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, list[float | None]]:
-    """Return a dict name -> sums / counts per layer, both [names, layers], without names whose counts are all 0."""
     rows = zip(names, (sums / counts).tolist(), (counts > 0).tolist(), strict=True)
     return {
         name: [number if there else None for number, there in zip(row, present, strict=True)]

@@ -9,7 +9,7 @@ from gsa_train.metrics.goodput.words import short, table
 from gsa_train.planning.goodput.simulate import Parts, Tried, daly_seconds, first_order_ettr, young_seconds
 
 AS_GOOD = 0.001
-"""Intervals whose ETTR is at most this much below the best are equally good."""
+"""Intervals count as equally good if their ETTR is at most this much below the best."""
 SHARES = {
     "productive": "productive",
     "repeated": "steps done again",
@@ -39,7 +39,7 @@ class Planned:
     tried: list[Tried]
     """Sorted by interval, ascending."""
     asked: Tried | None
-    """The interval of the user, or of the measured run."""
+    """Result for the interval of the user, or of the measured run."""
 
     @property
     def mean_seconds(self) -> float:

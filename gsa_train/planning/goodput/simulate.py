@@ -26,19 +26,19 @@ class Parts:
     """Holds the parts of a run, in seconds of wall time."""
 
     step_seconds: float
-    """Time of a step, without what `extra_share` counts."""
+    """Time of a step, without the parts in `extra_share`."""
     stall_seconds: float
     """How long training waits for a save."""
     durable_seconds: float
-    """From a save's begin until a restart would find it; the next save waits for it."""
+    """Time from a save's begin until a restart would find the checkpoint. The next save waits for it."""
     start_up_seconds: float
-    """From a process's begin to its first step, compilation included."""
+    """Time from a process's begin to its first step, including compilation."""
     detection_seconds: float
-    """From a fault to the end of the processes."""
+    """Time from a fault to the end of the processes."""
     down_seconds: float
-    """From there to the begin of the next processes."""
+    """Time from the end of the processes to the start of the next processes."""
     extra_share: float = 0.0
-    """Validation, tasks, waiting for text and the like: seconds for each second of steps."""
+    """Seconds of validation, tasks, waiting for text and the like for each second of steps."""
 
     @property
     def whole_step_seconds(self) -> float:
@@ -50,9 +50,9 @@ class Life(NamedTuple):
     """The life of one start's processes."""
 
     seconds: float
-    """From their begin to the fault, or to the stop."""
+    """Time from the begin of the processes to the fault, or to the stop."""
     saves_at_end: bool = False
-    """Whether they were asked to stop, saved, and waited for the save."""
+    """Whether the processes were asked to stop, saved, and waited for the save."""
     start_up_seconds: float | None = None
     """Start-up of these processes; None: the usual time."""
     down_seconds: float | None = None

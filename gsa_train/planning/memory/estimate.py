@@ -26,7 +26,7 @@ from gsa_train.planning.memory.moments import embedding_bytes, layer_moments, lo
 from gsa_train.planning.memory.sizes import Sizes, has_graph, sizes_of, uses_indexer
 
 WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
+"""Workspace of cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class MemoryEstimate:
     activations: float
     """Kept from forward to backward, over all micro-batches in flight."""
     working: float
-    """In addition, while a layer (or a recomputed unit) runs forward or backward."""
+    """Additional bytes while a layer (or a recomputed unit) runs forward or backward."""
     logits: float
-    """In addition, while the output layer and the loss run."""
+    """Additional bytes while the output layer and the loss run."""
     buffers: float
-    """Allocated all the time."""
+    """Bytes that are allocated all the time."""
     graph: float
-    """Held by the CUDA graph of a micro-batch (`train.cuda_graphs`): its pass's memory a second time, which logged
-    steps need in addition."""
+    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They are the memory of its pass a second
+    time, because logged steps run without the graph."""
 
     @property
     def total(self) -> float:
@@ -193,7 +193,6 @@ def _indexers_among(layers: list[int], config: Config) -> int:
 
 
 def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
-    """Returns the number of micro-batches whose activations a stage holds at once."""
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
@@ -223,7 +222,7 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
     kept = len(layers) * dense.attention + selecting * dense.indexer
     kept += (len(layers) - mixtures) * dense.feed_forward + mixtures * mixture.feed_forward
     if phase.attention == "sparse":
-        kept += selecting * dense.selection  # also under recomputation: a second selection could differ
+        kept += selecting * dense.selection  # recomputation keeps it: a second selection could differ
     if config.train.recompute == "none":
         kept += len(layers) * dense.core
     return kept
@@ -257,7 +256,7 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
     # own.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
-        # All indexers share one: fp32 [L, d_I], or cos and sin of half of the angles.
+        # All indexers share one tensor: angles, fp32 [L, d_I], or cos and sin of half of them.
         angles += 4 * local_tokens * config.gsa.indexer_dim
     # This is megatron-core's buffer for an input of all tokens [L, B, d]. Products with frozen weights do not use it.
     gather = sizes.gathered if has_graph(config, phase) else 0.0
@@ -269,7 +268,7 @@ def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, mic
     parallel = config.parallel
     if parallel.pipeline == 1 or micro_batches == 1:
         return 0.0
-    if not has_graph(config, phase):  # another micro-batch's input, if it was received, and what it sent on
+    if not has_graph(config, phase):  # the input of another micro-batch, and an output
         receives = stage > 0 or parallel.virtual_pipeline > 1
         return (receives + (stage < parallel.pipeline - 1)) * sizes.stream
     if parallel.virtual_pipeline == 1:  # the last gradient sent back

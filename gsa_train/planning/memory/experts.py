@@ -12,7 +12,7 @@ from gsa_train.planning.memory.sizes import Sizes
 
 
 def routed_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R if all experts are chosen equally often. R then equals N."""
+    """Returns R, the rows that a rank's experts receive, if all experts are chosen equally often. R then equals N."""
     return sizes.tokens / sizes.shards * config.moe.top_k * config.parallel.expert_tensor
 
 

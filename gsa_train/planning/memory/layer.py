@@ -19,23 +19,19 @@ class Layer:
     """Holds the bytes of one micro-batch, for all B sequences on this rank."""
 
     attention: float
-    """Attention outside its core, the core's inputs included."""
+    """Attention outside its core, including the core's inputs."""
     core: float
     """The attention core; recomputed with recompute=selective."""
     feed_forward: float
     """The feed-forward layer with its input norm."""
     indexer: float
-    """0 if the phase runs none."""
+    """0 if the phase runs no indexer."""
     selection: float
-    """0 if the phase runs none."""
+    """0 if the phase runs no selection."""
 
 
 def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:
-    """Returns the bytes of a layer, which owns an indexer if the config has any.
-
-    Args:
-        mixture: whether its feed-forward layer is a mixture of experts.
-    """
+    """Returns the bytes of a layer, which owns an indexer if the config has any."""
     indexes = uses_indexer(config, phase)
     core = _core(config, sizes)
     selection = 0.0
@@ -159,9 +155,9 @@ def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
-    """Returns the gradients of the indexer's queries, weights and keys, which the loss computes in the forward pass.
-    Selective recomputation also keeps the projections themselves, of equal size, and keys of the whole sequence. All
-    are replicated over tensor-parallel ranks."""
+    """Returns the bytes of gradients of the indexer's queries, weights and keys, which the loss computes in the
+    forward pass. Selective recomputation also keeps the projections, of equal size, and keys of the whole sequence.
+    All are replicated over tensor-parallel ranks."""
     gsa, train = config.gsa, config.train
     recomputes = train.recompute == "selective"
     if phase.train == "base" and not recomputes:

@@ -24,11 +24,7 @@ from gsa_train.planning.memory.sizes import Sizes, fuses_heads, has_graph, uses_
 def layer_moments(
     config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
 ) -> dict[str, float]:
-    """Returns a dict name -> bytes of the layers' own work.
-
-    Args:
-        mixture: whether the layer is a mixture of experts.
-    """
+    """Returns a dict name -> bytes of the layers' own work."""
     if not has_graph(config, phase):
         return _without_graph(config, phase, sizes, layer, mixture)
     moments = mixture_moments(config, sizes) if mixture else _feed_forward_backward(config, sizes)

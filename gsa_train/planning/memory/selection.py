@@ -153,8 +153,8 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
-    """Returns the list entries of a chunk of queries, and the loss's bytes per entry. Each list has its largest
-    length. An entry has the target of each query with its own target, and the key's gradient, fp32."""
+    """Returns the list entries of a chunk of queries (lists at their largest length), and the loss's bytes per entry.
+    An entry has the target of each query with its own target, and the key's gradient, fp32."""
     gsa = config.gsa
     rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
     lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
@@ -266,7 +266,6 @@ def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
 
 
 def _block_entries(config: Config) -> tuple[float, float]:
-    """Returns the number of keys and of words of shared lists, per query."""
     block, room = config.gsa.selection_block, _longest_list(config)
     # Without attention across documents only the window has words.
     words = _near(config) if config.data.attend_across_documents else room
@@ -274,5 +273,4 @@ def _block_entries(config: Config) -> tuple[float, float]:
 
 
 def _near(config: Config) -> int:
-    """Returns the number of a shared list's keys in the windows of the block's queries."""
     return min(config.gsa.local_window + config.gsa.selection_block, config.train.seq_len_tokens)

@@ -24,7 +24,8 @@ class Sizes:
     all_tokens: int
     """B Lw."""
     shards: int
-    """Ranks over which sequence parallelism cuts what is between the products; 1 without."""
+    """Ranks over which sequence parallelism shards the activations between products; 1 without sequence
+    parallelism."""
     hidden: int
     """d."""
     query: float
@@ -32,11 +33,11 @@ class Sizes:
     key_value: float
     """kv."""
     gates: float
-    """Columns of the projection for the gates of heads, or of what has its place."""
+    """Columns of the projection for the gates on heads, or of the module that replaces it."""
     gates_gather: bool
-    """This projection gathers what all projections read."""
+    """Whether this projection gathers the input of all projections."""
     projection_gate: float
-    """Columns of G5's projection, of whose tokens a rank has 1 / shards."""
+    """Columns of G5's projection. A rank has 1 / shards of its tokens."""
     ffn: float
     """f."""
     heads: float
@@ -44,13 +45,13 @@ class Sizes:
     tensor: int
     """Tensor-parallel ranks."""
     query_chunks: int
-    """Chunks of queries that follow each other in the sequence (context parallelism)."""
+    """Number of chunks of queries that are contiguous in the sequence (context parallelism)."""
     keys_of_chunks: float
-    """Keys that each chunk's queries see, added up over the chunks."""
+    """Keys that each chunk's queries see, summed over the chunks."""
     pairs: float
-    """Of a query and a key up to its chunk's end, in all B sequences."""
+    """Pairs of a query and a key up to the end of the query's chunk, in all B sequences."""
     pairs_of_chunk: float
-    """The same of one chunk, whose end may be the sequence's."""
+    """Pairs of one chunk, which may be the last chunk of the sequence."""
 
     def bytes(self, columns: float) -> float:
         return self.value * self.tokens * columns

@@ -147,7 +147,7 @@ def _tell_all(
 ) -> list[Finding]:
     """
     Args:
-        at_fault: returns the nodes at fault; empty if they cannot be told.
+        at_fault: returns the nodes at fault, or an empty list if the findings do not tell.
     """
     found = exchange.tell_all(stage, mine, lambda findings: note_bad_nodes(at_fault(findings)))
     bad = [each for each in found if each.faults]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gsa_train.distributed.store import connect_to_store
 
 ANSWER_SECONDS = 120.0
-"""Longest time between the first and the last answer; ranks do the same work on equal devices."""
+"""Longest time between the first and the last answer. Ranks do the same work on equal devices."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,7 @@ class Finding:
 
 class Exchange:
     def __init__(self, mine: Finding) -> None:
-        """Collective. Call it while all ranks still answer.
-
-        Args:
-            mine: this rank's device, without faults.
-        """
+        """Collective. Call it while all ranks still answer."""
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
         # torchrun may keep its store, with entries of earlier ranks, across restarts.
         name: list[Any] = [uuid.uuid4().hex]

@@ -13,11 +13,11 @@ import torch.distributed as dist
 SIZES = {"cuda": 1 << 24, "cpu": 1 << 10}
 """Numbers in fp32 that a rank sends, by kind of device."""
 LONGEST_SECONDS = 15.0
-"""Limit of a transfer; the first one also opens the connections."""
+"""Limit of a transfer. The first transfer also opens the connections."""
 SECONDS_PER_RANK = 1 / 64
-"""Additional time per rank for the connections; an assumption."""
+"""Assumed additional time per rank for the connections."""
 VALUES = 64
-"""Number of different values; fp32 holds their sums over 2^18 ranks exactly."""
+"""Number of different values. fp32 holds their sums over 2^18 ranks exactly."""
 
 
 def faults_of_neighbours(device: torch.device) -> list[str]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 LARGEST = 7
-"""Largest random integer: sums of 4096 products stay below 2^18."""
+"""Largest random integer. Sums of 4096 products stay below 2^18."""
 FACTORS = (1.0, 2.0, 3.0, -1.0, -2.0, -3.0)
-"""Values of a and b: their products times a power of two have at most four significant bits."""
+"""Values of a and b. Their products times a power of two have at most four significant bits."""
 CHECKED_ROWS = 64
-"""Rows of a result that the host compares: a bad device may also compare wrongly."""
+"""Rows of a result that the host compares, because a bad device may also compare wrongly."""
 
 
 @dataclass(frozen=True)

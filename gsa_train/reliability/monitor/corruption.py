@@ -40,7 +40,7 @@ class Computed(NamedTuple):
     """0-d: this rank's part, as in `StepResult`."""
     grad_norm: torch.Tensor
     loss: torch.Tensor
-    """0-d: over all ranks, like the norm."""
+    """0-d: over all ranks, as the norm."""
 
 
 class Place(NamedTuple):
@@ -74,7 +74,6 @@ class CorruptionCheck:
         """
         Args:
             modules: megatron-core's data-parallel wrappers; the check hooks into their gradient reductions.
-            log: writes events to metrics.jsonl.
         """
         self._config, self._model, self._parallel, self._log = config, model, parallel, log
         self._phase = phase

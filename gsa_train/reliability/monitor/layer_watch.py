@@ -12,10 +12,10 @@ WINDOW = 32
 LEAST = 16
 """Logged steps before the first verdict."""
 RECENT = 8
-"""Logged steps that a value is compared with; few, because the statistics grow slowly during training."""
+"""Logged steps that a value is compared with. They are few, because the statistics grow slowly during training."""
 MIN_RATIO = 4.0
 SIGMAS = 8.0
-"""Limit in deviations; higher than for the loss, because many layers times several statistics are watched."""
+"""Limit in deviations. It is higher than for the loss, because several statistics of many layers are watched."""
 FLOORS = {
     "max_activation": 0.0,
     "max_attention_logit": 5.0,
@@ -28,13 +28,12 @@ FLOORS = {
     "output_gate_high": 0.01,
     "update_norm": 0.0,
 }
-"""Watched statistic -> constant that is added to it, so that a small change near 0 is not a jump. Statistics: residual
-stream, attention logits, indexer loss, spread and saturation of the indexer's scores, saturated gates, |Δw|."""
+"""Watched statistic -> constant that is added to it, so that a small change near 0 is not a jump."""
 
 
 class LayerWatch:
     """Judges the logarithm of each statistic of each layer against its last values. The limit is the median of 8
-    values plus max(8 deviations, log 4). The deviation follows from differences of neighbours."""
+    values plus max(8 deviations, log 4). Differences of neighbouring values give the deviation."""
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history

@@ -25,7 +25,7 @@ from gsa_train.reliability.monitor.layer_watch import LayerWatch
 from gsa_train.reliability.monitor.spikes import Row, SpikeDetector, Verdict
 
 READ_DELAY_STEPS = 2
-"""Delay of a verdict's read; the device lags the host by no more steps than this, so a read does not wait."""
+"""Delay in steps before a verdict is read. The device lags the host by no more, so a read does not wait."""
 SPIKE_GAP_STEPS = 10
 SCORE_STEPS, SCORE_SIGMAS = 128, 6.0
 """OLMo-core's SpikeScore: share of steps with a loss or gradient norm SCORE_SIGMAS above the mean of SCORE_STEPS."""
@@ -48,11 +48,7 @@ class NotFinite(MonitorStop):
         super().__init__(why, step + 1, step)
 
     def as_spike(self, spikes: int) -> SpikeFound:
-        """Returns a spike for a rewind, which skips the batches around the step.
-
-        Args:
-            spikes: number of the run's earlier spikes.
-        """
+        """Returns a spike for a rewind, which skips the batches around the step."""
         return SpikeFound(self.last_step, self.last_step, "weights", math.nan, math.inf, spikes + 1)
 
 
@@ -65,7 +61,7 @@ class SpikeFound(NamedTuple):
     value: float
     threshold: float
     spikes: int
-    """Number of the run's spikes, this one included."""
+    """Number of the run's spikes, including this one."""
 
 
 @dataclass
@@ -120,8 +116,6 @@ class Monitor:
     ) -> None:
         """
         Args:
-            state: state from the checkpoint or the previous phase.
-            log: writes events to metrics.jsonl.
             saved_step: returns the step of the newest checkpoint; called when the run ends.
         """
         self._config, self._phase_range = config, phase_range
@@ -168,7 +162,6 @@ class Monitor:
 
     @property
     def last_grad_norm(self) -> float:
-        """Returns the gradient norm of the last step read."""
         assert self._last is not None
         return self._last.grad_norm
 

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from gsa_train.config import MonitorConfig
 
 RECENT_STEPS = 32
-"""Steps of the short median, which follows a falling loss; it follows a spike only after half as many spiking steps."""
+"""Steps of the short median, which follows a falling loss. It follows a spike only after half this number of spiking
+steps."""
 LAGS_STEPS = (8, 32)
-"""Lags of the differences that estimate the noise; the larger estimate counts. Over 8 steps a trend adds little, but
-lanes with long documents make batches similar (in the demo, correlation 0.7 at lag 1 and 0.3 at lag 8, more if the same
-lane returns after 8)."""
+"""Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds little, but
+lanes with long documents make nearby batches similar."""
 TOGETHER = 2 / 3
-"""Share of their single limits by which loss and gradient norm must both rise in a step: a rise of only one has
+"""Share of their single limits by which loss and gradient norm must both rise in a step. A rise of only one has
 harmless causes, such as a rare document."""
 ALONE = 2.0
 """Factor on the logarithmic limit below which a clipped norm may be caused by text: a factor of 16 of the norm. In
-recorded runs text caused 7 with batches of 256 tokens and less with larger ones; a wrong exponent bit causes 2^8."""
+recorded runs text caused less than this, and a wrong exponent bit causes more."""
 FOLLOWS_STEPS = 10
-"""Steps, its own included, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
+"""Steps, including its own, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 
@@ -141,8 +141,8 @@ class SpikeDetector:
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
     def _limits(self) -> torch.Tensor:
-        """Returns four limits of the next step, fp32 [4, signal]. They judge the step by itself, with preceding steps,
-        with the other signal, and by itself if it is clipped."""
+        """Returns four limits of the next step, fp32 [4, signal]. They apply to the step alone, to lasting spikes, to
+        loss and norm together, and to a clipped step alone."""
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
             return self._no_limits
