@@ -1,5 +1,4 @@
-"""Implements the operations of `api.py` as Triton kernels with the same arguments and results. `decode_step` is
-imported at the end of the file."""
+"""Names the Triton implementation of each operation of `api.py`, with the same arguments and results."""
 
 from __future__ import annotations
 
@@ -9,14 +8,13 @@ from functools import partial
 import torch
 
 from gsa_kernels import limits
-from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.attention.op import masked_attention, masked_log_sums
+from gsa_kernels.attention.op import sampled_lse, sparse_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.decode.op import decode_step as decode_step
+from gsa_kernels.decode.op import decode_step
 from gsa_kernels.devices import launching_on
-from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
+from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss as sparse_attention_with_loss
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.groups import group_indexer_loss
@@ -26,7 +24,16 @@ from gsa_kernels.selection.block_op import select_block_lists, select_block_mask
 from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
+
+__all__ = [
+    "decode_step",
+    "indexer_loss",
+    "sampled_lse",
+    "select",
+    "sparse_attention",
+    "sparse_attention_with_loss",
+]
 
 
 @torch.no_grad()
@@ -61,21 +68,6 @@ def select(
     if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
         return Selection(None, lists, chosen.budget, chosen.variance, density)
     return replace(chosen, density=density)
-
-
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: Selection | None,
-    geometry: Geometry,
-    gate_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with launching_on(q, "q"):
-        if selection is not None and selection.key_lists is not None:
-            return gathered_attention(q, k, v, selection.key_lists, gate_logits)
-        packed_mask = None if selection is None else selection.packed_mask
-        return masked_attention(q, k, v, packed_mask, geometry, gate_logits)
 
 
 def indexer_loss(
@@ -125,21 +117,3 @@ def _loss_by_rows(
     of_rows = packed_mask if packed_mask is None or block == 1 else packed_mask[:, ::block]
     attended = Attended(of_rows, log_sum, geometry)
     return masked_indexer_loss(indexer, Target(target, row_sum), attended, rows)
-
-
-def sparse_attention_with_loss(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: Selection,
-    geometry: Geometry,
-    loss: FusedLoss,
-    gate_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with launching_on(q, "q"):
-        return attention_with_indexer_loss(q, k, v, selection, geometry, loss, gate_logits)
-
-
-def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
-    with launching_on(q, "q"):
-        return masked_log_sums(q, k, packed_mask)

@@ -15,6 +15,7 @@ from api_cases import CASES, Case, problem, select
 from triton.runtime.interpreter import GridExecutor
 
 from gsa_kernels import api, operations_triton
+from gsa_kernels.attention import op as attention_op
 from gsa_kernels.devices import interpreted
 from gsa_kernels.selection import lists_op, op
 from gsa_kernels.types import RowSample
@@ -37,7 +38,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(name, monkeypatch):
         return run(self, *given, **named)
 
     run = GridExecutor.__call__
-    for module in (operations_triton, op, lists_op):
+    for module in (operations_triton, attention_op, op, lists_op):
         monkeypatch.setattr(module, "launching_on", enter)
     monkeypatch.setattr(GridExecutor, "__call__", launch)
     case = dataclasses.replace(CASES[name], rows=RowSample())

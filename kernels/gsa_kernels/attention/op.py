@@ -1,12 +1,30 @@
-"""Computes attention over the keys of a packed mask with fused gate G1 by Triton kernels."""
+"""Computes attention over selected keys with fused gate G1 by Triton kernels."""
 
 import torch
 
+from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE, AttentionInputs, checked_inputs
 from gsa_kernels.attention.triton_backward import attention_backward
 from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import check_differentiated_once
-from gsa_kernels.types import Geometry
+from gsa_kernels.devices import launching_on
+from gsa_kernels.types import Geometry, Selection
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    gate_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `api.sparse_attention` over the selection's packed mask or key lists."""
+    with launching_on(q, "q"):
+        if selection is not None and selection.key_lists is not None:
+            return gathered_attention(q, k, v, selection.key_lists, gate_logits)
+        packed_mask = None if selection is None else selection.packed_mask
+        return masked_attention(q, k, v, packed_mask, geometry, gate_logits)
 
 
 def masked_attention(
@@ -45,7 +63,7 @@ def masked_attention(
 
 
 @torch.no_grad()
-def masked_log_sums(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
+def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
     """Compute the log-sum-exp of `masked_attention` for S sampled queries, in any order, with repetitions: fp32 [B, H,
     S].
 
@@ -55,7 +73,8 @@ def masked_log_sums(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor)
         packed_mask: int32 [B, S, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that key s counts for query i
     """
     inputs = checked_inputs(q, k, k, None, None, packed_mask=packed_mask)  # the sums do not read the values
-    return attention_forward(inputs, packed_mask, None, anywhere=True)[1]
+    with launching_on(q, "q"):
+        return attention_forward(inputs, packed_mask, None, anywhere=True)[1]
 
 
 class _MaskedAttention(torch.autograd.Function):

@@ -18,7 +18,7 @@ from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_backward_keys import backward_keys
 from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import check_at_least, check_differentiated_once
-from gsa_kernels.devices import on_hopper
+from gsa_kernels.devices import launching_on, on_hopper
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
 from gsa_kernels.hopper.triton_block_target import sum_over_query_blocks
 from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS, SELECTION_BLOCKS, ceil_div
@@ -105,9 +105,18 @@ def attention_with_indexer_loss(
         scale = torch.full((1,), scale, dtype=torch.float32, device=q.device)
     without_starts = replace(geometry, document_starts=None)
     settings = Settings(scale, indexer.activation, without_starts, loss_chunk_bytes, loss.on_rows)
-    return _AttentionWithLoss.apply(
-        q, k, v, inputs.gate_logits, *tensors_of(indexer), packed_mask, starts, selection.log_sum, settings
-    )
+    with launching_on(q, "q"):
+        return _AttentionWithLoss.apply(
+            q,
+            k,
+            v,
+            inputs.gate_logits,
+            *tensors_of(indexer),
+            packed_mask,
+            starts,
+            selection.log_sum,
+            settings,
+        )
 
 
 class _AttentionWithLoss(torch.autograd.Function):

@@ -51,7 +51,7 @@ def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(q.shape[1])
         return distillation_op.attention_with_indexer_loss(q, *arguments, **options)
 
-    monkeypatch.setattr(operations_triton, "attention_with_indexer_loss", recorded)
+    monkeypatch.setattr(operations_triton, "sparse_attention_with_loss", recorded)
     return calls
 
 
