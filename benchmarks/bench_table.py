@@ -2,12 +2,16 @@
 
     python benchmarks/bench_table.py [--variants qwen3.8 minimax] [--lengths 4096 8192 16384 32768 65536]
 
-The grid (github.com/NVIDIA/cudnn-frontend, benchmark/sparse_attention_training) has given selections, bf16, one
-sequence and no indexer. Its `flops` and `tflops` count 2 products over the selected entries; its columns come first.
-Its selections are random for each query. We add selections that 32 queries share, as in training with
-gsa.selection_block=32, and dense attention by cuDNN. r is the number of keys in the list of 32 queries divided by the
-keys of one query. These kernels do not support its shapes with latent keys of 512 and 576. `minimax` has one selection
-for all key-value heads here, but one per head in the grid.
+The grid is benchmark/sparse_attention_training of github.com/NVIDIA/cudnn-frontend. A case of the grid has
+one sequence in bf16, a given selection and no indexer. The grid draws a random selection for each query. We
+add selections that 32 queries share, as in training with gsa.selection_block=32. We also add dense attention
+by cuDNN.
+
+The table has the grid's columns first. `flops` and `tflops` count 2 products over the selected entries, as in
+the grid. r is the number of keys in the list of 32 queries divided by the keys of one query.
+
+Two things differ from the grid. gsa_kernels does not support the grid's shapes with latent keys of 512 and
+576. The variant `minimax` has one selection for all key-value heads here, but one per head in the grid.
 
 The results go to bench_table.json and bench_table.csv in --out, and with --page FILE to a page of Markdown.
 """

@@ -7,8 +7,8 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 Every layout has the same number of sequences per device. A layout names its sizes in short
-(whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, without memory and
-MFU.
+(whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
+neither memory nor MFU.
 
 --text and --checkpoint use a config's text and a run's weights instead. For selections per query at long contexts these
 matter: the time depends on how similar neighbouring selections are, and random tokens have no similarity.

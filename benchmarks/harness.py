@@ -114,8 +114,9 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error, assuming normal values. Their standard deviation is 1.48 times the
-    median deviation. The standard error of the median is 1.25 times the mean's."""
+    """Return the median and its standard error, assuming normal values. The values' standard deviation is
+    then 1.48 times the median absolute deviation. The standard error of the median is 1.25 times the standard
+    error of the mean."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5

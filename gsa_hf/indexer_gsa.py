@@ -166,8 +166,9 @@ class GSAIndexer(nn.Module):
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """Return a parameter or None outside its module's forward pass. Weights that accelerate offloads (`device_map`) are
-    on the device only during that pass, so the function calls the hooks of the pass."""
+    """Return a module's parameter, or None if the parameter is None. The function works outside the module's
+    forward pass. With `device_map`, accelerate offloads weights and puts them on the device only during the
+    forward pass. The function therefore calls the hooks of the forward pass."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
         return getattr(module, name)

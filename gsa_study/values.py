@@ -147,8 +147,10 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number of summary.json or results.json, which have what is not finite as text, or None for other
-    values."""
+    """Return a value of summary.json or results.json as a number, or None if the value is no number.
+
+    The two files store infinity and NaN as text, which the function turns back into numbers.
+    """
     number = numbers_back(value)
     return float(number) if is_number(number) else None
 

@@ -10,9 +10,11 @@ The script prints for each fault what was noticed, the seconds until training co
 again. It then prints a table of these seconds by part, the run's account of its time, and its ETTR next to an
 independent calculation of the ETTR.
 
-The exit code is 0 under three conditions. The last checkpoint equals the undisturbed run's bit for bit, with all its
-logged numbers. Both ETTRs are equal. Only frozen ranks were reported as hangs. A full disk needs its own file system,
-and therefore root.
+The exit code is 0 only under these conditions. The last checkpoints of the disturbed and the undisturbed run
+are equal bit for bit. The logged numbers of the two runs are equal, too. The account and the independent
+calculation give the same ETTR. Only frozen ranks were reported as hangs.
+
+The script fills a disk only if it runs as root, because it mounts a file system for this fault.
 
 For a fault every 45 steps use --steps 380 --faults 8. --keep DIR stores the run's folder without its checkpoints, and
 its logs, for `launch/goodput.py --run DIR/disturbed`.

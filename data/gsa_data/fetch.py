@@ -217,8 +217,12 @@ class _Outcome(Generic[T]):
 
 
 class _Connector(threading.Thread):
-    """Connects to file systems for one other thread. fsspec keeps a file system for the thread that asked for it, so
-    this thread stays. If a connection gets no answer, this thread is abandoned, and another thread connects again."""
+    """Connects to file systems on behalf of one reading thread.
+
+    fsspec caches a file system for the thread that asked for it. A connector therefore stays alive and serves
+    all connections of its reading thread. If a connection gets no answer, the reading thread abandons the
+    connector and starts a new one.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="gsa_data connections", daemon=True)

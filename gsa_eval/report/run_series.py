@@ -159,8 +159,9 @@ def shown_range(
 ) -> tuple[float, float] | None:
     """Returns bounds of a linear y axis that ignore the first steps and outliers, or None for the range of all values.
 
-    They cover values after the first tenth of the x axis, without outliers. An outlier is further outside the 2nd to
-    98th percentile than half of that range. A double-click shows a chart's whole range.
+    The bounds cover the values after the first tenth of the x axis, except outliers. The spread is the
+    distance from the 2nd to the 98th percentile. An outlier lies more than half the spread below the 2nd or
+    above the 98th percentile. A double-click shows a chart's whole range.
 
     Args:
         lines: x and y of each.

@@ -1,4 +1,7 @@
-"""Tests that layouts of four ranks train as one rank does: few steps of a tiny model, with every statistic."""
+"""Tests that layouts of four ranks train as one rank does.
+
+Each layout trains a tiny model for a few steps. The tests compare every statistic.
+"""
 
 import json
 from typing import Any

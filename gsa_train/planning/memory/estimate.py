@@ -6,9 +6,10 @@ linear layers. The reference core is counted by its large tensors only. Tests co
 real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation or a logged
 step, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
-`attention_impl: auto` is counted as on a GPU, and `precision: auto` as bf16. Key lists have their largest length
-(selection.py). Experts are grouped products with even loads (`worst_expert_load` gives the worst case). The estimate
-is for the context-parallel rank that needs most.
+The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
+have their largest length (selection.py). Experts are assumed to run as grouped products with even loads
+(`worst_expert_load` gives the worst case). Of the context-parallel ranks, the estimate describes the rank
+that needs the most memory.
 """
 
 from __future__ import annotations

@@ -357,8 +357,11 @@ def _write_indices_kernel(
 def _write_mean_key(
     keys_ptr, mean_ptr, first, tokens, stride_kl, POOL: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Of a group's keys from `first` to the newest, over POOL: the mean once the group is whole. Summed in the order
-    of `pool_keys`; the loads do not wait for each other."""
+    """Write the sum of a group's keys, from `first` to the newest key, divided by POOL.
+
+    For a whole group the result is the mean of its keys. The keys are added in the same order as in
+    `pool_keys`. The loads do not wait for each other.
+    """
     dims = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     keys_ptr += first.to(tl.int64) * stride_kl

@@ -1,10 +1,12 @@
 """Finds kernels that Triton would compile to wrong sums in their intermediate code, and raises before they run.
 
-Triton 3.6 and 3.7 sum (`tt.reduce`) over an axis that several warps share through shared memory. They place each
-partial sum by its warp's coordinate along the axis. `delinearize` in Triton's Utility.cpp computes this coordinate, and
-the coordinates of lanes. The computation assumes that the bits of the warp's number for one axis are adjacent. This is
-not always so in layouts that come from reshaping a matrix product. If the bits are for rows, heads, rows, all heads are
-written to one place. The sum then contains one head and old contents of the memory. The layout depends on the GPU.
+If several warps share the axis of a sum (`tt.reduce`), Triton 3.6 and 3.7 add the warps' partial sums in
+shared memory. The place of a partial sum follows from its warp's coordinate along the axis. `delinearize` in
+Triton's Utility.cpp computes this coordinate, and the coordinates of lanes. Some bits of a warp's number
+belong to one axis, and `delinearize` assumes that these bits are adjacent. Layouts that come from reshaping a
+matrix product can break this assumption. For example, the first bit can belong to rows, the second bit to
+heads, and the third bit to rows again. All heads are then written to one place. The sum then contains one
+head and old contents of the memory. The layout depends on the GPU.
 
 A second case is `store_sums` in hopper/triton_backward_target.py. Its assembly adds the parts of each query in two
 lanes and hard-codes the addresses of the sums, which is right for one layout only.

@@ -50,7 +50,8 @@ def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECIS
 
 @triton.jit
 def rounded_product(x, y, KIND: tl.constexpr):
-    """Return x * y elementwise. If the scores are TANH, the product is rounded even if it is added to something."""
+    """Return x * y elementwise. If KIND is TANH, the product is always rounded: the compiler cannot fuse it
+    with a later addition."""
     if KIND == TANH:
         z = tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -123,8 +124,11 @@ def by_key_as_held(x):
 
 @triton.jit
 def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.constexpr, BN: tl.constexpr):
-    """Load the BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys. Call this
-    one step ahead. If the compiler pipelines these loads, as it does for keys and target, it loads them twice."""
+    """Load BN / 32 words of each row, beginning with `first_word`. Each row loads one word for 32 keys.
+
+    The result is a tuple with a tensor [BM] for each word. Call the function one step of the key loop ahead.
+    Otherwise the compiler pipelines the loads, as it does for keys and target, and loads each word twice.
+    """
     tile = ()
     for i in tl.static_range(BN // 32):
         if HAS_MASK:

@@ -230,7 +230,11 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Swap the upper right and lower left blocks of each 2 WIDTH rows and columns. LOW has the lower columns' bits."""
+    """Split the bit matrix into squares of 2 WIDTH rows and columns, and swap two quarters of each square.
+
+    The two quarters are the upper right one and the lower left one. The mask LOW has ones in the lower WIDTH
+    bits of every 2 WIDTH bits.
+    """
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

@@ -12,7 +12,8 @@ from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]
 Calculate = Callable[[Indexer], tuple[torch.Tensor, torch.Tensor, Gradients]]
-"""Returns the sum, the KL of each row, and the gradients for `tensors_of` the indexer."""
+"""Returns the sum of the KL, the KL of each row, and the gradients of the tensors that `tensors_of`
+returns."""
 
 
 def tensors_of(indexer: Indexer) -> tuple[torch.Tensor | None, ...]:

@@ -107,7 +107,9 @@ def _value_and_gradients(
     scratch_bytes: int,
     blocks: GatheredBlocks | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
-    """Return the sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer.
+    """Return the sum of the sampled rows' KL, the KL of each row [B, R], and the gradients of the sum.
+
+    The gradients belong to the tensors that `tensors_of` returns for the indexer.
 
     Args:
         sample: the first tile (or block) of the sample, and the distance from one to the next

@@ -140,8 +140,11 @@ def value_and_gradients(
     row_chunk_bytes: int,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients]:
-    """Return the sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer.
-    `masked_indexer_loss` has checked the indexer. The inverse temperature is a tensor."""
+    """Return the sum of the sampled rows' KL, the KL of each row [B, R], and the gradients of the sum.
+
+    The gradients belong to the tensors that `tensors_of` returns for the indexer. `masked_indexer_loss` has
+    checked the indexer. The inverse temperature is a tensor.
+    """
     inputs = _inputs(indexer, target.row_sum, attended)
     batch, num_keys = inputs.k_idx.shape[:2]
     chosen = choose_blocks(inputs) if blocks is None else blocks
