@@ -129,11 +129,6 @@ class Scores:
         return self.activation == "sigmoid" and self.learns_head_weights
 
 
-def least_keys_to_choose(indexer_pool: int) -> int:
-    """Keys that a query sees, if it can prefer one to another: two, or two groups before its own."""
-    return 2 if indexer_pool == 1 else 2 * indexer_pool + 1
-
-
 LOGIT_OF_ONE = 64.0
 """Its sigmoid is 1 to the last bit, in fp32 and in fp64; bf16 has it exactly."""
 

@@ -6,6 +6,7 @@ Differentiable, on any device, with tensors of [L, Lk].
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,7 @@ from gsa_kernels.attention import reference as attention
 from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.pool import (
-    earlier_groups,
-    firsts_of,
-    keys_of_groups,
-    sum_over_groups,
-    whole_groups,
-)
+from gsa_kernels.indexer.pool import earlier_groups, keys_of_groups, sum_over_groups
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
 from gsa_kernels.limits import Kernel
@@ -44,35 +39,44 @@ def select(
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
-    block, window = geometry.selection_block, geometry.local_window
-    scores, of_rows = _scores(indexer), causal[:, ::block]
-    firsts = firsts_of(geometry, indexer.keys)
-    candidates = of_rows if firsts is None else earlier_groups(firsts, of_rows)
+    block, window, pool = geometry.selection_block, geometry.local_window, geometry.indexer_pool
+    scores, of_rows = _scores(indexer, pool), causal[:, ::block]
+    candidates = of_rows if pool == 1 else _candidates(geometry, positions, num_keys)
     _, variance = score_moments(scores, candidates)
-    budget = adaptive_budget(
+    budget_of = partial(
+        adaptive_budget,
         variance,
         variance_ema,
-        of_rows.sum(-1),
         k_base=rule.k_base,
         k_min=rule.k_min,
         k_max=rule.k_max,
         adaptive_k=rule.adaptive_k,
-        dense_below=rule.dense_below,
     )
-    chosen = select_top_k(scores, candidates, budget // geometry.indexer_pool)
-    if firsts is not None:
-        chosen = keys_of_groups(chosen, firsts, of_rows)
+    visible = of_rows.sum(-1)
+    budget = number = budget_of(visible, dense_below=rule.dense_below)
+    if pool > 1:  # a document may begin inside a group: a query with few keys chooses all groups
+        selectable = candidates.sum(-1)
+        number = torch.where(visible < rule.dense_below, selectable, budget_of(selectable * pool) // pool)
+    groups = chosen = select_top_k(scores, candidates, number)
+    if pool > 1:
+        chosen = keys_of_groups(groups, positions, pool, num_keys)
     chosen = expand_block_selection(chosen, block, len(positions))
     chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
     log_sum = None
-    if with_log_sum:
+    if with_log_sum and pool == 1:
         logits = (scores * indexer.inverse_temperature).masked_fill(~chosen[:, ::block], float("-inf"))
         log_sum = logits.logsumexp(-1).float()
     statistics = (budget.to(torch.int32), variance)
     if kernel != "gathered":
-        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum)
-    lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32)
-    return Selection(None, lists, *statistics, density=union_density(lists), log_sum=None)
+        group_mask = None if pool == 1 else pack_mask(groups)
+        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum, group_mask=group_mask)
+    lists, group_lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32), None
+    if pool > 1:
+        at_firsts = groups.repeat_interleave(pool, -1)[..., :num_keys]
+        at_firsts &= torch.arange(num_keys, device=device) % pool == 0
+        group_lists = key_lists_from_mask(at_firsts)
+    density = union_density(lists)
+    return Selection(None, lists, *statistics, density=density, group_lists=group_lists)
 
 
 def sparse_attention(
@@ -103,16 +107,13 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask, block = attended_keys(selection, geometry, q, k), geometry.selection_block
     probs = attention.head_sum_probs(q, k, lse, mask)
-    firsts = firsts_of(geometry, indexer.keys)
-    if firsts is None:
+    if geometry.indexer_pool == 1:
         attended, probs = mask[:, ::block], sum_over_blocks(probs, block)
     else:
-        positions = torch.arange(k.shape[1], device=k.device)
-        candidates = earlier_groups(firsts, _causal(geometry, positions, k.shape[1]))
-        attended = whole_groups(mask, candidates, firsts, geometry.indexer_pool)
-        probs = sum_over_groups(probs, firsts, geometry.indexer_pool)
+        attended = attended_groups(selection, geometry, k)
+        probs = sum_over_groups(probs, geometry.indexer_pool)
     target = renormalise_target(probs, attended)
-    kl = indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
+    kl = indexer_kl(_scores(indexer, geometry.indexer_pool), target, attended, _temperature(indexer))
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
     if taken is None:
         return kl.sum(), kl.detach()
@@ -222,11 +223,33 @@ def attended_keys(
     return mask_from_key_lists(selection.key_lists)
 
 
-def _scores(indexer: Indexer) -> torch.Tensor:
-    """I of each row against all keys, causal or not: [B, R, Lk]."""
+def attended_groups(selection: Selection | None, geometry: Geometry, k: torch.Tensor) -> torch.Tensor:
+    """bool [B or 1, L, G]: the groups that each query chose, over which the indexer loss is taken.
+
+    Args:
+        k: [B, Lk, Hkv, D]
+    """
+    pool, num_keys = geometry.indexer_pool, k.shape[1]
+    if selection is None:
+        return _candidates(
+            geometry, torch.arange(geometry.query_start, num_keys, device=k.device), num_keys
+        )
+    if selection.group_mask is not None:
+        return unpack_mask(selection.group_mask, -(-num_keys // pool))
+    if selection.group_lists is None:
+        raise ValueError("selection has no groups; pass what select makes with this geometry")
+    return mask_from_key_lists(selection.group_lists)[..., ::pool]
+
+
+def _candidates(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+    return earlier_groups(positions, geometry.document_starts, geometry.indexer_pool, num_keys)
+
+
+def _scores(indexer: Indexer, pool: int = 1) -> torch.Tensor:
+    """I of each row against all keys, or groups, causal or not: [B, R, Lk or G]."""
     return indexer_scores(
         indexer.queries,
-        indexer.keys,
+        indexer.keys[:, ::pool],
         indexer.head_weight_logits,
         score_bias=indexer.score_bias,
         weight_bias=indexer.head_weight_bias,
@@ -247,18 +270,21 @@ def _taken_rows(
     The kernels over key lists sample whole tiles; the kernels over packed masks sample stretches (`sample_rows`).
     """
     rank, size = rows.share
-    pool = geometry.indexer_pool
-    if pool > 1:
-        # A row of the kernels is a group of queries: row i has the queries at the keys of group i + 1.
-        groups = max((num_rows - 1) // pool, 1)
+    pool, by_lists = geometry.indexer_pool, selection is not None and selection.key_lists is not None
+    if pool > 1 and not by_lists:
+        # A row of the kernels is a group of queries; the sequence's first group has none (selection/groups.py).
+        first = pool if geometry.query_start == 0 else 0
+        groups = max(-(-(num_rows - first) // pool), 1)
         sample, factor = sample_rows(groups, rows.fraction, rows.seed, rows.share, pool)
         if sample.every == 1:
             return None, factor
-        queries = ((sample.rows()[:, None] + 1) * pool + torch.arange(pool)).flatten()
+        queries = (first + sample.rows()[:, None] * pool + torch.arange(pool)).flatten()
         return queries[queries < num_rows], factor
-    if selection is None or selection.key_lists is None:
+    if not by_lists:
         sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, geometry.selection_block)
         return (None if sample.every == 1 else sample.rows()), factor
+    assert selection is not None
+    assert selection.key_lists is not None
     unit = selection.key_lists.queries if geometry.selection_block == 1 else 1
     first, factor = systematic(-(-num_rows // unit), rows.fraction, rows.seed)
     if factor * size == 1:

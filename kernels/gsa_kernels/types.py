@@ -140,19 +140,19 @@ class Geometry:
     local_window: int = 0
     """Latest keys, the query's own included, that are selected in addition to the budget; 0 in the paper."""
     indexer_pool: int = 1
-    """Neighbouring keys, aligned in their document, that are selected together, by their mean (indexer/pool.py); 1 in
+    """Neighbouring keys, aligned in the sequence, that are selected together, by their mean (indexer/pool.py); 1 in
     the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
-    itself. The indexer's keys are `pool_keys`."""
+    itself. The indexer's keys are `pooled`."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
         check_at_least("selection_block", self.selection_block, 1)
         check_at_least("local_window", self.local_window, 0)
         check_at_least("indexer_pool", self.indexer_pool, 1)
-        if self.indexer_pool > 1 and (self.selection_block > 1 or self.query_start > 0):
+        if self.indexer_pool > 1 and (self.selection_block > 1 or self.query_start % self.indexer_pool):
             raise ValueError(
                 f"indexer_pool is {self.indexer_pool} with selection_block {self.selection_block} and query_start "
-                f"{self.query_start}; pass selection_block 1 and whole sequences"
+                f"{self.query_start}; pass selection_block 1 and a multiple of {self.indexer_pool}"
             )
         if self.query_start % self.selection_block:
             raise ValueError(
@@ -213,8 +213,11 @@ class Selection:
     """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss a pass; on request, with a
     packed mask only."""
     group_mask: torch.Tensor | None = None
-    """int32 [B p, C, ceil(C / 32)], with `Geometry.indexer_pool` p by Triton: a bit for each selected group, in
-    the order of `selection/groups.py`."""
+    """int32 [B, L, ceil(G / 32)], with `Geometry.indexer_pool` and a packed mask: a bit for each of the G groups that
+    the query chose."""
+    group_lists: KeyLists | None = None
+    """The same with key lists: each entry is a group, named by its first key. The entries of `key_lists` are the keys
+    of these entries, in the same order; a word of 0 is a group that queries read without choosing it."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -100,11 +100,14 @@ def gsa_layer(
     leaders = list(range(0, length, o.selection_block))
     scores: dict[int, dict[int, torch.Tensor]] = {}
     top_k: dict[int, set[int]] = {}
+    groups: dict[int, list[list[int]]] = {}
+    """With indexer_pool: the groups of the loss."""
     budgets, variances = [], []
     for t0 in leaders:
         keys = visible = [s for s in range(length) if sees(t0, s)]
+        before_own = _groups_before(visible, o)
         if o.indexer_pool > 1:  # groups, each named by its first key
-            keys = [group[0] for group in _groups_before(visible, o)]
+            keys = [group[0] for group in before_own]
         asking = [t0]
         if o.selection_query == "previous_mean":
             before = range(max(0, t0 - o.selection_block), t0)
@@ -118,9 +121,11 @@ def gsa_layer(
         ranking = sorted(keys, key=lambda s: (-values[s], s))
         top_k[t0] = set(ranking[:budget])
         if o.indexer_pool > 1:
-            chosen = ranking[: budget // o.indexer_pool]
-            own = visible[len(keys) * o.indexer_pool :]
-            top_k[t0] = {s + i for s in chosen for i in range(o.indexer_pool)} | set(own)
+            number = len(keys) if len(visible) < o.dense_below else _budget(o, variance) // o.indexer_pool
+            chosen = set(ranking[:number])
+            groups[t0] = [group for group in before_own if o.attention == "dense" or group[0] in chosen]
+            own = {s for s in visible if s // o.indexer_pool == t0 // o.indexer_pool}
+            top_k[t0] = own.union(*(group for group in before_own if group[0] in chosen))
         budgets.append(budget)
         variances.append(variance)
 
@@ -161,8 +166,7 @@ def gsa_layer(
         read = top_k[t0] | window_of(t0)
         support = [[s] for s in (sorted(read) if o.attention == "sparse" else sorted(scores[t0]))]
         if o.indexer_pool > 1:
-            groups = _groups_before([s for s in range(length) if sees(t0, s)], o)
-            support = [each for each in groups if o.attention == "dense" or read.issuperset(each)]
+            support = groups[t0]
         if not support:
             kl_rows.append(h.new_zeros(()))
             continue
@@ -209,11 +213,12 @@ def _indexer_row(
     row = {}
     for s in keys:
         key = h.new_zeros(o.indexer_dim)
-        for member in range(s, s + o.indexer_pool):
+        members = range(s, s - s % o.indexer_pool + o.indexer_pool)
+        for member in members:
             of_member = weights["w_ik"] @ h[member]
             if o.indexer_norm:
                 of_member = _norm(of_member, weights["n_ik"], o)
-            key = key + of_member / o.indexer_pool
+            key = key + of_member / len(members)
         if o.indexer_rope:
             key = _rotate(key, s, o)
         score = h.new_zeros(())
@@ -231,9 +236,10 @@ def _indexer_row(
 
 
 def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
-    """Groups of indexer_pool keys, from the document's first key on, in front of the one of the last visible key."""
+    """The visible keys of each group before the group of the last one; groups are aligned in the sequence."""
     size = o.indexer_pool
-    return [visible[i * size : (i + 1) * size] for i in range((len(visible) - 1) // size)]
+    numbers = range(visible[0] // size, visible[-1] // size)
+    return [[s for s in visible if s // size == number] for number in numbers]
 
 
 def _budget(o: LayerOptions, variance: float) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gsa_kernels.indexer.pool import earlier_groups, firsts_of, sum_over_groups, whole_groups
-from gsa_kernels.operations_reference import attended_keys
+from gsa_kernels.indexer.pool import sum_over_groups
+from gsa_kernels.operations_reference import attended_groups, attended_keys
 from gsa_kernels.reference import (
     indexer_kl,
     indexer_scores,
@@ -51,7 +51,8 @@ class ReferenceCore:
     ) -> AttentionResult:
         q, k, v = inputs.q, inputs.k, inputs.v
         assert selection is not None or not attention_pass.sparse
-        attended = attended_keys(selection if attention_pass.sparse else None, geometry, q, k)
+        selection = selection if attention_pass.sparse else None
+        attended = attended_keys(selection, geometry, q, k)
         wants_probs = loss is not None or target_sum is not None
         attention = sparse_attention(q, k, v, attended, return_probs=wants_probs)
         out, target = attention.out, attention.head_sum_probs
@@ -64,37 +65,34 @@ class ReferenceCore:
             return AttentionResult(out)
         assert target is not None
         with attention_pass.indexer_graph(), trace_span("kl"):
-            rows = self._kl_of_rows(loss.indexer, target, attended, geometry)
+            if geometry.indexer_pool > 1:
+                attended = attended_groups(selection, geometry, k)
+            rows = _kl_of_rows(loss.indexer, target, attended, geometry)
             kl, logged = _sum_or_estimate(rows, loss.rows, geometry.selection_block)
         return AttentionResult(out, kl if attention_pass.trains_indexer else None, logged)
 
-    def _kl_of_rows(
-        self,
-        indexer: Indexer,
-        probs: torch.Tensor,
-        attended: torch.Tensor,
-        geometry: Geometry,
-    ) -> torch.Tensor:
-        """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15).
 
-        With pooled keys p is summed over each group, and the set holds the groups that the query attends to entirely.
-        """
-        block, firsts = geometry.selection_block, firsts_of(geometry, indexer.keys)
-        if firsts is None:
-            rows, target = attended[:, ::block], sum_over_blocks(probs, block)
-        else:
-            candidates = earlier_groups(firsts, attended_keys(None, geometry, probs, probs))
-            rows = whole_groups(attended, candidates, firsts, geometry.indexer_pool)
-            target = sum_over_groups(probs, firsts, geometry.indexer_pool)
-        target = renormalise_target(target, rows)
-        return indexer_kl(_scores(indexer), target, rows, indexer.inverse_temperature)
+def _kl_of_rows(
+    indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor, geometry: Geometry
+) -> torch.Tensor:
+    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15).
+
+    Args:
+        attended: the keys of all queries; with pooled keys the groups, over each of which p is summed.
+    """
+    block, pool = geometry.selection_block, geometry.indexer_pool
+    target = sum_over_blocks(probs, block) if pool == 1 else sum_over_groups(probs, pool)
+    rows = attended[:, ::block]
+    return indexer_kl(
+        _scores(indexer, pool), renormalise_target(target, rows), rows, indexer.inverse_temperature
+    )
 
 
-def _scores(indexer: Indexer) -> torch.Tensor:
-    """I[t, s] of the selecting queries against all keys: fp32 [B, R, L_k]."""
+def _scores(indexer: Indexer, pool: int) -> torch.Tensor:
+    """I[t, s] of the selecting queries against all keys, or groups: fp32 [B, R, L_k or G]."""
     return indexer_scores(
         indexer.queries,
-        indexer.keys,
+        indexer.keys[:, ::pool],
         indexer.head_weight_logits,
         score_bias=indexer.score_bias,
         weight_bias=indexer.head_weight_bias,
