@@ -40,9 +40,9 @@ SELECTION_BLOCKS = (1, 16, 32, 64, 128)
 """Queries that share a selection. Beyond 1, a block is a tile of the key lists, or whole tiles of 32; the kernel of the
 target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
 
-KEY_POOLS = (1, 2, 4, 8, 16, 32)
-"""Neighbouring keys that are selected together. A power of two up to the size of a packed mask's word, so that a word
-holds whole groups (selection/triton_group_keys.py)."""
+KEY_POOLS = (1, 2, 4, 8, 16, 32, 64)
+"""Neighbouring keys that are selected together. A power of two, so that a word of a packed mask holds whole groups, or a
+group whole words (selection/triton_group_keys.py)."""
 
 STRETCH_ROWS = 128
 """Neighbouring queries of the indexer loss that an estimate takes or leaves together, and rows of it that
