@@ -101,8 +101,9 @@ gsa.selection_query=previous_mean ; gsa.selection_block=16 ; gsa.local_window=16
 gsa.indexer_pool=4 ; gsa.k_min=2 -> gsa.indexer_pool = 4 | gsa.k_min = 2 | set gsa.k_min to 4 or more
 gsa.indexer_pool=4 ; gsa.selection_block=16 ; gsa.local_window=16 ->
     gsa.indexer_pool = 4 | gsa.selection_block = 16 | set one of them to 1
-gsa.indexer_pool=4 ; parallel.context=2 -> gsa.indexer_pool = 4 | parallel.context = 2
-gsa.indexer_pool=4 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 4 | use reference
+train.seq_len_tokens=72 ; parallel.context=2 ; gsa.indexer_pool=4 ->
+    gsa.indexer_pool = 4 | 18 tokens of a chunk | 64 or 80
+gsa.indexer_pool=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 3 | use reference
 gsa.reuse_teacher=group -> gsa.reuse_teacher = group | gsa.selection_reuse = 1
 gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; train.recompute=selective ->
     gsa.reuse_teacher = group | train.recompute = selective | to none

@@ -1,25 +1,14 @@
-"""Tasks of a model whose indexer scores groups of keys: its kernels take one document per sequence."""
+"""Tasks of a model whose indexer scores groups of keys: they begin at the first token of a group."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
 
 from gsa_train.model.cores.triton import TritonCore
 from gsa_train.phases import enter_phase
-from gsa_train.step import owners_losses
-from gsa_train.validation import tasks
 from gsa_train.validation.requests import Request
-from gsa_train.validation.tasks import (
-    NOBODY,
-    _deal,
-    log_likelihoods,
-    pack_requests,
-    place_requests,
-    row_tokens,
-)
+from gsa_train.validation.tasks import NOBODY, log_likelihoods, pack_requests
 from helpers.single_rank import EOS, SPARSE, single_rank, tiny_config, tiny_model
 
 GROUPS = tiny_config(
@@ -41,43 +30,17 @@ def group_requests() -> list[Request]:
 
 
 @pytest.mark.slow
-def test_groups_of_keys_are_scored_on_the_kernels_as_on_the_reference_core(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tasks, "LEAST_ROW_TOKENS", 8)
+def test_groups_of_keys_are_scored_on_the_kernels_as_alone_on_the_reference_core() -> None:
     model = tiny_model(GROUPS, variance_ema=0.02)
     enter_phase(model, SPARSE)
     requests = group_requests()
-    packed = _deal(pack_requests(requests, EOS, 32), EOS, GROUPS, single_rank())
-    expected = (-owners_losses(model, packed, len(requests), GROUPS, single_rank())).tolist()
-    on_reference = log_likelihoods(model, requests, EOS, GROUPS, single_rank())
+    alone = [log_likelihoods(model, [each], EOS, GROUPS, single_rank())[0] for each in requests]
+    assert log_likelihoods(model, requests, EOS, GROUPS, single_rank()) == pytest.approx(alone, rel=1e-5)
     for attention in model.attentions:
         attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
     on_kernels = log_likelihoods(model, requests, EOS, GROUPS, single_rank())
-    assert on_reference == pytest.approx(expected, rel=1e-5)
-    assert on_kernels == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(ValueError, match="document_starts is given with indexer_pool 4"):
-        owners_losses(model, packed, len(requests), GROUPS, single_rank())
-
-
-def test_requests_alone_have_sequences_as_short_as_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "LEAST_ROW_TOKENS", 8)
-    requests = group_requests()
-    assert [row_tokens(each, GROUPS) for each in requests] == [32, 16, 32, 8, 32]
-    rows = place_requests(requests, EOS, GROUPS)
-    assert [each.owners.shape for each in rows] == [(1, 8), (1, 16), (3, 32)]
-    owners = np.concatenate([each.owners.flatten() for each in rows])
+    assert on_kernels == pytest.approx(alone, rel=1e-4)
+    owners = pack_requests(requests, EOS, 32, 4).owners
+    assert len(owners) < len(requests)
     counts = np.bincount(owners[owners != NOBODY], minlength=len(requests))
     assert counts.tolist() == [each.scored for each in requests]
-    for each in rows:  # micro-batches have the size of training's
-        for batch, _ in _deal(each, EOS, GROUPS, single_rank()):
-            assert batch.tokens.numel() == 32
-            assert batch.document_ids is None
-    split = dataclasses.replace(GROUPS, parallel=dataclasses.replace(GROUPS.parallel, tensor=4))
-    assert row_tokens(requests[3], split) == 16, "a group for each of the ranks that share the tokens"
-    monkeypatch.undo()
-    assert row_tokens(requests[3], GROUPS) == 32
-    train = dataclasses.replace(GROUPS.train, seq_len_tokens=4096)
-    assert row_tokens(requests[3], dataclasses.replace(GROUPS, train=train)) == 64
-    documents = dataclasses.replace(GROUPS, gsa=dataclasses.replace(GROUPS.gsa, indexer_pool=1))
-    assert [each.one_document for each in place_requests(requests, EOS, documents)] == [False]

@@ -59,9 +59,8 @@ def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
-    """Sequences are one document, since the kernels support no others."""
-    gsa = {"indexer_pool": 2, "indexer_rope": True, "k_base": 4, "k_min": 3, "k_max": 9}
-    steps = [one_step(gsa, phase, fused, attend_across=True) for fused in (True, False)]
+    gsa = {"indexer_pool": 2, "indexer_rope": True, "local_window": 3, "k_base": 4, "k_min": 3, "k_max": 9}
+    steps = [one_step(gsa, phase, fused) for fused in (True, False)]
     assert_same_step(*steps)
     assert "indexer_kl" in steps[0][2]
 
@@ -70,12 +69,10 @@ def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> No
     ("changes", "reason"),
     [
         ({}, None),
-        ({"gsa": {"indexer_pool": 3}}, "the kernels have 1, 2, 4, 8, 16 and 32"),
-        ({"gsa": {"local_window": 2}}, "gsa.local_window = 2"),
+        ({"gsa": {"indexer_pool": 3}}, "the kernels have 1, 2, 4, 8, 16, 32 and 64"),
         ({"gsa": {"dense_below": 9}}, "gsa.dense_below = 9"),
         ({"gsa": {"k_base": 5}}, "gsa.k_base = 5"),
-        ({"data": {"attend_across_documents": False}}, "data.attend_across_documents = false"),
-        ({"train": {"seq_len_tokens": 22}}, "train.seq_len_tokens = 22"),
+        ({"train": {"seq_len_tokens": 4}}, "train.seq_len_tokens = 4"),
     ],
 )
 def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
@@ -84,8 +81,7 @@ def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
     sections: dict[str, dict[str, Any]] = {
         "model": {"head_dim": 32},
         "gsa": {"indexer_pool": 4, "indexer_dim": 16, "k_base": 8, "k_min": 4, "k_max": 16},
-        "data": {"attend_across_documents": True},
-        "train": {"seq_len_tokens": 24},
+        "train": {"seq_len_tokens": 22},
     }
     for name, fields in changes.items():
         sections[name] = {**sections[name], **fields}
