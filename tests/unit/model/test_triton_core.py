@@ -46,6 +46,9 @@ CASES = [  # each option once: the interpreter is slow
     ("qsa and lists", SPARSE),
     ("mean of the block before", SPARSE),
     ("blocks under a mask", SPARSE),
+    ("groups", SPARSE),
+    ("groups", WARM_UP),
+    ("groups over lists", SPARSE),
 ]
 
 
@@ -54,15 +57,6 @@ CASES = [  # each option once: the interpreter is slow
 def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
-def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
-    gsa = {"indexer_pool": 2, "indexer_rope": True, "local_window": 3, "k_base": 4, "k_min": 3, "k_max": 9}
-    steps = [one_step(gsa, phase, fused) for fused in (True, False)]
-    assert_same_step(*steps)
-    assert "indexer_kl" in steps[0][2]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +84,8 @@ def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
     assert reason is None or reason in reasons[0]
 
 
-IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
-"""All causal keys, bits, lists, and lists and bits of blocks."""
+IN_RUNS = [CASES[0], *CASES[3:6], *CASES[-4:]]
+"""All causal keys, bits, lists, lists and bits of blocks, and groups."""
 
 
 @pytest.mark.slow
@@ -102,7 +96,9 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(
     """Also of its sampled queries, here 4 to 7 and 16 to 19."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
-    gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant.startswith("blocks") else (0, 7, 12, 24)
+    gsa, cuts = VARIANTS[variant], (0, 7, 12, 24)
+    if variant.startswith(("blocks", "groups")):  # no run cuts one
+        cuts = (0, 16, 24)
     whole = one_step(gsa, phase, fused=False)
     for fused in (False, True):
         runs = one_step(gsa, phase, fused, cuts=cuts)
