@@ -72,8 +72,8 @@ class KeyLists:
     """Position of the first query: query t stands at query_start + t. Keys are their positions."""
 
     host_counts: torch.Tensor | None = None
-    """`counts` on the host, where they are known there: buffers then have the size of the lists and not of
-    T * max_count entries."""
+    """`counts`, or bounds of them, on the host, where they are known there: buffers then have the size of the lists and
+    not of T * max_count entries."""
 
     kept_hits: KeptHits = field(default_factory=KeptHits, compare=False, repr=False)
 

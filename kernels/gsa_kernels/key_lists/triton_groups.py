@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.key_lists.triton_build import copy_to_device, count_keys, fill_lists, join_lists
+from gsa_kernels.key_lists.format import KeptHits, KeyLists
+from gsa_kernels.key_lists.triton_build import count_keys, fill_lists, join_lists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
 from gsa_kernels.selection.triton_group_keys import read_from
 from gsa_kernels.types import Geometry
@@ -27,23 +27,18 @@ def lists_of_groups(group_mask: torch.Tensor, geometry: Geometry) -> tuple[KeyLi
         group_mask: int32 [B, L, ceil(G / 32)], contiguous
     """
     batch, length, _ = group_mask.shape
-    pool, query_start = geometry.indexer_pool, geometry.query_start
-    device = group_mask.device
+    pool, query_start, device = geometry.indexer_pool, geometry.query_start, group_mask.device
     starts = None if geometry.document_starts is None else geometry.document_starts.contiguous()
-    firsts = torch.arange(query_start, query_start + length, TILE_QUERIES)
-    lasts = (firsts + TILE_QUERIES).clamp(max=query_start + length) - 1
-    first = torch.minimum(firsts // pool * pool, firsts - geometry.local_window + 1).clamp(min=0)
-    read = copy_to_device(torch.stack([first, lasts], -1).to(torch.int32), device)[None].expand(batch, -1, -1)
+    first = torch.arange(query_start, query_start + length, TILE_QUERIES, dtype=torch.int32, device=device)
+    last = (first + (TILE_QUERIES - 1)).clamp(max=query_start + length - 1)
+    read = torch.minimum(first // pool * pool, first - (geometry.local_window - 1)).clamp(min=0)[None]
     if starts is not None:
-        read = torch.stack([read[..., 0].maximum(starts[:, ::TILE_QUERIES]), read[..., 1]], -1)
-    always = (read // pool).contiguous()
-    counted = count_keys(group_mask, range(length), always=always)
+        read = read.maximum(starts[:, ::TILE_QUERIES])
+    always = torch.stack([read // pool, (last // pool).expand_as(read)], -1).expand(batch, -1, -1).contiguous()
+    counted = count_keys(group_mask, range(length), query_start, always)
     groups = join_lists([fill_lists(counted.wait())], length, query_start)
     assert groups.host_counts is not None
     groups.keys.mul_(pool)
-    # The last group of a tile may go on after its last query.
-    missing = pool - 1 - lasts % pool
-    host_counts = groups.host_counts * pool - missing.to(torch.int32)
     keys = torch.empty(groups.keys.numel() * pool, dtype=torch.int32, device=device)
     lists = replace(
         groups,
@@ -51,12 +46,13 @@ def lists_of_groups(group_mask: torch.Tensor, geometry: Geometry) -> tuple[KeyLi
         words=torch.empty_like(keys),
         key_starts=groups.key_starts * pool,
         word_starts=groups.key_starts * pool,
-        counts=copy_to_device(host_counts, device),
-        max_count=int(host_counts.max()),
-        host_counts=host_counts,
-        kept_hits=type(groups.kept_hits)(),
+        # The last group of a tile may go on after its last query.
+        counts=groups.counts * pool - (pool - 1 - last % pool),
+        max_count=groups.max_count * pool,
+        host_counts=groups.host_counts * pool,
+        kept_hits=KeptHits(),
     )
-    _keys_kernel[(ceil_div(lists.max_count, _ENTRIES), len(firsts), batch)](
+    _keys_kernel[(ceil_div(lists.max_count, _ENTRIES), len(last), batch)](
         groups.keys,
         groups.words,
         groups.key_starts,

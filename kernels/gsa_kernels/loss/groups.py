@@ -7,8 +7,6 @@ the loss and its target are calculated for the listed groups alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
@@ -86,7 +84,7 @@ def _over_lists(
 
     def target(tiles: torch.Tensor) -> torch.Tensor:
         """fp32 [B, N, groups, queries]. A tile's last group, which none of its queries chose, may lack some keys."""
-        probs = head_sum_probs_lists(q, k, lse, replace(lists, max_count=groups.max_count * pool), tiles)
+        probs = head_sum_probs_lists(q, k, lse, lists, tiles)
         return probs.unflatten(2, (groups.max_count, pool)).sum(3)
 
     # The probabilities of single keys are p times as many.
