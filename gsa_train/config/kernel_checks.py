@@ -60,7 +60,9 @@ def _unsupported_pool(config: Config) -> list[str]:
     reasons = []
     chunk = length // (parallel.context * parallel.context_chunks) if parallel.context > 1 else length
     if chunk <= pool:
-        reasons.append(f"train.seq_len_tokens = {length}: with {name} a rank's first {chunk} tokens are one group")
+        reasons.append(
+            f"train.seq_len_tokens = {length}: with {name} a rank's first {chunk} tokens are one group"
+        )
     if gsa.k_base % pool:
         reasons.append(f"gsa.k_base = {gsa.k_base}: no multiple of {name}")
     if gsa.dense_below > 0:

@@ -69,7 +69,9 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
-def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, indexer_pool: int) -> torch.Tensor:
+def counted_rows(
+    micro_batches: Sequence[MicroBatch], selection_block: int, indexer_pool: int
+) -> torch.Tensor:
     """Returns the number of queries that select among at least two keys or groups: fp32, 0-d, on the device. The
     others, first tokens of documents and filler, have no choice, and count in no mean of the indexer.
 

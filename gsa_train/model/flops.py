@@ -252,11 +252,8 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
             chosen = budget if visible > offset else 0
             always = gsa.local_window
             if gsa.indexer_pool > 1:  # whole groups, and the query's own
-                chosen, own = (
-                    chosen // gsa.indexer_pool * gsa.indexer_pool,
-                    (visible - 1) % gsa.indexer_pool + 1,
-                )
-                always = max(always, own)
+                chosen = chosen // gsa.indexer_pool * gsa.indexer_pool
+                always = max(always, position % gsa.indexer_pool + 1)
             total += min(chosen + always, visible)
     return total / sum(map(len, causal_keys))
 

@@ -41,8 +41,8 @@ SELECTION_BLOCKS = (1, 16, 32, 64, 128)
 target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
 
 KEY_POOLS = (1, 2, 4, 8, 16, 32, 64)
-"""Neighbouring keys that are selected together. A power of two, so that a word of a packed mask holds whole groups, or a
-group whole words (selection/triton_group_keys.py)."""
+"""Neighbouring keys that are selected together. A power of two, so that a word of a packed mask holds whole groups, or
+a group whole words (selection/triton_group_keys.py)."""
 
 STRETCH_ROWS = 128
 """Neighbouring queries of the indexer loss that an estimate takes or leaves together, and rows of it that

@@ -5,7 +5,7 @@ Differentiable, on any device, with tensors of [L, Lk].
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -40,23 +40,15 @@ def select(
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
     block, window, pool = geometry.selection_block, geometry.local_window, geometry.indexer_pool
-    scores, of_rows = _scores(indexer, pool), causal[:, ::block]
+    scores, of_rows = scores_of_rows(indexer, pool), causal[:, ::block]
     candidates = of_rows if pool == 1 else _candidates(geometry, positions, num_keys)
     _, variance = score_moments(scores, candidates)
-    budget_of = partial(
-        adaptive_budget,
-        variance,
-        variance_ema,
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        adaptive_k=rule.adaptive_k,
-    )
-    visible = of_rows.sum(-1)
-    budget = number = budget_of(visible, dense_below=rule.dense_below)
+    budget_of, visible = partial(adaptive_budget, variance, variance_ema), of_rows.sum(-1)
+    budget = number = budget_of(visible, **asdict(rule))
     if pool > 1:  # a document may begin inside a group: a query with few keys chooses all groups
-        selectable = candidates.sum(-1)
-        number = torch.where(visible < rule.dense_below, selectable, budget_of(selectable * pool) // pool)
+        selectable, of_rule = candidates.sum(-1), asdict(replace(rule, dense_below=0))
+        number = budget_of(selectable * pool, **of_rule) // pool
+        number = torch.where(visible < rule.dense_below, selectable, number)
     groups = chosen = select_top_k(scores, candidates, number)
     if pool > 1:
         chosen = keys_of_groups(groups, positions, pool, num_keys)
@@ -113,7 +105,7 @@ def indexer_loss(
         attended = attended_groups(selection, geometry, k)
         probs = sum_over_groups(probs, geometry.indexer_pool)
     target = renormalise_target(probs, attended)
-    kl = indexer_kl(_scores(indexer, geometry.indexer_pool), target, attended, _temperature(indexer))
+    kl = indexer_kl(scores_of_rows(indexer, geometry.indexer_pool), target, attended, _temperature(indexer))
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
     if taken is None:
         return kl.sum(), kl.detach()
@@ -231,9 +223,7 @@ def attended_groups(selection: Selection | None, geometry: Geometry, k: torch.Te
     """
     pool, num_keys = geometry.indexer_pool, k.shape[1]
     if selection is None:
-        return _candidates(
-            geometry, torch.arange(geometry.query_start, num_keys, device=k.device), num_keys
-        )
+        return _candidates(geometry, torch.arange(geometry.query_start, num_keys, device=k.device), num_keys)
     if selection.group_mask is not None:
         return unpack_mask(selection.group_mask, -(-num_keys // pool))
     if selection.group_lists is None:
@@ -245,7 +235,7 @@ def _candidates(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> t
     return earlier_groups(positions, geometry.document_starts, geometry.indexer_pool, num_keys)
 
 
-def _scores(indexer: Indexer, pool: int = 1) -> torch.Tensor:
+def scores_of_rows(indexer: Indexer, pool: int = 1) -> torch.Tensor:
     """I of each row against all keys, or groups, causal or not: [B, R, Lk or G]."""
     return indexer_scores(
         indexer.queries,

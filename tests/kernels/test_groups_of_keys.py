@@ -106,9 +106,7 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
 
     length, gated = case.length, case.activation == "sigmoid"
     queries = length - case.query_start
-    keys = to_first_positions(
-        pool_keys(leaf("keys", BATCH, length, 16), case.pool, case.starts()), case.pool
-    )
+    keys = to_first_positions(pool_keys(leaf("keys", BATCH, length, 16), case.pool, case.starts()), case.pool)
     indexer = Indexer(
         leaf("queries", BATCH, queries, 2, 16),
         keys,
@@ -165,7 +163,7 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
         assert torch.equal(mask, mask_of(wanted_chosen, case))
         assert torch.equal(chosen.budget, wanted_chosen.budget)
         torch.testing.assert_close(chosen.variance, wanted_chosen.variance)
-        if wanted_chosen.density is not None:  # Triton lists whole groups, also where a document begins inside one
+        if wanted_chosen.density is not None:  # Triton lists the groups in which documents begin as a whole
             most = 0.05 if case.starts() is None else 1
             assert 0 <= chosen.density / wanted_chosen.density - 1 < most
         assert mask.sum() < case.length * (case.length + 1) // 2 * BATCH or two_groups

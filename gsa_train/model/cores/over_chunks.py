@@ -224,7 +224,9 @@ class CoreOverChunks:
 
         def starts() -> torch.Tensor:
             pieces = [
-                document_starts(document_ids[:, : chunk.end], chunk.start).long() + chunk.local.start - chunk.start
+                document_starts(document_ids[:, : chunk.end], chunk.start).long()
+                + chunk.local.start
+                - chunk.start
                 for chunk in self.chunks(length)
             ]
             return torch.cat(pieces, dim=1)

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gsa_kernels.indexer.pool import sum_over_groups
-from gsa_kernels.operations_reference import attended_groups, attended_keys
+from gsa_kernels.operations_reference import attended_groups, attended_keys, scores_of_rows
 from gsa_kernels.reference import (
     indexer_kl,
-    indexer_scores,
     renormalise_target,
     sigmoid_gate,
     sparse_attention,
@@ -84,19 +83,7 @@ def _kl_of_rows(
     target = sum_over_blocks(probs, block) if pool == 1 else sum_over_groups(probs, pool)
     rows = attended[:, ::block]
     return indexer_kl(
-        _scores(indexer, pool), renormalise_target(target, rows), rows, indexer.inverse_temperature
-    )
-
-
-def _scores(indexer: Indexer, pool: int) -> torch.Tensor:
-    """I[t, s] of the selecting queries against all keys, or groups: fp32 [B, R, L_k or G]."""
-    return indexer_scores(
-        indexer.queries,
-        indexer.keys[:, ::pool],
-        indexer.head_weight_logits,
-        score_bias=indexer.score_bias,
-        weight_bias=indexer.head_weight_bias,
-        activation=indexer.activation,
+        scores_of_rows(indexer, pool), renormalise_target(target, rows), rows, indexer.inverse_temperature
     )
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
-from gsa_kernels.selection.triton_search import window_words
+from gsa_kernels.selection.triton_search import count_bits, window_words
 
 _WORDS = 128  # of each row that a program turns: 4096 keys
 
@@ -178,15 +178,6 @@ def _union(rows, always_ptr, slot, index, QUERIES: tl.constexpr):
     return union
 
 
-@triton.jit
-def _count_bits(union):
-    x = union.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _count_kernel(
     words_ptr, always_ptr, counts_ptr, first_diagonal, num_rows, num_words,
@@ -201,7 +192,7 @@ def _count_kernel(
         return
     index = piece * WORDS + tl.arange(0, WORDS)
     rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
-    tl.store(count_ptr, tl.sum(_count_bits(_union(rows, always_ptr, slot, index, QUERIES))))
+    tl.store(count_ptr, tl.sum(count_bits(_union(rows, always_ptr, slot, index, QUERIES), False)))
 
 
 @triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
@@ -226,7 +217,7 @@ def _fill_kernel(
     columns = _turn(rows, QUERIES)
     slot = batch * tl.num_programs(1) + tile
     union = _union(rows, always_ptr, slot, index, QUERIES)
-    sizes = _count_bits(union)
+    sizes = count_bits(union, False)
     place = tl.cumsum(sizes, axis=0) - sizes
     start = tl.load(starts_ptr + slot * tl.num_programs(0) + piece)
     keys_ptr += start

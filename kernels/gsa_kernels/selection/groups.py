@@ -8,7 +8,7 @@ the last rows of some remainders are empty. Selection takes 1 / p of the work fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -50,25 +50,17 @@ def select_groups(
         group_mask = torch.nn.functional.pad(group_mask, (0, words - group_mask.shape[-1]))
     group_mask = group_mask.contiguous()
     variance = rows.by_query(chosen.variance, 0.0)
+    del chosen  # its memory is free while the lists are made
     visible = torch.arange(geometry.query_start + 1, num_keys + 1, device=variance.device)[None]
     if geometry.document_starts is not None:
         visible = visible - geometry.document_starts
-    budget = adaptive_budget(
-        variance,
-        variance_ema,
-        visible,
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        adaptive_k=rule.adaptive_k,
-    ).to(torch.int32)
-    density = None
+    budget = adaptive_budget(variance, variance_ema, visible, **asdict(rule)).to(torch.int32)
+    density, kernel = None, kernel if num_keys <= limits.PACKED_MASK_MAX_TOKENS else "gathered"
     with launching_on(group_mask, "the indexer"):
-        is_short = num_keys <= limits.PACKED_MASK_MAX_TOKENS
-        if kernel == "gathered" or not is_short or (kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS):
+        if kernel == "gathered" or (kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS):
             lists, group_lists = lists_of_groups(group_mask, geometry)
             density = union_density(lists)
-            if kernel == "gathered" or not is_short or density < limits.GATHERED_BELOW_DENSITY:
+            if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
                 return Selection(None, lists, budget, variance, density, group_lists=group_lists)
         packed_mask = packed_keys_of_groups(group_mask, geometry)
     return Selection(packed_mask, None, budget, variance, density, group_mask=group_mask)
@@ -114,7 +106,7 @@ class GroupRows:
         )
 
     def geometry(self, geometry: Geometry, batch: int, device: torch.device) -> Geometry:
-        """Of the rows, in groups. An empty row, and one whose document begins in its query's own group, has no group."""
+        """Of the rows, in groups. Empty rows, and rows whose document begins in their own group, have no group."""
         starts = geometry.document_starts
         if starts is None and (self.length - self.skipped) % self.pool == 0:
             return Geometry(query_start=self.start)

@@ -64,8 +64,8 @@ def _keys_of_groups_kernel(
     group_mask, starts, out, query_start, length, num_words, group_words, local_window,
     POOL: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, word tiles, B). Word w has the keys of 32 / POOL groups, or a part of one group: they are in word
-    w / POOL of the groups."""
+    """Grid (row tiles, word tiles, B). Word w has the keys of 32 / POOL groups, or a part of one group, which are in
+    word w / POOL of the groups."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     row = tl.program_id(2).to(tl.int64) * length + number

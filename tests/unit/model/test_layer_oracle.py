@@ -81,7 +81,7 @@ CASES = {
     "block, packed": Case({"local_window": 5, "selection_block": 4}, packing=PACKED),
     "groups of keys": Case({"indexer_pool": 2, "indexer_rope": True}, model={"rope_base": 100.0}, ema=2e-3),
     "groups of keys, packed, window": Case(
-        {"indexer_pool": 2, "indexer_norm": True, "indexer_rope": True, "local_window": 4, "adaptive_k": "off", "k_base": 4},
+        {"indexer_pool": 2, "indexer_norm": True, "indexer_rope": True, "local_window": 4, "adaptive_k": "off"},
         packing=PACKED,
     ),
     "groups of keys, dense below": Case({"indexer_pool": 2, "dense_below": 7, "adaptive_k": "off", "k_base": 4}),
