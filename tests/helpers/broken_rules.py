@@ -103,7 +103,11 @@ gsa.indexer_pool=4 ; gsa.selection_block=16 ; gsa.local_window=16 ->
     gsa.indexer_pool = 4 | gsa.selection_block = 16 | set one of them to 1
 train.seq_len_tokens=72 ; parallel.context=2 ; gsa.indexer_pool=4 ->
     gsa.indexer_pool = 4 | 18 tokens of a chunk | 64 or 80
-gsa.indexer_pool=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 3 | use reference
+gsa.indexer_pool=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 3 | 32 and 64
+gsa.indexer_pool=4 ; gsa.dense_below=9 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.dense_below = 9
+gsa.indexer_pool=4 ; gsa.k_base=513 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.k_base = 513
+gsa.indexer_pool=4 ; train.seq_len_tokens=4 ; gsa.attention_impl=triton ->
+    gsa.attention_impl = triton | train.seq_len_tokens = 4 | one group
 gsa.reuse_teacher=group -> gsa.reuse_teacher = group | gsa.selection_reuse = 1
 gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; train.recompute=selective ->
     gsa.reuse_teacher = group | train.recompute = selective | to none

@@ -223,13 +223,11 @@ class CoreOverChunks:
             return None
 
         def starts() -> torch.Tensor:
-            pieces = [
-                document_starts(document_ids[:, : chunk.end], chunk.start).long()
-                + chunk.local.start
-                - chunk.start
+            of_chunks = [
+                document_starts(document_ids[:, : chunk.end], chunk.start) + (chunk.local.start - chunk.start)
                 for chunk in self.chunks(length)
             ]
-            return torch.cat(pieces, dim=1)
+            return torch.cat(of_chunks, dim=1)
 
         return self.runtime.once(document_ids, ("local document starts", length), starts)
 

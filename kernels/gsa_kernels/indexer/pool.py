@@ -51,7 +51,11 @@ def to_first_positions(keys: torch.Tensor, pool: int) -> torch.Tensor:
 
 
 def pooled(indexer: Indexer, geometry: Geometry) -> Indexer:
-    """The indexer as `select` and `indexer_loss` take it, from one without rotation whose keys are of single tokens."""
+    """The indexer as `select` and `indexer_loss` take it, from one without rotation whose keys are of single tokens.
+
+    Args:
+        geometry: of whole sequences
+    """
     pool = geometry.indexer_pool
     if pool == 1:
         return indexer

@@ -7,10 +7,14 @@ the loss and its target are calculated for the listed groups alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import GATHERED_LOSS_BYTES, LOSS_CHUNK_BYTES
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
@@ -31,8 +35,8 @@ def group_indexer_loss(
     """Arguments and results as in `api.indexer_loss`. Sampling takes whole groups of queries, or tiles of key lists."""
     if selection is not None and selection.group_mask is None and selection.group_lists is None:
         raise ValueError("selection has no groups; pass what select makes with this geometry")
-    if selection is not None and selection.group_lists is not None:
-        return _over_lists(indexer, q, k, lse, selection, geometry.indexer_pool, rows)
+    if selection is not None and selection.key_lists is not None:
+        return _over_lists(indexer, partial(head_sum_probs_lists, q, k, lse), selection, geometry, rows)
     group_rows = rows_of_groups(geometry, q.shape[1])
     pool, of_rows = group_rows.pool, group_rows.indexer(indexer)
     packed_mask = group_mask = None
@@ -71,23 +75,19 @@ def group_indexer_loss(
 
 def _over_lists(
     indexer: Indexer,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
+    probs_of: Callable[[KeyLists, torch.Tensor], torch.Tensor],
     selection: Selection,
-    pool: int,
+    geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lists, groups = selection.key_lists, selection.group_lists
+    lists, groups, pool = selection.key_lists, selection.group_lists, geometry.indexer_pool
     assert lists is not None
     assert groups is not None
 
     def target(tiles: torch.Tensor) -> torch.Tensor:
         """fp32 [B, N, groups, queries]. A tile's last group, which none of its queries chose, may lack some keys."""
-        probs = head_sum_probs_lists(q, k, lse, lists, tiles)
-        return probs.unflatten(2, (groups.max_count, pool)).sum(3)
+        return probs_of(lists, tiles).unflatten(2, (groups.max_count, pool)).sum(3)
 
     # The probabilities of single keys are p times as many.
-    return gathered_indexer_loss(
-        indexer, target, groups, rows=rows, scratch_bytes=GATHERED_LOSS_BYTES // pool
-    )
+    scratch = GATHERED_LOSS_BYTES // pool
+    return gathered_indexer_loss(indexer, target, groups, rows=rows, scratch_bytes=scratch)

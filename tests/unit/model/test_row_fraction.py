@@ -91,14 +91,14 @@ def test_all_rows_are_shared_out_in_whole_tiles_of_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize(("block", "pool"), [(1, 1), (16, 1), (32, 1), (1, 4)])
+@pytest.mark.parametrize("block", [1, 16, 32])
 def test_a_loss_is_of_the_queries_that_were_drawn(
-    block: int, pool: int, implementation: Any, monkeypatch: pytest.MonkeyPatch
+    block: int, implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 queries in four stretches: of half of them the loss has a KL, and twice their sum."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     length = 128
-    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0, indexer_pool=pool)
+    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0)
     generator = torch.Generator().manual_seed(0)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels run
@@ -106,10 +106,7 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(1, *shape, generator=generator).to(device)
 
-    keys = random(length // pool, 16) if pool > 1 else random(length, 16)
-    if pool > 1:
-        keys = keys.repeat_interleave(pool, 1)
-    rows = -(-length // block)
+    keys, rows = random(length, 16), -(-length // block)
     indexer = Indexer(
         random(rows, 2, 16), keys, random(rows, 2), None, None, "sigmoid", torch.ones(1, device=device)
     )
@@ -124,12 +121,9 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
     for seed in range(8):
         value, kl = loss(RowSample(0.5, seed))
         drawn = ~kl[0].isnan()
-        queries = (
-            drawn.repeat_interleave(block) if pool == 1 else drawn.roll(-pool)
-        )  # the first group has no row
-        stretches = queries.view(4, 32).float().mean(1).round().int().tolist()
+        stretches = drawn.repeat_interleave(block).view(4, 32).float().mean(1).int().tolist()
         assert stretches in ([1, 0, 1, 0], [0, 1, 0, 1])
-        assert drawn.sum() * block in (64, 64 - pool)
+        assert drawn.sum() * block == 64
         torch.testing.assert_close(kl[0][drawn], of_all[0][drawn], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(value, 2 * of_all[0][drawn].sum(), rtol=1e-4, atol=1e-4)
         taken.add(tuple(stretches))

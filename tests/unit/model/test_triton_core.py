@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -57,31 +56,6 @@ CASES = [  # each option once: the interpreter is slow
 def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"gsa": {"indexer_pool": 3}}, "the kernels have 1, 2, 4, 8, 16, 32 and 64"),
-        ({"gsa": {"dense_below": 9}}, "gsa.dense_below = 9"),
-        ({"gsa": {"k_base": 5}}, "gsa.k_base = 5"),
-        ({"train": {"seq_len_tokens": 4}}, "train.seq_len_tokens = 4"),
-    ],
-)
-def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
-    changes: dict[str, dict[str, Any]], reason: str | None
-) -> None:
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"head_dim": 32},
-        "gsa": {"indexer_pool": 4, "indexer_dim": 16, "k_base": 8, "k_min": 4, "k_max": 16},
-        "train": {"seq_len_tokens": 22},
-    }
-    for name, fields in changes.items():
-        sections[name] = {**sections[name], **fields}
-    reasons = unsupported_by_kernels(tiny_config(**sections))
-    assert len(reasons) == (0 if reason is None else 1)
-    assert reason is None or reason in reasons[0]
 
 
 IN_RUNS = [CASES[0], *CASES[3:6], *CASES[-4:]]
