@@ -40,7 +40,7 @@ def select(
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
     block, window, pool = geometry.selection_block, geometry.local_window, geometry.indexer_pool
-    scores, of_rows = scores_of_rows(indexer, pool), causal[:, ::block]
+    scores, of_rows = _scores(indexer, pool), causal[:, ::block]
     candidates = of_rows if pool == 1 else _candidates(geometry, positions, num_keys)
     _, variance = score_moments(scores, candidates)
     budget_of, visible = partial(adaptive_budget, variance, variance_ema), of_rows.sum(-1)
@@ -97,15 +97,8 @@ def indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask, block = attended_keys(selection, geometry, q, k), geometry.selection_block
-    probs = attention.head_sum_probs(q, k, lse, mask)
-    if geometry.indexer_pool == 1:
-        attended, probs = mask[:, ::block], sum_over_blocks(probs, block)
-    else:
-        attended = attended_groups(selection, geometry, k)
-        probs = sum_over_groups(probs, geometry.indexer_pool)
-    target = renormalise_target(probs, attended)
-    kl = indexer_kl(scores_of_rows(indexer, geometry.indexer_pool), target, attended, _temperature(indexer))
+    mask = attended_keys(selection, geometry, q, k)
+    kl = kl_of_rows(indexer, attention.head_sum_probs(q, k, lse, mask), mask, selection, geometry)
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
     if taken is None:
         return kl.sum(), kl.detach()
@@ -215,17 +208,37 @@ def attended_keys(
     return mask_from_key_lists(selection.key_lists)
 
 
-def attended_groups(selection: Selection | None, geometry: Geometry, k: torch.Tensor) -> torch.Tensor:
-    """bool [B or 1, L, G]: the groups that each query chose, over which the indexer loss is taken.
+def kl_of_rows(
+    indexer: Indexer,
+    probs: torch.Tensor,
+    attended: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+) -> torch.Tensor:
+    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each row, [B, R] (eqs. 14, 15).
+
+    With groups of keys p is summed over each group, and the set holds the groups that the query chose.
 
     Args:
-        k: [B, Lk, Hkv, D]
+        probs: [B, L, Lk], p of all queries at any scale
+        attended: bool [B or 1, L, Lk], `attended_keys`
     """
-    pool, num_keys = geometry.indexer_pool, k.shape[1]
-    if selection is None:
-        return _candidates(geometry, torch.arange(geometry.query_start, num_keys, device=k.device), num_keys)
+    block, pool, num_keys = geometry.selection_block, geometry.indexer_pool, probs.shape[-1]
+    rows = attended[:, ::block]
+    if pool > 1 and selection is None:
+        rows = _candidates(
+            geometry, torch.arange(geometry.query_start, num_keys, device=probs.device), num_keys
+        )
+    elif selection is not None and pool > 1:
+        rows = _chosen_groups(selection, -(-num_keys // pool), pool)
+    target = sum_over_blocks(probs, block) if pool == 1 else sum_over_groups(probs, pool)
+    return indexer_kl(_scores(indexer, pool), renormalise_target(target, rows), rows, _temperature(indexer))
+
+
+def _chosen_groups(selection: Selection, num_groups: int, pool: int) -> torch.Tensor:
+    """bool [B, L, G]"""
     if selection.group_mask is not None:
-        return unpack_mask(selection.group_mask, -(-num_keys // pool))
+        return unpack_mask(selection.group_mask, num_groups)
     if selection.group_lists is None:
         raise ValueError("selection has no groups; pass what select makes with this geometry")
     return mask_from_key_lists(selection.group_lists)[..., ::pool]
@@ -235,7 +248,7 @@ def _candidates(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> t
     return earlier_groups(positions, geometry.document_starts, geometry.indexer_pool, num_keys)
 
 
-def scores_of_rows(indexer: Indexer, pool: int = 1) -> torch.Tensor:
+def _scores(indexer: Indexer, pool: int = 1) -> torch.Tensor:
     """I of each row against all keys, or groups, causal or not: [B, R, Lk or G]."""
     return indexer_scores(
         indexer.queries,

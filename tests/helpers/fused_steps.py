@@ -37,14 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "local_window": 16,
         "selection_query": "previous_mean",
     },
-    "groups": {
-        "indexer_pool": 2,
-        "indexer_rope": True,
-        "local_window": 3,
-        "k_base": 4,
-        "k_min": 3,
-        "k_max": 9,
-    },
+    "groups": {"indexer_pool": 2, "indexer_rope": True, "local_window": 3, "k_base": 4},
     "groups over lists": {"indexer_pool": 4, "k_base": 8, "k_min": 4, "attention_kernel": "gathered"},
     "blocks": {
         "selection_block": 16,

@@ -9,17 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gsa_kernels.indexer.pool import sum_over_groups
-from gsa_kernels.operations_reference import attended_groups, attended_keys, scores_of_rows
-from gsa_kernels.reference import (
-    indexer_kl,
-    renormalise_target,
-    sigmoid_gate,
-    sparse_attention,
-    sum_over_blocks,
-)
+from gsa_kernels.operations_reference import attended_keys, kl_of_rows
+from gsa_kernels.reference import sigmoid_gate, sparse_attention
 from gsa_kernels.sampling import sample_rows
-from gsa_kernels.types import Geometry, Implementation, Indexer, RowSample, Selection
+from gsa_kernels.types import Geometry, Implementation, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.cores.interface import (
     AttentionInputs,
@@ -64,27 +57,9 @@ class ReferenceCore:
             return AttentionResult(out)
         assert target is not None
         with attention_pass.indexer_graph(), trace_span("kl"):
-            if geometry.indexer_pool > 1:
-                attended = attended_groups(selection, geometry, k)
-            rows = _kl_of_rows(loss.indexer, target, attended, geometry)
+            rows = kl_of_rows(loss.indexer, target, attended, selection, geometry)
             kl, logged = _sum_or_estimate(rows, loss.rows, geometry.selection_block)
         return AttentionResult(out, kl if attention_pass.trains_indexer else None, logged)
-
-
-def _kl_of_rows(
-    indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor, geometry: Geometry
-) -> torch.Tensor:
-    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15).
-
-    Args:
-        attended: the keys of all queries; with pooled keys the groups, over each of which p is summed.
-    """
-    block, pool = geometry.selection_block, geometry.indexer_pool
-    target = sum_over_blocks(probs, block) if pool == 1 else sum_over_groups(probs, pool)
-    rows = attended[:, ::block]
-    return indexer_kl(
-        scores_of_rows(indexer, pool), renormalise_target(target, rows), rows, indexer.inverse_temperature
-    )
 
 
 def _sum_or_estimate(

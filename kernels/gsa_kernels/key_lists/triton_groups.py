@@ -34,9 +34,7 @@ def lists_of_groups(group_mask: torch.Tensor, geometry: Geometry) -> tuple[KeyLi
     read = torch.minimum(first // pool * pool, first - (geometry.local_window - 1)).clamp(min=0)[None]
     if starts is not None:
         read = read.maximum(starts[:, ::TILE_QUERIES])
-    always = (
-        torch.stack([read // pool, (last // pool).expand_as(read)], -1).expand(batch, -1, -1).contiguous()
-    )
+    always = (torch.stack([read, last.expand_as(read)], -1) // pool).expand(batch, -1, -1).contiguous()
     counted = count_keys(group_mask, range(length), query_start, always)
     groups = join_lists([fill_lists(counted.wait())], length, query_start)
     assert groups.host_counts is not None
