@@ -40,7 +40,7 @@ from trained_indexers import Indexer, read_all, union_ratio
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
-from gsa_kernels.indexer.pool import group_firsts, pool_keys
+from gsa_kernels.indexer.pool import pool_keys
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 
@@ -77,9 +77,8 @@ def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: 
     """Build an indexer whose moving average is the mean variance of its own scores, as in a trained layer."""
     inputs = cases.indexer_inputs(1, length, LIKENESS, block)
     if pool > 1:
-        starts = torch.zeros(1, length, dtype=torch.int32, device=cases.DEVICE)
-        # Means of independent keys are smaller than keys, unlike a trained indexer's, so they are scaled up.
-        keys = pool_keys(inputs.k_idx.detach(), group_firsts(starts, pool), pool) * pool**0.5
+        # Means of independent keys are smaller than keys; a trained indexer's would not be.
+        keys = pool_keys(inputs.k_idx.detach(), pool) * pool**0.5
         inputs = replace(inputs, k_idx=keys.requires_grad_())
     window = WINDOW if block > 1 else 0
     first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget, block, window, pool=pool)

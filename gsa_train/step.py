@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel.schedules import backward_step, forward_ste
 from megatron.core.utils import get_model_type
 
 from gsa_train.config import Config
-from gsa_train.config.gsa import least_keys_to_choose
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_causal_keys
 from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.distributed.parallel import Parallel
@@ -96,9 +95,7 @@ def train_step(
     uses_indexer = model.runtime.attention_pass.uses_indexer
     rows = loss_tokens.new_zeros(())
     if uses_indexer:
-        rows = counted_rows(
-            micro_batches, config.gsa.selection_block, least_keys_to_choose(config.gsa.indexer_pool)
-        )
+        rows = counted_rows(micro_batches, config.gsa.selection_block, config.gsa.indexer_pool)
     counts = torch.stack([loss_tokens, rows])
     model.work_time.end()  # waits for other ranks are not this rank's work
     dist.all_reduce(counts, group=groups.dp)

@@ -79,9 +79,9 @@ class GSAConfig:
     """Number of neighbouring queries, in aligned blocks, that share the selection of the first of them. The paper has
     1."""
     indexer_pool: int = 1
-    """Number of neighbouring keys, aligned in their document, that the indexer scores as a group by their mean key.
+    """Number of neighbouring keys, aligned in the sequence, that the indexer scores as a group by their mean key.
     Groups are selected within the same budget of keys. A query always reads its own group. The kernels support powers
-    of two up to 32, one document per sequence, and no window. The paper has 1."""
+    of two up to 64. The paper has 1."""
     selection_reuse: int = 1
     """Number of neighbouring layers that share the selection of the first of them. The paper has 1."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
@@ -121,11 +121,6 @@ class Scores:
     @property
     def has_head_weight_bias(self) -> bool:
         return self.activation == "sigmoid" and self.learns_head_weights
-
-
-def least_keys_to_choose(indexer_pool: int) -> int:
-    """Return the number of keys that a query needs to have a choice: two, or two groups before its own."""
-    return 2 if indexer_pool == 1 else 2 * indexer_pool + 1
 
 
 LOGIT_OF_ONE = 64.0
@@ -204,8 +199,5 @@ def _check_pool(config: Config) -> list[str]:
         )
     if gsa.selection_block > 1:
         wrong = f"groups of keys are for queries that select alone, and gsa.selection_block = {gsa.selection_block}"
-        lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
-    if config.parallel.context > 1:
-        wrong = f"a group's keys may be on two ranks, with parallel.context = {config.parallel.context}"
         lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
     return lines

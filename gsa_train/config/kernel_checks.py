@@ -50,21 +50,19 @@ def unsupported_by_kernels(config: Config) -> list[str]:
 
 
 def _unsupported_pool(config: Config) -> list[str]:
-    """Return mistakes with groups of keys, which the kernels take as whole words and sequences
-    (gsa_kernels/selection/groups.py)."""
-    gsa, length = config.gsa, config.train.seq_len_tokens
+    """Groups of keys share the kernels of single keys (gsa_kernels/selection/groups.py)."""
+    gsa, parallel, length = config.gsa, config.parallel, config.train.seq_len_tokens
     pool, name = gsa.indexer_pool, f"gsa.indexer_pool = {gsa.indexer_pool}"
     if pool not in limits.KEY_POOLS:
         return [f"{name}: the kernels have {_listed(limits.KEY_POOLS)}"]
     reasons = []
-    if length % pool or length < 2 * pool:
-        reasons.append(f"train.seq_len_tokens = {length}: no multiple of {name} from {2 * pool} on")
+    chunk = length // (parallel.context * parallel.context_chunks) if parallel.context > 1 else length
+    if chunk <= pool:
+        reasons.append(
+            f"train.seq_len_tokens = {length}: with {name} a rank's first {chunk} tokens are one group"
+        )
     if gsa.k_base % pool:
         reasons.append(f"gsa.k_base = {gsa.k_base}: no multiple of {name}")
-    if not config.data.attend_across_documents:
-        reasons.append(f"data.attend_across_documents = false: with {name} a sequence is one document")
-    if gsa.local_window > 0:
-        reasons.append(f"gsa.local_window = {gsa.local_window}: with {name} the kernels have 0")
     if gsa.dense_below > 0:
         reasons.append(f"gsa.dense_below = {gsa.dense_below}: with {name} the kernels have 0")
     return reasons

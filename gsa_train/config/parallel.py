@@ -266,17 +266,18 @@ def _check_context(config: Config) -> list[str]:
             )
         ]
     chunk = length // (chunks * context)
-    if config.gsa.attention == "sparse" and chunk % block != 0:
-        return [
-            problem_line(
-                "gsa.selection_block",
-                block,
-                f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
-                "parallel.context_chunks), and a block may not cross chunks",
-                f"set train.seq_len_tokens to {nearest(length, chunks * context * block)}, or change parallel.context",
-            )
-        ]
-    return []
+    fields = {"gsa.selection_block": block, "gsa.indexer_pool": config.gsa.indexer_pool}
+    return [
+        problem_line(
+            field,
+            unit,
+            f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
+            "parallel.context_chunks), and no block or group may cross chunks",
+            f"set train.seq_len_tokens to {nearest(length, chunks * context * unit)}, or change parallel.context",
+        )
+        for field, unit in fields.items()
+        if config.gsa.attention == "sparse" and chunk % unit != 0
+    ]
 
 
 def _check_pipeline(config: Config, world_size: int) -> list[str]:

@@ -36,6 +36,7 @@ from gsa_data.stream import (
 )
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import TooLittleText, ValidationSet, read_validation_set
+from gsa_kernels.indexer.pool import count_choices
 from gsa_train.config import Config
 from gsa_train.config.file_checks import trained_validation_fields, validation_fields
 from gsa_train.data.tokenizer import chat_template_of, reading_of
@@ -68,16 +69,21 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
-def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, least_keys: int) -> torch.Tensor:
-    """Returns the number of queries that select and have at least two causal keys: fp32, 0-d, on the device.
-
-    Other queries (first tokens of documents, filler) have no choice, and count in no mean of the indexer.
+def counted_rows(
+    micro_batches: Sequence[MicroBatch], selection_block: int, indexer_pool: int
+) -> torch.Tensor:
+    """Returns the number of queries that select among at least two keys or groups: fp32, 0-d, on the device. The
+    others, first tokens of documents and filler, have no choice, and count in no mean of the indexer.
 
     Args:
         selection_block: block size; the first query of each aligned block selects.
-        least_keys: 2, or more where groups of keys are selected (`least_keys_to_choose`).
     """
-    counts = [(batch.causal_keys()[:, ::selection_block] >= least_keys).sum() for batch in micro_batches]
+    counts = []
+    for batch in micro_batches:
+        visible = batch.causal_keys()
+        positions = torch.arange(visible.shape[1], device=visible.device)
+        choices = count_choices(visible, positions, indexer_pool)
+        counts.append((choices[:, ::selection_block] >= 2).sum())
     return torch.stack(counts).sum().float()
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from gsa_data.pack import document_starts
 from gsa_kernels import api
-from gsa_kernels.indexer.pool import earlier_groups, group_firsts
 from gsa_kernels.limits import GATHERED_BELOW_DENSITY
 from gsa_kernels.sampling import sampled_one_of
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
@@ -192,8 +191,7 @@ class AttentionOverChunks:
                 applied = None
                 if indexer is not None and of_chunk is not None:
                     applied = indexer.applied(of_chunk, with_temperature=False)
-                candidates = self._candidates(q, projected.document_ids, measured)
-                statistics = saturation_statistics(inputs.q, inputs.k, applied, measured, candidates)
+                statistics = saturation_statistics(inputs.q, inputs.k, applied, measured)
                 self.runtime.stats.record(self.layer, statistics)
                 statistics = measure_attention(
                     inputs.q,
@@ -311,29 +309,20 @@ class AttentionOverChunks:
             dist.all_reduce(total, group=tp)
         return kl * tp.size(), total
 
-    def _candidates(
-        self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries
-    ) -> torch.Tensor | None:
-        """Return the keys that the indexer scores for the sparse queries of the sample; None: all causal keys."""
-        firsts = self.group_firsts(q.shape[0], q.shape[1], q.device, document_ids)
-        if firsts is None:
-            return None
-        return earlier_groups(firsts, measured.sparse.causal, measured.sample.sparse)
-
-    def group_firsts(
-        self, batch: int, length: int, device: torch.device, document_ids: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Return the first token of each token's group, int64 [B, L]; None without `gsa.indexer_pool`."""
-        if self.gsa.indexer_pool == 1:
+    def local_document_starts(self, length: int, document_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Return where the document of each of this rank's `length` tokens begins, int64 [B, L], by the places that
+        tokens have on this rank; None without `gsa.indexer_pool` or with one document."""
+        if self.gsa.indexer_pool == 1 or document_ids is None:
             return None
 
-        def firsts() -> torch.Tensor:
-            starts = torch.zeros(batch, length, dtype=torch.int32, device=device)
-            if document_ids is not None:
-                starts = document_starts(document_ids)
-            return group_firsts(starts, self.gsa.indexer_pool)
+        def starts() -> torch.Tensor:
+            of_chunks = [
+                document_starts(document_ids[:, : chunk.end], chunk.start) + (chunk.local.start - chunk.start)
+                for chunk in self.chunks(length)
+            ]
+            return torch.cat(of_chunks, dim=1)
 
-        return self.runtime.once(document_ids, ("group firsts", length, batch), firsts)
+        return self.runtime.once(document_ids, ("local document starts", length), starts)
 
     def chunks(self, length: int) -> list[QueryChunk]:
         """Return the query chunks of this rank, which has `length` tokens."""

@@ -243,12 +243,9 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
             budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
             chosen = budget if visible > offset else 0
             always = gsa.local_window
-            if gsa.indexer_pool > 1:  # whole groups, and the query's own group
-                chosen, own = (
-                    chosen // gsa.indexer_pool * gsa.indexer_pool,
-                    (visible - 1) % gsa.indexer_pool + 1,
-                )
-                always = max(always, own)
+            if gsa.indexer_pool > 1:  # whole groups, and the query's own
+                chosen = chosen // gsa.indexer_pool * gsa.indexer_pool
+                always = max(always, position % gsa.indexer_pool + 1)
             total += min(chosen + always, visible)
     return total / sum(map(len, causal_keys))
 

@@ -275,9 +275,8 @@ class GSASelfAttention(MegatronModule):
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with attention_pass.indexer_graph():
-            length, batch = hidden.shape[:2]
-            firsts = self.over_chunks.group_firsts(batch, length, hidden.device, document_ids)
-            queries, keys, head_weight_logits = indexer(hidden, firsts)
+            starts = self.over_chunks.local_document_starts(len(hidden), document_ids)
+            queries, keys, head_weight_logits = indexer(hidden, starts)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
 

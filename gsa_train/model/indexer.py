@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from gsa_kernels.indexer.pool import pool_keys
+from gsa_kernels.indexer.pool import pool_keys, to_first_positions
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config.gsa import SCORES
 from gsa_train.distributed.context_sharding import QueryChunk
@@ -27,7 +27,7 @@ class IndexerProjections(NamedTuple):
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
     keys: torch.Tensor
-    """[B, L, d_I], shared by the indexer heads; with `gsa.indexer_pool` a group's key is at its first token"""
+    """[B, L, d_I], shared by the indexer heads; with `gsa.indexer_pool` a group's key is at its first position"""
     head_weight_logits: torch.Tensor
     """[B, L, H_I]; constant if the indexer has no head weights"""
 
@@ -90,11 +90,13 @@ class Indexer(MegatronModule):
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
-    def forward(self, hidden: torch.Tensor, group_firsts: torch.Tensor | None = None) -> IndexerProjections:
-        """Project `hidden` [L, B, d], which is detached, because only the indexer loss trains the indexer.
+    def forward(
+        self, hidden: torch.Tensor, document_starts: torch.Tensor | None = None
+    ) -> IndexerProjections:
+        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
 
         Args:
-            group_firsts: int64 [B, L], with `gsa.indexer_pool`: pools the keys of each group.
+            document_starts: int [B, L], for the mean keys of groups (`CoreOverChunks.local_document_starts`).
         """
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
@@ -116,15 +118,18 @@ class Indexer(MegatronModule):
             size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
             queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
             keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
-        if group_firsts is not None:  # first pool; then rotate by the position of the group's first token
-            keys = pool_keys(keys.transpose(0, 1), group_firsts, self.gsa.indexer_pool).transpose(0, 1)
+        pool = self.gsa.indexer_pool
+        if pool > 1:  # a mean is rotated by the position of the first of its tokens
+            keys = pool_keys(keys.transpose(0, 1), pool, document_starts).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
             )[:, :, 0]
-        # The results are contiguous, because selection and loss would otherwise each make a copy.
+        if pool > 1 and document_starts is not None:
+            keys = to_first_positions(keys.transpose(0, 1), pool).transpose(0, 1)
+        # Contiguous, because selection and loss would otherwise each make a copy.
         return IndexerProjections(
             *(x.transpose(0, 1).contiguous() for x in (queries, keys, head_weight_logits))
         )

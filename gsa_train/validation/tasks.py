@@ -1,9 +1,9 @@
 """Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
 
-Requests are packed into sequences of the training length, each as a separate document. An indexer over groups of keys
-gets each request in a separate sequence, as short as possible, because its kernels take one document per sequence. The
-sequences are dealt over the data-parallel replicas, and every rank of a replica takes part. Scores equal a single
-rank's scores, and the training state does not change.
+Requests are packed into sequences of the training sequence length, each a document that sees no other. With groups of
+keys each begins at a group's first token: its selections are the ones of a sequence with this request alone. The
+sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in validation: scores
+equal a single rank's, and the training state does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from gsa_data.marks import INSIDE
 from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer
-from gsa_kernels.limits import KEY_POOLS
 from gsa_train.config import Config
 from gsa_train.data.batches import MicroBatch, check_same, gather_outcomes, to_micro_batch
 from gsa_train.distributed.parallel import Parallel
@@ -37,10 +36,7 @@ FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step's time, used until tasks are timed. The backward pass takes about twice as
 long."""
 COMPILATION_SECONDS = 10.0
-"""Assumed time of the first scoring on a GPU. If training attends across documents, tasks need other kernels."""
-LEAST_ROW_TOKENS = 2 * max(KEY_POOLS)
-"""Least length of a sequence with one request: two whole groups of any size, the kernels' minimum. Each length needs
-separate scoring and compiled kernels."""
+"""Assumed for the first scoring on a GPU: if training attends across documents, tasks need other kernels."""
 
 
 def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
@@ -103,68 +99,34 @@ def log_likelihoods(
     group = schedule_group(config, parallel)
     most = max(ROUND_MICRO_BATCHES // group, 1) * group
     losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
-    for rows in place_requests(requests, eos_id, config):
-        batches = _deal(rows, eos_id, config, parallel)
-        for first in range(0, len(batches), most):
-            before_each()
-            losses += owners_losses(model, batches[first : first + most], len(requests), config, parallel)
+    packed = pack_requests(requests, eos_id, config.train.seq_len_tokens, config.gsa.indexer_pool)
+    batches = _deal(packed, eos_id, config, parallel)
+    for first in range(0, len(batches), most):
+        before_each()
+        losses += owners_losses(model, batches[first : first + most], len(requests), config, parallel)
     dist.all_reduce(losses)
     return (-losses).tolist()
 
 
 @dataclass(frozen=True)
-class PlacedRequests:
-    """Holds requests in sequences of one length L: the length in training, or a part of it."""
+class PackedRequests:
+    """Requests in sequences of the training length L."""
 
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
     owners: NDArray[np.int64]
-    """[n, L]: for each label the number of the request whose continuation contains it, else NOBODY"""
-    one_document: bool
-    """Whether each sequence holds one request, followed by padding that no query of the request sees."""
+    """[n, L], for each label: the number of the request whose continuation it is in, else NOBODY"""
 
 
-def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:
-    """Pack requests into sequences. An indexer over groups of keys gets one request in each sequence, with any core."""
-    if not _needs_own_rows(config):
-        return [pack_requests(requests, eos_id, config.train.seq_len_tokens)]
-    by_length: dict[int, list[int]] = {}
-    for number, request in enumerate(requests):
-        by_length.setdefault(row_tokens(request, config), []).append(number)
-    return [_place_alone(requests, by_length[length], eos_id, length) for length in sorted(by_length)]
+def pack_requests(
+    requests: Sequence[Request], eos_id: int, seq_len_tokens: int, unit: int = 1
+) -> PackedRequests:
+    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next is another
+    document.
 
-
-def _needs_own_rows(config: Config) -> bool:
-    """Whether each request needs a separate sequence. Kernels for groups of keys take one document per sequence
-    (gsa_kernels/selection/groups.py)."""
-    return config.gsa.indexer_pool > 1
-
-
-def row_tokens(request: Request, config: Config) -> int:
-    """Returns the length L of a sequence with only this request. L is the training sequence length, halved while the
-    request fits and each context-parallel rank has whole groups of keys."""
-    unit, length = config.gsa.indexer_pool * config.parallel.tensor, config.train.seq_len_tokens
-    least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is only a label
-    while length % (2 * unit) == 0 and length // 2 >= least:
-        length //= 2
-    return length
-
-
-def _place_alone(
-    requests: Sequence[Request], numbers: Sequence[int], eos_id: int, length: int
-) -> PlacedRequests:
-    blocks = np.full((len(numbers), length + 1), FILLER, np.int32)
-    owners = np.full((len(numbers), length), NOBODY)
-    for row, number in enumerate(numbers):
-        tokens, scored = requests[number]
-        blocks[row, : len(tokens)] = np.where(tokens == eos_id, tokens | INSIDE, tokens)
-        owners[row, len(tokens) - 1 - scored : len(tokens) - 1] = number
-    return PlacedRequests(blocks, owners, one_document=True)
-
-
-def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PlacedRequests:
-    """Pack requests, the longest first. Where there is room an EOS follows, so that the next request is another
-    document."""
+    Args:
+        unit: each begins at a multiple of it
+    """
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
     owners: list[NDArray[np.int64]] = []
@@ -179,23 +141,22 @@ def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int)
         blocks[-1][start:end] = np.where(tokens == eos_id, tokens | INSIDE, tokens)  # it ends no document
         owners[-1][end - 1 - scored : end - 1] = number
         blocks[-1][end : end + 1] = eos_id
-        start = end + 1
-    return PlacedRequests(np.stack(blocks), np.stack(owners), one_document=False)
+        start = -(-(end + 1) // unit) * unit
+    return PackedRequests(np.stack(blocks), np.stack(owners))
 
 
 def _deal(
-    placed: PlacedRequests, eos_id: int, config: Config, parallel: Parallel
+    packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and their owners. Each has the tokens of a training micro-batch. All
-    replicas get the same number of micro-batches, padded with sequences of NOBODY."""
-    length = placed.owners.shape[1]
-    size = config.train.micro_batch_size * (config.train.seq_len_tokens // length)
-    missing = -len(placed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
-    blocks = np.concatenate([placed.blocks, np.repeat(placed.blocks[:1], missing, axis=0)])
-    owners = np.concatenate([placed.owners, np.full((missing, length), NOBODY)])
+    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences of
+    NOBODY; each has the tokens of a training micro-batch."""
+    size, length = config.train.micro_batch_size, packed.owners.shape[1]
+    missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
+    blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])
+    owners = np.concatenate([packed.owners, np.full((missing, length), NOBODY)])
     mine = slice(parallel.data_rank, None, parallel.data_size)
     return [
-        (to_micro_batch(part, eos_id, attend_across_documents=placed.one_document), numbers)
+        (to_micro_batch(part, eos_id, attend_across_documents=False), numbers)
         for part, numbers in zip(
             torch.from_numpy(blocks[mine]).to(parallel.device).split(size),
             torch.from_numpy(owners[mine]).to(parallel.device).split(size),
@@ -231,11 +192,7 @@ class TaskClock:
         if not self.train_steps:
             return math.inf
         length, train = config.train.seq_len_tokens, config.train
-        requests = [request for task in tasks for request in task.requests]
-        if _needs_own_rows(config):
-            tokens = sum(row_tokens(request, config) for request in requests)
-        else:
-            tokens = sum(len(request.tokens) + 1 for request in requests)
+        tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
         step_seconds = self.train_seconds / self.train_steps
         compilation_seconds = COMPILATION_SECONDS if parallel.device.type == "cuda" else 0.0
         return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size

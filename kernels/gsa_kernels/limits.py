@@ -40,9 +40,9 @@ SELECTION_BLOCKS = (1, 16, 32, 64, 128)
 """Queries that share a selection. A block above 1 is one tile of the key lists, or several tiles of 32. The kernel of
 the loss target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
 
-KEY_POOLS = (1, 2, 4, 8, 16, 32)
-"""Neighbouring keys that are selected together. The number is a power of two of at most 32, so that each word of a
-packed mask holds whole groups (selection/triton_group_keys.py)."""
+KEY_POOLS = (1, 2, 4, 8, 16, 32, 64)
+"""Neighbouring keys that are selected together. A power of two, so that a word of a packed mask holds whole groups, or
+a group whole words (selection/triton_group_keys.py)."""
 
 STRETCH_ROWS = 128
 """Stretch of neighbouring queries that an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks

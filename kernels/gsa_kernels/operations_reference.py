@@ -6,7 +6,8 @@ device, and use tensors of [L, Lk].
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,7 @@ from gsa_kernels.attention import reference as attention
 from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.pool import (
-    earlier_groups,
-    firsts_of,
-    keys_of_groups,
-    sum_over_groups,
-    whole_groups,
-)
+from gsa_kernels.indexer.pool import earlier_groups, keys_of_groups, sum_over_groups
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
 from gsa_kernels.limits import Kernel
@@ -45,35 +40,36 @@ def select(
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
-    block, window = geometry.selection_block, geometry.local_window
-    scores, of_rows = _scores(indexer), causal[:, ::block]
-    firsts = firsts_of(geometry, indexer.keys)
-    candidates = of_rows if firsts is None else earlier_groups(firsts, of_rows, positions)
+    block, window, pool = geometry.selection_block, geometry.local_window, geometry.indexer_pool
+    scores, of_rows = _scores(indexer, pool), causal[:, ::block]
+    candidates = of_rows if pool == 1 else _candidates(geometry, positions, num_keys)
     _, variance = score_moments(scores, candidates)
-    budget = adaptive_budget(
-        variance,
-        variance_ema,
-        of_rows.sum(-1),
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        adaptive_k=rule.adaptive_k,
-        dense_below=rule.dense_below,
-    )
-    chosen = select_top_k(scores, candidates, budget // geometry.indexer_pool)
-    if firsts is not None:
-        chosen = keys_of_groups(chosen, firsts, of_rows, positions)
+    budget_of, visible = partial(adaptive_budget, variance, variance_ema), of_rows.sum(-1)
+    budget = number = budget_of(visible, **asdict(rule))
+    if pool > 1:  # a document may begin inside a group: a query with few keys chooses all groups
+        selectable, of_rule = candidates.sum(-1), asdict(replace(rule, dense_below=0))
+        number = budget_of(selectable * pool, **of_rule) // pool
+        number = torch.where(visible < rule.dense_below, selectable, number)
+    groups = chosen = select_top_k(scores, candidates, number)
+    if pool > 1:
+        chosen = keys_of_groups(groups, positions, pool, num_keys)
     chosen = expand_block_selection(chosen, block, len(positions))
     chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
     log_sum = None
-    if with_log_sum:
+    if with_log_sum and pool == 1:
         logits = (scores * indexer.inverse_temperature).masked_fill(~chosen[:, ::block], float("-inf"))
         log_sum = logits.logsumexp(-1).float()
     statistics = (budget.to(torch.int32), variance)
     if kernel != "gathered":
-        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum)
-    lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32)
-    return Selection(None, lists, *statistics, density=union_density(lists), log_sum=None)
+        group_mask = None if pool == 1 else pack_mask(groups)
+        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum, group_mask=group_mask)
+    lists, group_lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32), None
+    if pool > 1:
+        at_firsts = groups.repeat_interleave(pool, -1)[..., :num_keys]
+        at_firsts &= torch.arange(num_keys, device=device) % pool == 0
+        group_lists = key_lists_from_mask(at_firsts)
+    density = union_density(lists)
+    return Selection(None, lists, *statistics, density=density, group_lists=group_lists)
 
 
 def sparse_attention(
@@ -102,18 +98,8 @@ def indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask, block = attended_keys(selection, geometry, q, k), geometry.selection_block
-    probs = attention.head_sum_probs(q, k, lse, mask)
-    firsts = firsts_of(geometry, indexer.keys)
-    if firsts is None:
-        attended, probs = mask[:, ::block], sum_over_blocks(probs, block)
-    else:
-        positions = torch.arange(k.shape[1], device=k.device)
-        candidates = earlier_groups(firsts, _causal(geometry, positions, k.shape[1]))
-        attended = whole_groups(mask, candidates, firsts, geometry.indexer_pool)
-        probs = sum_over_groups(probs, firsts, geometry.indexer_pool)
-    target = renormalise_target(probs, attended)
-    kl = indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
+    mask = attended_keys(selection, geometry, q, k)
+    kl = kl_of_rows(indexer, attention.head_sum_probs(q, k, lse, mask), mask, selection, geometry)
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
     if taken is None:
         return kl.sum(), kl.detach()
@@ -224,11 +210,51 @@ def attended_keys(
     return mask_from_key_lists(selection.key_lists)
 
 
-def _scores(indexer: Indexer) -> torch.Tensor:
-    """Compute I of each row against all keys, causal or not: [B, R, Lk]."""
+def kl_of_rows(
+    indexer: Indexer,
+    probs: torch.Tensor,
+    attended: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+) -> torch.Tensor:
+    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each row, [B, R] (eqs. 14, 15).
+
+    With groups of keys p is summed over each group, and the set holds the groups that the query chose.
+
+    Args:
+        probs: [B, L, Lk], p of all queries at any scale
+        attended: bool [B or 1, L, Lk], `attended_keys`
+    """
+    block, pool, num_keys = geometry.selection_block, geometry.indexer_pool, probs.shape[-1]
+    rows = attended[:, ::block]
+    if pool > 1 and selection is None:
+        rows = _candidates(
+            geometry, torch.arange(geometry.query_start, num_keys, device=probs.device), num_keys
+        )
+    elif selection is not None and pool > 1:
+        rows = _chosen_groups(selection, -(-num_keys // pool), pool)
+    target = sum_over_blocks(probs, block) if pool == 1 else sum_over_groups(probs, pool)
+    return indexer_kl(_scores(indexer, pool), renormalise_target(target, rows), rows, _temperature(indexer))
+
+
+def _chosen_groups(selection: Selection, num_groups: int, pool: int) -> torch.Tensor:
+    """bool [B, L, G]"""
+    if selection.group_mask is not None:
+        return unpack_mask(selection.group_mask, num_groups)
+    if selection.group_lists is None:
+        raise ValueError("selection has no groups; pass what select makes with this geometry")
+    return mask_from_key_lists(selection.group_lists)[..., ::pool]
+
+
+def _candidates(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+    return earlier_groups(positions, geometry.document_starts, geometry.indexer_pool, num_keys)
+
+
+def _scores(indexer: Indexer, pool: int = 1) -> torch.Tensor:
+    """I of each row against all keys, or groups, causal or not: [B, R, Lk or G]."""
     return indexer_scores(
         indexer.queries,
-        indexer.keys,
+        indexer.keys[:, ::pool],
         indexer.head_weight_logits,
         score_bias=indexer.score_bias,
         weight_bias=indexer.head_weight_bias,
@@ -247,18 +273,21 @@ def _taken_rows(
     """Return the sampled rows, int64 (None: all rows), and the factor for their sum. The kernels over key lists sample
     whole tiles. The kernels over packed masks sample stretches of rows (`sample_rows`)."""
     rank, size = rows.share
-    pool = geometry.indexer_pool
-    if pool > 1:
-        # A row of the kernels is a group of queries. Row i has the queries at the keys of group i + 1.
-        groups = max((num_rows - 1) // pool, 1)
+    pool, by_lists = geometry.indexer_pool, selection is not None and selection.key_lists is not None
+    if pool > 1 and not by_lists:
+        # A row of the kernels is a group of queries; the sequence's first group has none (selection/groups.py).
+        first = pool if geometry.query_start == 0 else 0
+        groups = max(-(-(num_rows - first) // pool), 1)
         sample, factor = sample_rows(groups, rows.fraction, rows.seed, rows.share, pool)
         if sample.every == 1:
             return None, factor
-        queries = ((sample.rows()[:, None] + 1) * pool + torch.arange(pool)).flatten()
+        queries = (first + sample.rows()[:, None] * pool + torch.arange(pool)).flatten()
         return queries[queries < num_rows], factor
-    if selection is None or selection.key_lists is None:
+    if not by_lists:
         sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, geometry.selection_block)
         return (None if sample.every == 1 else sample.rows()), factor
+    assert selection is not None
+    assert selection.key_lists is not None
     unit = selection.key_lists.queries if geometry.selection_block == 1 else 1
     first, factor = systematic(-(-num_rows // unit), rows.fraction, rows.seed)
     if factor * size == 1:

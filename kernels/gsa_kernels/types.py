@@ -106,9 +106,9 @@ class Geometry:
     local_window: int = 0
     """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
     indexer_pool: int = 1
-    """Size of groups of neighbouring keys, aligned in their document, that are selected together by their mean
-    (indexer/pool.py); 1 in the paper. The budget still counts keys. A query selects among the groups before its own
-    group. It always attends to the keys of its own group up to itself. `pool_keys` computes the indexer's keys."""
+    """Neighbouring keys, aligned in the sequence, that are selected together, by their mean (indexer/pool.py); 1 in
+    the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
+    itself. The indexer's keys are `pooled`."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
@@ -176,8 +176,11 @@ class Selection:
     """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
     request, for packed masks only."""
     group_mask: torch.Tensor | None = None
-    """int32 [B p, C, ceil(C / 32)] if `Geometry.indexer_pool` is p > 1, by Triton only: a bit for each selected group,
-    in the order of `selection/groups.py`."""
+    """int32 [B, L, ceil(G / 32)], with `Geometry.indexer_pool` and a packed mask: a bit for each of the G groups that
+    the query chose."""
+    group_lists: KeyLists | None = None
+    """The same with key lists: each entry is a group, named by its first key. The entries of `key_lists` are the keys
+    of these entries, in the same order; a word of 0 is a group that queries read without choosing it."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -46,6 +46,8 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
         "gate_activation": "silu",
         "selection_reuse": 2,
         "indexer_norm": True,
+        "indexer_rope": True,
+        "indexer_pool": 4,
         "indexer_activation": "plain",
     },
     "model": {"sandwich_norm": True},
@@ -135,7 +137,7 @@ class Case:
 CASES = {
     "context": Case({"context": 2}),
     "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS),
-    "context, indexer norm": Case({"context": 2}, GATES_OF_HEADS, PAIRS),
+    "context, groups of keys": Case({"context": 2}, GATES_OF_HEADS, PAIRS),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x pipeline, options": Case(
@@ -178,7 +180,7 @@ CASES = {
 
 NIGHTLY = {
     "context on all ranks",
-    "context, indexer norm",
+    "context, groups of keys",
     "context, recomputed layers",
     "context, replicated optimizer",
     "context x interleaved",

@@ -34,7 +34,7 @@ from triton.runtime import interpreter
 
 from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
-from gsa_kernels.key_lists import triton_build
+from gsa_kernels.key_lists import triton_build, triton_groups
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
@@ -135,15 +135,16 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype).as_subclass(_OnTheHost)
 
 
-def _longest_lists(most: int) -> Callable[..., CountedKeys]:
-    """Return what the host reads as key counts of each tile: all causal keys, up to `most`."""
+def _longest_lists(most: int, pool: int = 1) -> Callable[..., CountedKeys]:
+    """What the host reads of the keys, or groups, of each tile: all that it sees, up to `most` keys."""
     count_keys = triton_build.count_keys
 
-    def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
-        counted = count_keys(words, rows, query_start)
+    def count(words: torch.Tensor, rows: range, query_start: int = 0, *always: torch.Tensor) -> CountedKeys:
+        counted = count_keys(words, rows, query_start, *always)
         with unset_fake_temporarily():
             ends = query_start + rows.start + 32 * torch.arange(1, counted.host_counts.shape[1] + 1)
-            counts = ends.clamp(max=min(most, query_start + rows.stop)).int().expand(words.shape[0], -1)
+            counts = ends.clamp(max=min(most, query_start + rows.stop)).int() // pool
+            counts = counts.expand(words.shape[0], -1)
             return replace(counted, host_counts=counts.clone().as_subclass(_OnTheHost))
 
     return count
@@ -183,7 +184,8 @@ def _implementation(config: Config, device: torch.device) -> str:
 
 @contextmanager
 def _as_on_a_gpu(config: Config) -> Iterator[None]:
-    longest = _longest_lists(32 * (config.gsa.k_base + config.gsa.local_window))
+    most = 32 * (config.gsa.k_base + config.gsa.local_window)
+    longest = _longest_lists(most)
     accumulate = weight_gradients.CublasAccumulation
     with ExitStack() as stack:
         for target, name, other in (
@@ -214,7 +216,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
             (lists_op, "count_keys", longest),
-            (groups, "count_keys", longest),
+            (triton_groups, "count_keys", _longest_lists(most, config.gsa.indexer_pool)),
             (groups, "union_density", _with_contents(union_density)),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place. Later work has more room and reads their results.

@@ -99,11 +99,14 @@ def gsa_layer(
     leaders = list(range(0, length, o.selection_block))
     scores: dict[int, dict[int, torch.Tensor]] = {}
     top_k: dict[int, set[int]] = {}
+    groups: dict[int, list[list[int]]] = {}
+    """With indexer_pool: the groups of the loss."""
     budgets, variances = [], []
     for t0 in leaders:
         keys = visible = [s for s in range(length) if sees(t0, s)]
+        before_own = _groups_before(visible, o)
         if o.indexer_pool > 1:  # groups, each named by its first key
-            keys = [group[0] for group in _groups_before(visible, o)]
+            keys = [group[0] for group in before_own]
         scores[t0] = _indexer_row(h.detach(), weights, o, t0, keys)
         values = {s: score.item() for s, score in scores[t0].items()}
         number = max(1, len(keys))
@@ -113,9 +116,11 @@ def gsa_layer(
         ranking = sorted(keys, key=lambda s: (-values[s], s))
         top_k[t0] = set(ranking[:budget])
         if o.indexer_pool > 1:
-            chosen = ranking[: budget // o.indexer_pool]
-            own = visible[len(keys) * o.indexer_pool :]
-            top_k[t0] = {s + i for s in chosen for i in range(o.indexer_pool)} | set(own)
+            number = len(keys) if len(visible) < o.dense_below else _budget(o, variance) // o.indexer_pool
+            chosen = set(ranking[:number])
+            groups[t0] = [group for group in before_own if o.attention == "dense" or group[0] in chosen]
+            own = {s for s in visible if s // o.indexer_pool == t0 // o.indexer_pool}
+            top_k[t0] = own.union(*(group for group in before_own if group[0] in chosen))
         budgets.append(budget)
         variances.append(variance)
 
@@ -156,8 +161,7 @@ def gsa_layer(
         read = top_k[t0] | window_of(t0)
         support = [[s] for s in (sorted(read) if o.attention == "sparse" else sorted(scores[t0]))]
         if o.indexer_pool > 1:
-            groups = _groups_before([s for s in range(length) if sees(t0, s)], o)
-            support = [each for each in groups if o.attention == "dense" or read.issuperset(each)]
+            support = groups[t0]
         if not support:
             kl_rows.append(h.new_zeros(()))
             continue
@@ -198,11 +202,12 @@ def _indexer_row(
     row = {}
     for s in keys:
         key = h.new_zeros(o.indexer_dim)
-        for member in range(s, s + o.indexer_pool):
+        members = range(s, s - s % o.indexer_pool + o.indexer_pool)
+        for member in members:
             of_member = weights["w_ik"] @ h[member]
             if o.indexer_norm:
                 of_member = _norm(of_member, weights["n_ik"], o)
-            key = key + of_member / o.indexer_pool
+            key = key + of_member / len(members)
         if o.indexer_rope:
             key = _rotate(key, s, o)
         score = h.new_zeros(())
@@ -220,9 +225,10 @@ def _indexer_row(
 
 
 def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
-    """Return groups of indexer_pool keys, from the document's first key on, before the group of the last causal key."""
+    """Return the causal keys of each group before the last key's group. Groups are aligned in the sequence."""
     size = o.indexer_pool
-    return [visible[i * size : (i + 1) * size] for i in range((len(visible) - 1) // size)]
+    numbers = range(visible[0] // size, visible[-1] // size)
+    return [[s for s in visible if s // size == number] for number in numbers]
 
 
 def _budget(o: LayerOptions, variance: float) -> int:

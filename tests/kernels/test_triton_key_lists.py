@@ -51,12 +51,6 @@ def test_lists_of_packed_masks(device: str, batch: int, length: int) -> None:
     assert torch.equal(mask_from_key_lists(lists), mask)
 
 
-def test_packed_masks_of_another_length_are_refused(device: str) -> None:
-    words = packed_mask.pack_mask(random_mask(device, 1, 40))
-    with pytest.raises(ValueError, match=r"pass int32 \[B, 41, 2\]"):
-        lists_op.key_lists_from_packed_mask(words, 41)
-
-
 def select_both(
     case: Case, rule: BudgetRule = RULE, window: int = 0, **options: Any
 ) -> tuple[Selection, Selection]:
@@ -112,24 +106,6 @@ def test_packed_mask_of_some_queries(device, length, share, queries, monkeypatch
     words = packed_mask_of_rows(lists, rows)
     assert torch.equal(words, packed_mask.pack_mask(mask.to(device)[:, rows]))
     assert packed_mask_of_rows(lists, rows[:0]).shape == (2, 0, words.shape[2])
-
-
-@pytest.mark.parametrize(
-    ("length", "documents", "candidates_from"),
-    [
-        pytest.param(*values, marks=ON_GPU)
-        for values in [(20000, False, None), (20001, True, 8192), (20000, False, 8192), (33000, False, 8192)]
-    ],
-)
-def test_long_lists(length: int, documents: bool, candidates_from: int | None) -> None:
-    case = make_case("cuda", length, heads=4, dim=64, dtype=torch.bfloat16, documents=documents)
-    lists, selection = select_both(
-        case, FULL_RULE, 64, candidates_from=candidates_from, row_chunk_bytes=64 * 2**20
-    )
-    assert torch.equal(lists.budget, selection.budget)
-    assert torch.equal(lists.variance, selection.variance)
-    assert selection.packed_mask is not None
-    check_equal(lists.key_lists, lists_op.key_lists_from_packed_mask(selection.packed_mask, length))
 
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(value, marks=ON_GPU) for value in (None, 8192)])

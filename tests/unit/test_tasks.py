@@ -69,11 +69,15 @@ def random_requests() -> list[Request]:
     return requests
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    made = tiny_model(CONFIG, variance_ema=0.02)
+def entered(config: Config) -> Model:
+    made = tiny_model(config, variance_ema=0.02)
     enter_phase(made, SPARSE)
     return made
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return entered(CONFIG)
 
 
 def alone(model: Model, request: Request) -> float:
@@ -88,10 +92,14 @@ def alone(model: Model, request: Request) -> float:
     return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
 
 
-def test_log_likelihoods_match_a_pass_of_its_own(model: Model) -> None:
-    requests = random_requests()
+@pytest.mark.parametrize("pool", [1, 3])
+def test_log_likelihoods_match_a_pass_of_its_own(pool: int) -> None:
+    """Groups of keys are aligned in the sequence, and so are the requests."""
+    gsa, train = {"indexer_pool": pool, "k_min": 3}, {"seq_len_tokens": 2 * LENGTH}
+    config = tiny_config(model={"init_std": 0.2}, gsa=gsa, train=train)
+    requests, model = random_requests(), entered(config)
     rounds: list[int] = []
-    found = log_likelihoods(model, requests, EOS, CONFIG, single_rank(), lambda: rounds.append(1))
+    found = log_likelihoods(model, requests, EOS, config, single_rank(), lambda: rounds.append(1))
     assert found == pytest.approx([alone(model, each) for each in requests], rel=1e-5)
     assert rounds == [1]
     assert not model.runtime.attention_pass.evaluating

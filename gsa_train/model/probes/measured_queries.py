@@ -7,10 +7,10 @@ from functools import cached_property
 
 import torch
 
+from gsa_kernels.indexer.pool import count_choices
 from gsa_kernels.reference import causal_mask
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
 from gsa_kernels.types import Geometry
-from gsa_train.config.gsa import least_keys_to_choose
 from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.stats import POSITIONS
 
@@ -123,9 +123,16 @@ class MeasuredQueries:
         return self.visible[:, :: self.geometry.selection_block]
 
     @cached_property
+    def leaders_choices(self) -> torch.Tensor:
+        """Number of causal keys, or of selectable groups, of the queries that select: [B, R]."""
+        geometry, device = self.geometry, self.sample.rows.device
+        positions = torch.arange(geometry.query_start, self.num_keys, geometry.selection_block, device=device)
+        return count_choices(self.leaders_visible, positions, geometry.indexer_pool)
+
+    @cached_property
     def leaders_with_choice(self) -> torch.Tensor:
         """bool [B, R]: at least two causal keys, or two selectable groups."""
-        return self.leaders_visible >= least_keys_to_choose(self.geometry.indexer_pool)
+        return self.leaders_choices >= 2
 
     def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
         """bool [B, R]: the budget is below the number of causal keys, or of selectable groups.
@@ -133,8 +140,8 @@ class MeasuredQueries:
         Args:
             budget: k_t, int [B, R]
         """
-        pool, visible = self.geometry.indexer_pool, self.leaders_visible
-        return budget < visible if pool == 1 else budget // pool < (visible - 1) // pool
+        all_keys = budget >= self.leaders_visible
+        return ~all_keys & (budget // self.geometry.indexer_pool < self.leaders_choices)
 
     @cached_property
     def number_with_choice(self) -> torch.Tensor:

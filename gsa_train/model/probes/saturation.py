@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from gsa_kernels.indexer.pool import earlier_groups
 from gsa_kernels.types import Indexer
 from gsa_train.model.probes.measured_queries import MeasuredQueries
 from gsa_train.model.probes.stats import Statistics
@@ -27,25 +28,25 @@ def saturation_statistics(
     k: torch.Tensor,
     indexer: Indexer | None,
     queries: MeasuredQueries,
-    candidates: torch.Tensor | None = None,
 ) -> Statistics:
     """Compare the sparse queries that have at least two causal keys with these keys.
 
     Args:
         indexer: projections of all queries; None if the layer has no indexer.
-        candidates: bool [B, T, L_k], the keys that the indexer scores; None: all causal keys.
     """
     rows, sparse = queries.sample.sparse, queries.sparse
     logit = largest_logit(q[:, rows], k, sparse.causal_with_choice)
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
         asked, scores = indexer.queries[:, rows], (indexer.score_bias, indexer.activation)
-        if candidates is None:
+        pool = queries.geometry.indexer_pool
+        if pool == 1:
             scored, counted = (sparse.causal_as(asked.dtype), sparse.visible), sparse.has_choice
         else:
+            candidates = earlier_groups(sparse.positions, sparse.starts, pool, sparse.num_keys)
             scored = (candidates.to(asked.dtype), candidates.sum(-1).clamp(min=1))
             counted = candidates.any(-1)
-        share = saturated_share(asked, indexer.keys, *scores, scored)
+        share = saturated_share(asked, indexer.keys[:, ::pool], *scores, scored)
         statistics.average("indexer_saturated", share, counted[..., None])
     return statistics
 

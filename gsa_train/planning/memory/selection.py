@@ -14,14 +14,12 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of a layer's selection for this rank's queries, int32. It is a packed mask [B, L, Lw / 32], or
-    key lists with a key and a word per entry. With groups of keys, the groups' packed mask is added."""
+    """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
+    lists with a key and a word per entry; with groups of keys also the mask or lists of groups."""
     if config.gsa.selection_block > 1 and gathers(config):
         return 4 * sizes.tokens * sum(_block_entries(config))
-    of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
-    if gathers(config):
-        return 8 * _list_entries(config) + of_groups
-    return sizes.pairs / 8 + of_groups
+    of_keys = 8 * _list_entries(config) if gathers(config) else sizes.pairs / 8
+    return of_keys if config.gsa.indexer_pool == 1 else of_keys + of_keys / config.gsa.indexer_pool
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
@@ -54,10 +52,11 @@ def _of_groups(config: Config, sizes: Sizes) -> float:
 
 
 def _listing_groups(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of two chunks' packed masks of keys, and of the lists before they are joined."""
+    """Returns the bytes of the packed mask of groups, and of the lists, the ones of groups before they are joined."""
     if not gathers(config):
         return 0.0
-    return min(sizes.pairs / 8, limits.SELECTION_CHUNK_BYTES / 2) + 8 * _list_entries(config)
+    pool, lists = config.gsa.indexer_pool, 8 * _list_entries(config) / sizes.query_chunks
+    return sizes.pairs_of_chunk / 8 / pool + lists * (1 + 2 / pool)
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
@@ -141,7 +140,7 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     )
     share = gsa.indexer_loss_row_fraction / sizes.tensor
     if gsa.indexer_pool > 1:
-        return max(gathering, heads + _of_groups(config, sizes) + _group_learning_bytes(config, sizes, share))
+        return max(gathering, heads + _group_learning_bytes(config, phase, sizes, share))
     if phase.attention == "sparse" and gathers(config):
         entries, per_entry = _loss_entries(config, sizes)
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
@@ -174,14 +173,19 @@ def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> floa
     return 4 * (entries * sizes.query_chunks + config.train.micro_batch_size * sizes.keys_of_chunks)
 
 
-def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
+def _group_learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes, share: float) -> float:
     """Returns the bytes for a chunk of rows: probabilities of single keys, their fp32 sums over groups (also in row
-    order), partial gradients, and the gradients of the rows' inputs."""
+    order), partial gradients, and inputs in the order of the rows with their gradients. Over key lists the rows keep
+    their order."""
     gsa, pool = config.gsa, config.gsa.indexer_pool
+    if phase.attention == "sparse" and gathers(config):
+        entries, per_entry = _loss_entries(config, sizes)
+        of_groups = min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES) / pool
+        return of_groups * (1 + 4 * limits.TILE_QUERIES * pool / per_entry)
     pairs = min(limits.LOSS_CHUNK_BYTES / 4 / pool, sizes.pairs_of_chunk / pool * share)
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     probabilities = pool * (2 if sizes.value == 2 else 4)
-    return pairs * max(probabilities + 4, 8, 4 + gradients) + _of_groups(config, sizes)
+    return pairs * max(probabilities + 4, 8, 4 + gradients) + 2 * _of_groups(config, sizes)
 
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:

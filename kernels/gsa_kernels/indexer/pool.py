@@ -1,8 +1,9 @@
 """An indexer that scores groups of neighbouring keys by their mean (`pool` p): the definition, in plain torch.
 
-Groups are aligned in each document: the g-th holds its keys g p to g p + p - 1. A group's values stand at its
-first key, and zeros at its other keys. A query selects among the complete groups before its own group. It always
-reads its own group up to itself.
+Group g holds the positions g p to g p + p - 1 of the sequence. A query chooses among the groups before its own whose
+last token is in its document. Only these documents end a group, so its mean covers the tokens of its last token's
+document. Keys of groups are [B, Lk, DI], a group's at its first position, with zeros elsewhere. The tensors of groups
+have G = ceil(Lk / p) columns.
 """
 
 from dataclasses import replace
@@ -13,57 +14,61 @@ from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.types import Geometry, Indexer
 
 
-def firsts_of(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
-    """`group_firsts` of the indexer's keys [B, Lk, DI]; None where keys are selected singly."""
-    if geometry.indexer_pool == 1:
-        return None
-    starts = geometry.document_starts
-    if starts is None:
-        starts = torch.zeros(keys.shape[:2], dtype=torch.int32, device=keys.device)
-    return group_firsts(starts, geometry.indexer_pool)
+def pool_keys(keys: torch.Tensor, pool: int, document_starts: torch.Tensor | None = None) -> torch.Tensor:
+    """The mean of each group's keys, over the document of its last token: [B, Lk, DI], at the first of these tokens.
 
-
-def group_firsts(document_starts: torch.Tensor, pool: int) -> torch.Tensor:
-    """The first key of each key's group: int64 [B, Lk].
-
-    Args:
-        document_starts: int [B, Lk], the position at which each key's document begins
-        pool: p, at least 1
-    """
-    check_shape("document_starts", document_starts, "[B, Lk]", (None, None))
-    check_at_least("pool", pool, 1)
-    starts = document_starts.long()
-    positions = torch.arange(starts.shape[1], device=starts.device)
-    return starts + (positions - starts) // pool * pool
-
-
-def pool_keys(keys: torch.Tensor, firsts: torch.Tensor, pool: int) -> torch.Tensor:
-    """The sum over each group's keys, over p: of whole groups the mean. [B, Lk, DI], at the first keys, else 0.
+    A group's rotary angle is the one of this token; `to_first_positions` follows the rotation. The mean of a short last
+    group, which no query chooses, is 0.
 
     Args:
         keys: [B, Lk, DI]; bf16 is added up in fp32
-        firsts: int64 [B, Lk], of `group_firsts`
+        document_starts: int [B, Lk], the position at which each key's document begins; 0 if None
     """
-    check_shape("keys", keys, "[B, Lk, DI]", (*firsts.shape, None))
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    summed = sum_over_groups(keys.to(dtype).transpose(1, 2), firsts, pool).transpose(1, 2)
-    return (summed / pool).to(keys.dtype)
+    check_shape("keys", keys, "[B, Lk, DI]", (None, None, None))
+    check_at_least("pool", pool, 1)
+    batch, length, _ = keys.shape
+    groups = length // pool
+    members = keys[:, : groups * pool].unflatten(1, (groups, pool))
+    wide = members.to(torch.promote_types(keys.dtype, torch.float32))
+    if document_starts is None:
+        means = (_sum_in_order(wide) / pool).to(keys.dtype)[:, :, None]
+        placed = torch.nn.functional.pad(means, (0, 0, 0, pool - 1))
+    else:
+        check_shape("document_starts", document_starts, "[B, Lk]", (batch, length))
+        starts = document_starts[:, pool - 1 :: pool, None]
+        positions = torch.arange(groups * pool, device=keys.device).view(groups, pool)
+        counted = (positions >= starts)[..., None]
+        number = counted.sum(2)
+        means = (_sum_in_order(torch.where(counted, wide, 0)) / number).to(keys.dtype)[:, :, None]
+        first = torch.maximum(starts, positions[:, :1]) == positions
+        placed = torch.where(first[..., None], means, 0)
+    return torch.nn.functional.pad(placed.flatten(1, 2), (0, 0, 0, length - groups * pool))
+
+
+def to_first_positions(keys: torch.Tensor, pool: int) -> torch.Tensor:
+    """The keys of `pool_keys`, perhaps rotated, each moved to the first position of its group."""
+    return sum_over_groups(keys.transpose(1, 2), pool, keep_places=True).transpose(1, 2)
 
 
 def pooled(indexer: Indexer, geometry: Geometry) -> Indexer:
-    """The indexer as `select` and `indexer_loss` take it, from one whose keys are of single tokens."""
-    firsts = firsts_of(geometry, indexer.keys)
-    if firsts is None:
+    """The indexer as `select` and `indexer_loss` take it, from one without rotation whose keys are of single tokens.
+
+    Args:
+        geometry: of whole sequences
+    """
+    pool = geometry.indexer_pool
+    if pool == 1:
         return indexer
-    return replace(indexer, keys=pool_keys(indexer.keys, firsts, geometry.indexer_pool))
+    keys = pool_keys(indexer.keys, pool, geometry.document_starts)
+    return replace(indexer, keys=to_first_positions(keys, pool))
 
 
 def group_means(keys: torch.Tensor, pool: int, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean key of each whole group of a cache: [B, ceil(L_max / p), DI]; unspecified for other groups.
+    """Return the mean key of each whole group of a cache: [B, ceil(L_max / p), DI]; unspecified for other groups.
 
     Args:
         keys: [B, L_max, DI]
-        starts: int [B], entries in front of each sequence, at which its first group begins; 0 if None
+        starts: int [B], entries before each sequence, at which its first group begins; 0 if None
     """
     length = keys.shape[1]
     if starts is not None:
@@ -73,51 +78,61 @@ def group_means(keys: torch.Tensor, pool: int, starts: torch.Tensor | None = Non
     return (members.sum(2, dtype=torch.promote_types(keys.dtype, torch.float32)) / pool).to(keys.dtype)
 
 
-def earlier_groups(
-    firsts: torch.Tensor, causal: torch.Tensor, queries: torch.Tensor | None = None
-) -> torch.Tensor:
-    """What each query chooses among: bool [B, L, Lk], True at the first keys of the groups before the query's own.
+def sum_over_groups(values: torch.Tensor, pool: int, keep_places: bool = False) -> torch.Tensor:
+    """[..., Lk] of keys -> the sum over each group, from its first key to its last: [..., G].
 
     Args:
-        firsts: int64 [B, Lk]
-        causal: bool [B or 1, L, Lk]: the keys of its document up to each query
-        queries: int64 [L], their positions; all Lk if None
+        keep_places: return [..., Lk], the sums at the groups' first positions, with zeros elsewhere
     """
-    own = firsts if queries is None else firsts[:, queries]
-    positions = torch.arange(firsts.shape[1], device=firsts.device)
-    return causal & (firsts == positions)[:, None] & (positions < own[..., None])
+    num_keys = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -num_keys % pool)).unflatten(-1, (-1, pool))
+    sums = _sum_in_order(padded.transpose(-1, -2))
+    if not keep_places:
+        return sums
+    return torch.nn.functional.pad(sums[..., None], (0, pool - 1)).flatten(-2)[..., :num_keys]
 
 
-def keys_of_groups(
-    groups: torch.Tensor, firsts: torch.Tensor, causal: torch.Tensor, queries: torch.Tensor
-) -> torch.Tensor:
-    """The keys of the chosen groups, and of the query's own group up to the query: bool [B, L, Lk].
-
-    Args:
-        groups: bool [B, L, Lk], at first keys
-    """
-    own = firsts[:, queries, None] == firsts[:, None]
-    return (groups.gather(-1, firsts[:, None].expand_as(groups)) | own) & causal
-
-
-def sum_over_groups(values: torch.Tensor, firsts: torch.Tensor, pool: int) -> torch.Tensor:
-    """[B, any, Lk] of keys -> the sum over each group, at its first key, else 0.
-
-    From the group's first key to its last: a scatter would add in any order on a GPU.
-    """
-    check_shape("values", values, "[B, any, Lk]", (len(firsts), None, firsts.shape[1]))
-    num_keys = firsts.shape[1]
-    positions = torch.arange(num_keys, device=firsts.device)
-    total = torch.where((firsts == positions)[:, None], values, 0)
-    for i in range(1, min(pool, num_keys)):
-        same_group = (firsts[:, i:] == positions[:-i])[:, None]
-        of_member = torch.where(same_group, values[..., i:], 0)
-        total = total + torch.nn.functional.pad(of_member, (0, i))
+def _sum_in_order(members: torch.Tensor) -> torch.Tensor:
+    """[..., p, any] -> [..., any]."""
+    total = members[..., 0, :]
+    for i in range(1, members.shape[-2]):
+        total = total + members[..., i, :]
     return total
 
 
-def whole_groups(
-    attended: torch.Tensor, candidates: torch.Tensor, firsts: torch.Tensor, pool: int
+def earlier_groups(
+    positions: torch.Tensor, document_starts: torch.Tensor | None, pool: int, num_keys: int
 ) -> torch.Tensor:
-    """The `candidates` whose keys a query attends to completely: bool [B, L, Lk], at first keys."""
-    return candidates & (sum_over_groups(attended.expand(len(firsts), -1, -1).int(), firsts, pool) == pool)
+    """What each query chooses among: bool [B or 1, L, G].
+
+    Args:
+        positions: int64 [L], of the queries
+        document_starts: int [B or 1, L], of the queries; 0 if None
+    """
+    groups = torch.arange(-(-num_keys // pool), device=positions.device)
+    earlier = (groups < positions[:, None] // pool)[None]
+    return earlier if document_starts is None else earlier & (groups >= document_starts[..., None] // pool)
+
+
+def keys_of_groups(groups: torch.Tensor, positions: torch.Tensor, pool: int, num_keys: int) -> torch.Tensor:
+    """The keys of the chosen groups, and of each query's own group, which the query reads up to itself.
+
+    Args:
+        groups: bool [B, L, G]
+        positions: int64 [L], of the queries
+
+    Returns:
+        bool [B, L, Lk], to be cut to the causal keys
+    """
+    keys = torch.arange(num_keys, device=positions.device) // pool
+    return groups.index_select(-1, keys) | (keys == positions[:, None] // pool)
+
+
+def count_choices(visible: torch.Tensor, positions: torch.Tensor, pool: int) -> torch.Tensor:
+    """The number of keys, or of groups, among which each query chooses.
+
+    Args:
+        visible: int [B, L], number of causal keys in the query's document
+        positions: int [L], of the queries
+    """
+    return visible if pool == 1 else positions // pool - (positions + 1 - visible) // pool

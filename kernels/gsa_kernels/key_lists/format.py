@@ -4,6 +4,7 @@ The attention and loss kernels use this format for long sequences, whose packed 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class KeyLists:
     """Position of the first query: query t is at position query_start + t. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
-    """`counts` on the host, if known there, so that buffers have the size of the lists instead of T * max_count."""
+    """`counts`, or bounds of them, on the host, where they are known there: buffers then have the size of the lists and
+    not of T * max_count entries."""
 
     kept_hits: KeptHits = field(default_factory=KeptHits, compare=False, repr=False)
 
@@ -129,20 +131,15 @@ def mask_from_key_lists(lists: KeyLists) -> torch.Tensor:
     length, queries = lists.length, lists.queries
     mask = torch.zeros(batch, tiles * queries, lists.num_keys, dtype=torch.bool, device=lists.keys.device)
     rows = torch.arange(queries, dtype=torch.int32, device=lists.keys.device)
-    for b in range(batch):
-        for tile in range(tiles):
-            count, full = int(lists.counts[b, tile]), int(lists.full[b, tile])
-            start, word_start = int(lists.key_starts[b, tile]), int(lists.word_starts[b, tile])
-            keys = lists.keys[start : start + count].long()
-            if keys.unique().numel() != count:
-                raise ValueError(f"tile {tile} of sequence {b} names a key twice")
-            words = lists.words[word_start : word_start + count - full]
-            hits = torch.cat(
-                [
-                    torch.ones(queries, full, dtype=torch.bool, device=rows.device),
-                    ((words[None, :] >> rows[:, None]) & 1).bool(),
-                ],
-                1,
-            )
-            mask[b, tile * queries : (tile + 1) * queries, keys] = hits
+    for b, tile in product(range(batch), range(tiles)):
+        count, full = int(lists.counts[b, tile]), int(lists.full[b, tile])
+        start, word_start = int(lists.key_starts[b, tile]), int(lists.word_starts[b, tile])
+        keys = lists.keys[start : start + count].long()
+        if keys.unique().numel() != count:
+            raise ValueError(f"tile {tile} of sequence {b} names a key twice")
+        hits = torch.ones(queries, count, dtype=torch.bool, device=rows.device)
+        hits[:, full:] = (
+            (lists.words[None, word_start : word_start + count - full] >> rows[:, None]) & 1
+        ).bool()
+        mask[b, tile * queries : (tile + 1) * queries, keys] = hits
     return mask[:, :length]

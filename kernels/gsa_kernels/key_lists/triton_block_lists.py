@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
-from gsa_kernels.selection.triton_search import window_words
+from gsa_kernels.selection.triton_search import count_bits, window_words
 from gsa_kernels.types import Geometry
 
 _ALIGNMENT = 32  # entries: 128 bytes
@@ -109,23 +109,6 @@ def _aligned(entries: int) -> int:
     return ceil_div(entries, _ALIGNMENT) * _ALIGNMENT
 
 
-@triton.jit
-def _count_bits(word, POPC: tl.constexpr):
-    if POPC:
-        count = tl.inline_asm_elementwise(
-            "popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        bits = word.to(tl.uint32, bitcast=True)
-        bits = bits - ((bits >> 1) & 0x55555555)
-        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-        bits += bits >> 8
-        bits += bits >> 16
-        count = (bits & 63).to(tl.int32)
-    return count
-
-
 @triton.jit(do_not_specialize=["first_block", "blocks", "length", "query_start", "num_tiles"])
 def _block_lists_kernel(
     words_ptr,  # [B, blocks of the grid, W] int32
@@ -174,11 +157,11 @@ def _block_lists_kernel(
         index = word + tl.arange(0, WORDS)
         bits = tl.load(words_ptr + index, mask=index < words_per_row, other=0)
         bits &= window_words(index, 0, window_from - 1)
-        in_word = _count_bits(bits, POPC)
+        in_word = count_bits(bits, POPC)
         place = count + tl.cumsum(in_word, axis=0) - in_word
         count += tl.sum(in_word)
         for _ in range(tl.max(in_word)):
-            lowest = _count_bits((bits & -bits) - 1, POPC)
+            lowest = count_bits((bits & -bits) - 1, POPC)
             tl.store(keys_ptr + place, index * 32 + lowest, mask=bits != 0)
             bits &= bits - 1
             place += 1

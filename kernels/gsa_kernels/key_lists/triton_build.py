@@ -13,6 +13,7 @@ import triton.language as tl
 
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
+from gsa_kernels.selection.triton_search import count_bits, window_words
 
 _WORDS = 128  # of each row that a program transposes: 4096 keys
 
@@ -29,6 +30,8 @@ class CountedKeys:
 
     counts: torch.Tensor
     """int32 [B, tiles, pieces]"""
+
+    always: torch.Tensor | None
 
     host_counts: torch.Tensor
     """int32 [B, tiles], on the host once the event `done` has occurred."""
@@ -52,20 +55,27 @@ class FilledLists:
     host_counts: torch.Tensor
 
 
-def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
+def count_keys(
+    packed_mask: torch.Tensor, rows: range, query_start: int = 0, always: torch.Tensor | None = None
+) -> CountedKeys:
     """Count, for each tile of 32 queries, the keys that any of them selects.
 
     Args:
         packed_mask: int32 [B, rows, W]. Bits after the tile's last query are not read.
         rows: the queries, from a multiple of 32 on
         query_start: position of query 0
+        always: int32 [B, tiles, 2], first and last column of a range that the list of each tile holds in any case. The
+            columns then need not be the positions of single keys.
     """
     batch, num_rows, num_words = packed_mask.shape
     tiles, pieces = ceil_div(num_rows, TILE_QUERIES), ceil_div(num_words, _WORDS)
     counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=packed_mask.device)
     first_diagonal = rows.start // TILE_QUERIES + (query_start + TILE_QUERIES - 1) // TILE_QUERIES
+    if always is not None:
+        first_diagonal = num_words
     _count_kernel[(pieces, tiles, batch)](
         packed_mask,
+        always,
         counts,
         first_diagonal,
         num_rows,
@@ -79,7 +89,7 @@ def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> 
     if packed_mask.is_cuda:
         done = torch.cuda.Event()
         done.record()
-    return CountedKeys(packed_mask, first_diagonal, counts, host_counts, done)
+    return CountedKeys(packed_mask, first_diagonal, counts, always, host_counts, done)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,6 +116,7 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
     members = torch.empty(entries, dtype=torch.int32, device=packed_mask.device)
     _fill_kernel[(pieces, tiles, batch)](
         packed_mask,
+        counted.always,
         starts,
         keys,
         members,
@@ -157,36 +168,37 @@ def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_word
 
 
 @triton.jit
-def _union_size(rows, QUERIES: tl.constexpr):
-    """Count the bits that are set in any of the rows, per word."""
+def _union(rows, always_ptr, slot, index, QUERIES: tl.constexpr):
+    """The bits that are set in any of the rows, or always, per word."""
     union = rows[0]
     for r in tl.static_range(1, QUERIES):
         union |= rows[r]
-    x = union.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
+    if always_ptr is not None:
+        union |= window_words(index, tl.load(always_ptr + 2 * slot), tl.load(always_ptr + 2 * slot + 1))
+    return union
 
 
 @triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _count_kernel(
-    words_ptr, counts_ptr, first_diagonal, num_rows, num_words, QUERIES: tl.constexpr, WORDS: tl.constexpr
-):
+    words_ptr, always_ptr, counts_ptr, first_diagonal, num_rows, num_words,
+    QUERIES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     piece, tile = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    count_ptr = counts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece
+    slot = batch * tl.num_programs(1) + tile
+    count_ptr = counts_ptr + slot * tl.num_programs(0) + piece
     if piece * WORDS > first_diagonal + tile:  # above the diagonal
         tl.store(count_ptr, 0)
         return
     index = piece * WORDS + tl.arange(0, WORDS)
     rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
-    tl.store(count_ptr, tl.sum(_union_size(rows, QUERIES)))
+    tl.store(count_ptr, tl.sum(count_bits(_union(rows, always_ptr, slot, index, QUERIES), False)))
 
 
 @triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _fill_kernel(
     words_ptr,
+    always_ptr,
     starts_ptr,
     keys_ptr,
     members_ptr,
@@ -203,13 +215,15 @@ def _fill_kernel(
     index = piece * WORDS + tl.arange(0, WORDS)
     rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
     columns = _turn(rows, QUERIES)
-    sizes = _union_size(rows, QUERIES)
+    slot = batch * tl.num_programs(1) + tile
+    union = _union(rows, always_ptr, slot, index, QUERIES)
+    sizes = count_bits(union, False)
     place = tl.cumsum(sizes, axis=0) - sizes
-    start = tl.load(starts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece)
+    start = tl.load(starts_ptr + slot * tl.num_programs(0) + piece)
     keys_ptr += start
     members_ptr += start
     for bit in tl.static_range(32):
-        hit = columns[bit] != 0
+        hit = ((union >> bit) & 1) != 0
         tl.store(keys_ptr + place, index * 32 + bit, mask=hit)
         tl.store(members_ptr + place, columns[bit].to(tl.int32, bitcast=True), mask=hit)
         place += hit.to(tl.int32)

@@ -1,21 +1,22 @@
-"""Selection of groups of neighbouring keys (`Geometry.indexer_pool` p), by the kernels that select single keys.
+"""Selects groups of p neighbouring keys (`Geometry.indexer_pool`) by the kernels that select single keys.
 
-A query chooses among the groups before its own. So the queries t = p (i + 1) + j with one remainder j are the rows i of
-an ordinary causal problem: row i sees the groups 0 .. i. The p remainders of each sequence are p sequences of
-C = L / p - 1 rows and C groups; no query chooses the last group, and the queries of the first group choose nothing.
-Selection takes 1 / p of the work for single keys.
+A query chooses among the groups before its own group. The queries t = p (i + 1) + j with one remainder j therefore are
+the rows i of an ordinary causal problem. Row i chooses among the groups up to group i. Its first group is the group of
+its document's first key. Each sequence becomes p sequences, one for each remainder. The queries of the first group
+choose nothing and have no row. If L is no multiple of p, the last rows of some remainders are empty. Selection takes
+1 / p of the work for single keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from gsa_kernels import limits
 from gsa_kernels.devices import launching_on
-from gsa_kernels.key_lists.format import KeyLists, union_density
-from gsa_kernels.key_lists.triton_build import CountedKeys, FilledLists, count_keys, fill_lists, join_lists
+from gsa_kernels.key_lists.format import union_density
+from gsa_kernels.key_lists.triton_groups import lists_of_groups
 from gsa_kernels.selection.budget import adaptive_budget
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.selection.triton_group_keys import packed_keys_of_groups
@@ -30,87 +31,103 @@ def select_groups(
     geometry: Geometry,
     kernel: limits.Kernel,
 ) -> Selection:
-    """S_t: the keys of the k_t // p groups of highest score, ties to the lower one, and the query's own group up to it.
+    """S_t: the keys of the k_t // p groups of highest score, ties to the lower one, the query's own group up to it, and
+    its local window.
 
     Arguments and result as in `api.select`. Making key lists synchronises the host with the device.
     """
-    pool, length = geometry.indexer_pool, indexer.queries.shape[1]
-    check_groups(geometry, length)
-    by_candidates = length > limits.PACKED_MASK_MAX_TOKENS
+    rows, num_keys = rows_of_groups(geometry, indexer.queries.shape[1]), indexer.keys.shape[1]
     chosen = select_keys(
-        indexer_of_groups(indexer, pool),
-        rule_of_groups(rule, pool),
+        rows.indexer(indexer),
+        rule_of_groups(rule, rows.pool),
         variance_ema,
-        candidates_from=limits.CANDIDATES_FROM if by_candidates else None,
+        rows.geometry(geometry, len(indexer.queries), indexer.queries.device),
+        candidates_from=limits.CANDIDATES_FROM if num_keys > limits.PACKED_MASK_MAX_TOKENS else None,
     )
-    group_mask = chosen.packed_mask
-    assert group_mask is not None
-    variance = by_query(chosen.variance, pool, 0.0)
-    visible = torch.arange(1, length + 1, device=variance.device)[None]
-    budget = adaptive_budget(
-        variance,
-        variance_ema,
-        visible,
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        adaptive_k=rule.adaptive_k,
-    ).to(torch.int32)
-    packed_mask = lists = density = None
+    assert chosen.packed_mask is not None
+    words = limits.ceil_div(limits.ceil_div(num_keys, rows.pool), 32)
+    group_mask = rows.by_query(chosen.packed_mask, 0)
+    if group_mask.shape[-1] < words:  # room for the last group, which nobody chose
+        group_mask = torch.nn.functional.pad(group_mask, (0, words - group_mask.shape[-1]))
+    group_mask = group_mask.contiguous()
+    variance = rows.by_query(chosen.variance, 0.0)
+    del chosen  # its memory is free while the lists are made
+    visible = torch.arange(geometry.query_start + 1, num_keys + 1, device=variance.device)[None]
+    if geometry.document_starts is not None:
+        visible = visible - geometry.document_starts
+    budget = adaptive_budget(variance, variance_ema, visible, **asdict(rule)).to(torch.int32)
+    density, kernel = None, kernel if num_keys <= limits.PACKED_MASK_MAX_TOKENS else "gathered"
     with launching_on(group_mask, "the indexer"):
-        if length <= limits.PACKED_MASK_MAX_TOKENS:
-            packed_mask = packed_keys_of_groups(group_mask, pool, range(length))
-        measured = kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
-        if packed_mask is None or kernel == "gathered" or measured:
-            lists = _key_lists(group_mask, pool, length)
+        if kernel == "gathered" or (kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS):
+            lists, group_lists = lists_of_groups(group_mask, geometry)
             density = union_density(lists)
-            if packed_mask is None or kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
-                packed_mask = None
-            else:
-                lists = None
-    return Selection(packed_mask, lists, budget, variance, density, group_mask=group_mask)
+            if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
+                return Selection(None, lists, budget, variance, density, group_lists=group_lists)
+        packed_mask = packed_keys_of_groups(group_mask, geometry)
+    return Selection(packed_mask, None, budget, variance, density, group_mask=group_mask)
 
 
-def check_groups(geometry: Geometry, length: int) -> None:
+@dataclass(frozen=True)
+class GroupRows:
+    """The p causal problems of each sequence. Row i of remainder j is query `skipped` + p i + j."""
+
+    pool: int
+    length: int
+    """L"""
+    skipped: int
+    """Queries of the sequence's first group."""
+    start: int
+    """Position of row 0 among the groups."""
+
+    @property
+    def count(self) -> int:
+        """Rows of a remainder."""
+        return limits.ceil_div(self.length - self.skipped, self.pool)
+
+    def by_row(self, x: torch.Tensor, padding: float = 0.0) -> torch.Tensor:
+        """[B, L, ...] of queries -> [B p, rows, ...]. Differentiable."""
+        missing = self.skipped + self.count * self.pool - self.length
+        x = torch.nn.functional.pad(x[:, self.skipped :], (*(0, 0) * (x.ndim - 2), 0, missing), value=padding)
+        return x.unflatten(1, (self.count, self.pool)).transpose(1, 2).flatten(0, 1)
+
+    def by_query(self, x: torch.Tensor, of_first_group: float) -> torch.Tensor:
+        """The inverse: [B p, rows, ...] -> [B, L, ...]."""
+        x = x.unflatten(0, (-1, self.pool)).transpose(1, 2).flatten(1, 2)
+        padding = (*(0, 0) * (x.ndim - 2), self.skipped, 0)
+        return torch.nn.functional.pad(x[:, : self.length - self.skipped], padding, value=of_first_group)
+
+    def indexer(self, indexer: Indexer) -> Indexer:
+        """Queries [B p, rows, HI, DI], keys [B p, groups, DI]. Differentiable."""
+        keys = indexer.keys[:, : (self.start + self.count) * self.pool : self.pool]
+        return replace(
+            indexer,
+            queries=self.by_row(indexer.queries),
+            head_weight_logits=self.by_row(indexer.head_weight_logits),
+            keys=keys[:, None].expand(-1, self.pool, -1, -1).flatten(0, 1),
+        )
+
+    def geometry(self, geometry: Geometry, batch: int, device: torch.device) -> Geometry:
+        """Of the rows, in groups. Empty rows, and rows whose document begins in their own group, have no group."""
+        starts = geometry.document_starts
+        if starts is None and (self.length - self.skipped) % self.pool == 0:
+            return Geometry(query_start=self.start)
+        if starts is None:
+            starts = torch.zeros(batch, self.length, dtype=torch.int32, device=device)
+        of_rows = self.by_row(starts // self.pool, self.start + self.count)
+        return Geometry(of_rows.contiguous(), self.start)
+
+
+def rows_of_groups(geometry: Geometry, length: int) -> GroupRows:
     """Raises ValueError for what the kernels do not have."""
     pool, remedy = geometry.indexer_pool, "or use implementation='reference'"
     if pool not in limits.KEY_POOLS:
         raise ValueError(f"indexer_pool is {pool}; pass one of {limits.KEY_POOLS}, {remedy}")
-    if length % pool or length < 2 * pool:
+    skipped = pool if geometry.query_start == 0 else 0
+    if length <= skipped:
         raise ValueError(
-            f"the sequence has {length} tokens with indexer_pool {pool}; pass two or more whole groups, {remedy}"
+            f"the sequence has {length} tokens with indexer_pool {pool}; pass more than one group, {remedy}"
         )
-    if geometry.document_starts is not None:
-        raise ValueError(f"document_starts is given with indexer_pool {pool}; pass None, {remedy}")
-    if geometry.query_start > 0:
-        raise ValueError(f"query_start is {geometry.query_start} with indexer_pool {pool}; pass 0, {remedy}")
-    if geometry.local_window > 0:
-        raise ValueError(
-            f"local_window is {geometry.local_window} with indexer_pool {pool}; pass 0, {remedy}"
-        )
-
-
-def indexer_of_groups(indexer: Indexer, pool: int) -> Indexer:
-    """The p causal problems of each sequence: queries [B p, C, HI, DI], keys [B p, C, DI]. Differentiable."""
-    length = indexer.queries.shape[1]
-    rows = length // pool - 1
-
-    def of_rows(x: torch.Tensor) -> torch.Tensor:
-        return x[:, pool:].unflatten(1, (rows, pool)).transpose(1, 2).flatten(0, 1)
-
-    keys = indexer.keys[:, : rows * pool : pool]
-    return replace(
-        indexer,
-        queries=of_rows(indexer.queries),
-        head_weight_logits=of_rows(indexer.head_weight_logits),
-        keys=keys[:, None].expand(-1, pool, -1, -1).flatten(0, 1),
-    )
-
-
-def by_query(of_rows: torch.Tensor, pool: int, of_first_group: float) -> torch.Tensor:
-    """[B p, C] -> [B, L]; the queries of the first group, which have no row, get a value of their own."""
-    values = of_rows.unflatten(0, (-1, pool)).transpose(1, 2).flatten(1)
-    return torch.nn.functional.pad(values, (pool, 0), value=of_first_group)
+    return GroupRows(pool, length, skipped, (geometry.query_start + skipped) // pool - 1)
 
 
 def rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
@@ -122,21 +139,3 @@ def rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
             f"{pool}; pass a multiple of {pool}, {pool} or more, and 0, or use implementation='reference'"
         )
     return replace(rule, k_base=rule.k_base // pool, k_min=rule.k_min // pool, k_max=rule.k_max // pool)
-
-
-def _key_lists(group_mask: torch.Tensor, pool: int, length: int) -> KeyLists:
-    """By chunks of queries: two packed masks exist at a time. The host waits for the counts of each chunk."""
-    step = limits.SELECTION_CHUNK_BYTES // 4 // (len(group_mask) // pool * limits.ceil_div(length, 8))
-    step = max(step // limits.TILE_QUERIES, 1) * limits.TILE_QUERIES
-    filled: list[FilledLists] = []
-    waiting: CountedKeys | None = None
-    # The longest rows first: the host's work for them is hidden by theirs.
-    for start in reversed(range(0, length, step)):
-        rows = range(start, min(start + step, length))
-        counted = count_keys(packed_keys_of_groups(group_mask, pool, rows), rows)
-        if waiting is not None:
-            filled.append(fill_lists(waiting.wait()))
-        waiting = counted
-    assert waiting is not None
-    filled.append(fill_lists(waiting.wait()))
-    return join_lists(filled[::-1], length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -44,6 +43,9 @@ CASES = [  # each option once, because the interpreter is slow
     ("plain and norm", SPARSE),
     ("qsa and lists", SPARSE),
     ("blocks under a mask", SPARSE),
+    ("groups", SPARSE),
+    ("groups", WARM_UP),
+    ("groups over lists", SPARSE),
 ]
 
 
@@ -54,46 +56,8 @@ def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> Non
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
-def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
-    """Sequences are one document, because the kernels support no others."""
-    gsa = {"indexer_pool": 2, "indexer_rope": True, "k_base": 4, "k_min": 3, "k_max": 9}
-    steps = [one_step(gsa, phase, fused, attend_across=True) for fused in (True, False)]
-    assert_same_step(*steps)
-    assert "indexer_kl" in steps[0][2]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"gsa": {"indexer_pool": 3}}, "the kernels have 1, 2, 4, 8, 16 and 32"),
-        ({"gsa": {"local_window": 2}}, "gsa.local_window = 2"),
-        ({"gsa": {"dense_below": 9}}, "gsa.dense_below = 9"),
-        ({"gsa": {"k_base": 5}}, "gsa.k_base = 5"),
-        ({"data": {"attend_across_documents": False}}, "data.attend_across_documents = false"),
-        ({"train": {"seq_len_tokens": 22}}, "train.seq_len_tokens = 22"),
-    ],
-)
-def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
-    changes: dict[str, dict[str, Any]], reason: str | None
-) -> None:
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"head_dim": 32},
-        "gsa": {"indexer_pool": 4, "indexer_dim": 16, "k_base": 8, "k_min": 4, "k_max": 16},
-        "data": {"attend_across_documents": True},
-        "train": {"seq_len_tokens": 24},
-    }
-    for name, fields in changes.items():
-        sections[name] = {**sections[name], **fields}
-    reasons = unsupported_by_kernels(tiny_config(**sections))
-    assert len(reasons) == (0 if reason is None else 1)
-    assert reason is None or reason in reasons[0]
-
-
-IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
-"""All causal keys, packed mask, lists, and lists and packed mask of blocks."""
+IN_RUNS = [CASES[0], *CASES[3:6], *CASES[-4:]]
+"""All causal keys, bits, lists, lists and bits of blocks, and groups."""
 
 
 @pytest.mark.slow
@@ -104,7 +68,9 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(
     """The test also covers the sampled queries, here 4 to 7 and 16 to 19."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
-    gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant.startswith("blocks") else (0, 7, 12, 24)
+    gsa, cuts = VARIANTS[variant], (0, 7, 12, 24)
+    if variant.startswith(("blocks", "groups")):  # no run cuts one
+        cuts = (0, 16, 24)
     whole = one_step(gsa, phase, fused=False)
     for fused in (False, True):
         runs = one_step(gsa, phase, fused, cuts=cuts)
