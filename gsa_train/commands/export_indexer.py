@@ -41,7 +41,7 @@ def export_indexer(
         layers: from 0; each must have an indexer.
         out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}},
             tensors being `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], with `gsa.indexer_pool` the keys of groups at
-            their first tokens, `weight_logits` [1, L, H_I], `score_bias` and `weight_bias` [H_I] or None, and
+            their first positions, `weight_logits` [1, L, H_I], `score_bias` and `weight_bias` [H_I] or None, and
             `variance_ema`, 0-d.
 
     Raises:

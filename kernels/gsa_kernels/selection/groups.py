@@ -3,7 +3,8 @@
 A query chooses among the groups before its own. So the queries t = p (i + 1) + j with one remainder j are the rows i of
 an ordinary causal problem: row i has the groups 0 .. i, from that of its document's first key on. The p remainders of
 each sequence are p sequences. The queries of the first group choose nothing and have no row. If L is no multiple of p,
-the last rows of some remainders are empty. Selection takes 1 / p of the work for single keys.
+the last rows of some remainders are zeros, whose results are left out. Selection takes 1 / p of the work for single
+keys.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def select_groups(
         rows.indexer(indexer),
         _rule_of_groups(rule, rows.pool),
         variance_ema,
-        rows.geometry(geometry, len(indexer.queries), indexer.queries.device),
+        rows.geometry(geometry),
         candidates_from=limits.CANDIDATES_FROM if num_keys > limits.PACKED_MASK_MAX_TOKENS else None,
     )
     assert chosen.packed_mask is not None
@@ -105,14 +106,12 @@ class GroupRows:
             keys=keys[:, None].expand(-1, self.pool, -1, -1).flatten(0, 1),
         )
 
-    def geometry(self, geometry: Geometry, batch: int, device: torch.device) -> Geometry:
-        """Of the rows, in groups. Empty rows, and rows whose document begins in their own group, have no group."""
+    def geometry(self, geometry: Geometry) -> Geometry:
+        """Of the rows, in groups. Rows whose document begins in their own group have no group."""
         starts = geometry.document_starts
-        if starts is None and (self.length - self.skipped) % self.pool == 0:
-            return Geometry(query_start=self.start)
         if starts is None:
-            starts = torch.zeros(batch, self.length, dtype=torch.int32, device=device)
-        of_rows = self.by_row(starts // self.pool, self.start + self.count)
+            return Geometry(query_start=self.start)
+        of_rows = self.by_row(starts // self.pool, self.start + self.count)  # ascending, with rows of zeros
         return Geometry(of_rows.contiguous(), self.start)
 
 
