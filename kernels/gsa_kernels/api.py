@@ -118,7 +118,7 @@ def indexer_loss(
     """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])): GSA, equations 14 and 15.
 
     p_t is the attention of query t, averaged over the heads and, for a shared selection, over the queries of the block.
-    With `indexer_pool` p_t is summed over each group, and S_t are the earlier groups that the query reads in full.
+    With `indexer_pool` p_t is summed over each group, and S_t are the groups that the query selects.
     Gradients go to the indexer's tensors only, including the inverse temperature.
 
     Args:
