@@ -41,7 +41,7 @@ def export_indexer(
         out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}}. The
             tensors are `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], `weight_logits` [1, L, H_I], `score_bias` and
             `weight_bias` [H_I] or None, and `variance_ema`, 0-d. With `gsa.indexer_pool`, `keys` has the keys of
-            groups at their first tokens.
+            groups at their first positions.
 
     Raises:
         ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no indexer,

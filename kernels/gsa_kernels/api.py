@@ -123,7 +123,7 @@ def indexer_loss(
 
     The target p_t is the attention of query t, averaged over the heads. If a block of queries shares a selection, p_t
     is also averaged over the queries of the block. With `indexer_pool`, p_t is summed over each group of keys, and S_t
-    contains the earlier groups that the query reads in full. Gradients reach only the tensors of the indexer, including
+    contains the groups that the query selects. Gradients reach only the tensors of the indexer, including
     the inverse temperature.
 
     Args:

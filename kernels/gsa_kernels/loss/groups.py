@@ -63,7 +63,7 @@ def group_indexer_loss(
     total, kl_of_rows = masked_indexer_loss(
         of_rows,
         Target(target),
-        Attended(group_mask, geometry=group_rows.geometry(geometry, len(q), q.device)),
+        Attended(group_mask, geometry=group_rows.geometry(geometry)),
         rows,
         queries_per_row=pool,
         # The probabilities of single keys are p times as many.

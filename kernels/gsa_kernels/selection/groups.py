@@ -3,8 +3,8 @@
 A query chooses among the groups before its own group. The queries t = p (i + 1) + j with one remainder j therefore are
 the rows i of an ordinary causal problem. Row i chooses among the groups up to group i. Its first group is the group of
 its document's first key. Each sequence becomes p sequences, one for each remainder. The queries of the first group
-choose nothing and have no row. If L is no multiple of p, the last rows of some remainders are empty. Selection takes
-1 / p of the work for single keys.
+choose nothing and have no row. If L is no multiple of p, the last rows of some remainders are zeros, and their
+results are left out. Selection takes 1 / p of the work for single keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def select_groups(
         rows.indexer(indexer),
         rule_of_groups(rule, rows.pool),
         variance_ema,
-        rows.geometry(geometry, len(indexer.queries), indexer.queries.device),
+        rows.geometry(geometry),
         candidates_from=limits.CANDIDATES_FROM if num_keys > limits.PACKED_MASK_MAX_TOKENS else None,
     )
     assert chosen.packed_mask is not None
@@ -106,14 +106,12 @@ class GroupRows:
             keys=keys[:, None].expand(-1, self.pool, -1, -1).flatten(0, 1),
         )
 
-    def geometry(self, geometry: Geometry, batch: int, device: torch.device) -> Geometry:
-        """Of the rows, in groups. Empty rows, and rows whose document begins in their own group, have no group."""
+    def geometry(self, geometry: Geometry) -> Geometry:
+        """Of the rows, in groups. Rows whose document begins in their own group have no group."""
         starts = geometry.document_starts
-        if starts is None and (self.length - self.skipped) % self.pool == 0:
-            return Geometry(query_start=self.start)
         if starts is None:
-            starts = torch.zeros(batch, self.length, dtype=torch.int32, device=device)
-        of_rows = self.by_row(starts // self.pool, self.start + self.count)
+            return Geometry(query_start=self.start)
+        of_rows = self.by_row(starts // self.pool, self.start + self.count)  # ascending, with rows of zeros
         return Geometry(of_rows.contiguous(), self.start)
 
 
