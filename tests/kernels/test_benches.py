@@ -71,12 +71,12 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
     assert bench_long.main() == 0
     rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
-    *checks, _, _, token, block, token_selected, _, pool_selected = rows
+    *checks, _, _, token, block, token_selected, _, groups, _ = rows
     assert max(check["relative_error"] for check in checks) < 1e-4
     assert token["both_kl_ms"] == block["both_kl_ms"] == 3000
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
-    assert (pool_selected["attention"], pool_selected["pool"]) == ("GSA pool selected", 4)
-    assert pool_selected["forward_reuse_ms"] == 250
+    assert (groups["attention"], groups["pool"]) == ("GSA groups of 16, 512 keys selected", 16)
+    assert groups["forward_reuse_ms"] == 250
 
 
 @pytest.mark.usefixtures("tiny")
@@ -90,7 +90,8 @@ def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch:
     assert bench_long.main() == 0
     report = json.loads((tmp_path / "bench_long.json").read_text())
     names = [row["attention"] for row in report["rows"] if "attention" in row]
-    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected", "GSA pool selected"]
+    groups = [f"GSA groups of 16, {keys} keys selected" for keys in (512, 1024)]
+    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected", *groups]
     assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
 
 
