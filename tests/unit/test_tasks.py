@@ -323,9 +323,6 @@ def test_what_tasks_will_take(places: list[str]) -> None:
     assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(
         COMPILATION_SECONDS + tokens / 32 / 4
     )
-    pooled = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, indexer_pool=2))
-    rows = sum(len(task.requests) for task in tasks)  # of 32 tokens each, the least being 64
-    assert clock.expected_seconds(tasks, pooled, single_rank()) == pytest.approx(rows / 4)
     clock.newest_seconds = 5.0
     assert clock.expected_seconds(tasks, config, single_rank()) == 5.0
 
