@@ -113,12 +113,6 @@ def test_weights_that_fused_steps_cannot_join(monkeypatch: pytest.MonkeyPatch) -
         assert chosen(model, monkeypatch) is decoding.ModelDecoder
 
 
-def prefill_by_torch(model: Any) -> None:
-    """Of groups of keys, which the kernels of the prefill do not select in padded prompts."""
-    if model.config.indexer_pool > 1:
-        model.set_attn_implementation("sdpa")
-
-
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +124,6 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model)
-    prefill_by_torch(model)
     assert generator.generate(PROMPTS, 10).tokens == wanted
     first = generator._graphs
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
@@ -162,7 +155,6 @@ def test_products_of_few_rows_give_the_same_tokens(
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model, products="rows")
-    prefill_by_torch(model)
     assert generator.generate(PROMPTS[:count], new).tokens == wanted
     assert generator.decoder.products == "rows"
 

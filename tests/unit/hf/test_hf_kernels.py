@@ -132,18 +132,18 @@ GROUPS: dict[str, Any] = {"indexer_pool": 4, "index_topk": 8, "k_min": 4, "index
 
 
 @pytest.mark.parametrize(
-    ("kind", "prefill", "pads", "changes"),
+    ("kind", "pads", "changes"),
     [
-        ("dynamic", "gsa", 0, {"index_topk_freq": 2}),
-        ("static", "eager", 3, {"local_window": 6, "num_hidden_layers": 1}),
+        ("dynamic", 0, {"index_topk_freq": 2}),
+        ("static", 3, {"local_window": 6, "num_hidden_layers": 1}),
     ],
 )
-def test_groups_of_keys(kind: str, prefill: str, pads: int, changes: dict[str, Any]) -> None:
+def test_groups_of_keys(kind: str, pads: int, changes: dict[str, Any]) -> None:
     """From the first token of a group into the next group; with padding in front, and a change of places."""
     model = model_of(**GROUPS, **changes)
     tokens, mask = padded(21, pads)
     expected = steps(model, tokens, mask, 16, kind, 18)
-    model.set_attn_implementation(prefill)
+    model.set_attn_implementation("gsa")
     found = steps(model, tokens, mask, 16, kind, 18, decodes_by="gsa")
     torch.testing.assert_close(found[:, pads:], expected[:, pads:], rtol=1e-4, atol=1e-4)
 
