@@ -12,7 +12,7 @@ from gsa_train.phases import enter_phase
 from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
 
 LAYERS = (2, 4)
-MOST_OF_A_LAYER = 155
+MOST_OF_A_LAYER = 160
 MOST_OF_A_MICRO_BATCH = 90
 """What all layers share."""
 MOST_OF_READING = 225
