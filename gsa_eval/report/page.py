@@ -84,8 +84,7 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 <h2 id="runs">Runs</h2>{_table_of_runs(runs)}{"".join(map(_about, runs))}
 <h2 id="events">Events</h2>{"".join(_table_of_events(run, len(runs)) for run in runs)}
 {_legend_of_marks(runs)}{samples}{evaluations}
-<noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
-pictures.</p></noscript>{plots}
+<noscript><p>The charts need JavaScript.</p></noscript>{plots}
 {analyses}"""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A file name may hold bytes that are not characters.
