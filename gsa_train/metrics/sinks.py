@@ -209,7 +209,7 @@ FILES = (
 OUTPUTS = (
     *FILES,
     "tensorboard",
-    "plots",
+    "plots",  # pictures by versions before 0.2
     "profile",
     "checkpoints",
     "faults",
