@@ -209,7 +209,7 @@ FILES = (
 OUTPUTS = (
     *FILES,
     "tensorboard",
-    "plots",  # pictures by versions before 0.2
+    "plots",  # of earlier versions
     "profile",
     "checkpoints",
     "faults",
