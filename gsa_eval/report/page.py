@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gsa_eval.report.analyses import section_of_analyses
 from gsa_eval.report.charts import Chart, chart_of, layer_charts, pictures
-from gsa_eval.report.evaluations import evaluations_in_html
+from gsa_eval.report.evaluations import analyses_in_html, evaluations_in_html
 from gsa_eval.report.events import KINDS, Event
 from gsa_eval.report.goodput import goodput_in_html
 from gsa_eval.report.run_files import RunFiles
@@ -76,7 +75,7 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
     )
     samples = _samples(runs)
     evaluations = evaluations_in_html(runs)
-    analyses = section_of_analyses({run.name: run.folder for run in runs})
+    analyses = analyses_in_html(runs)
     body = f"""
 <nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}
 {evaluations and EVALUATIONS_LINK}{links}
