@@ -9,8 +9,8 @@ from typing import Any
 
 from gsa_eval.report.charts import COLORS, DASHES, FEW_POINTS, MOST_POINTS, Chart, thin
 from gsa_eval.report.run_series import shown_range
+from gsa_study.run_metrics import RunMetrics
 from gsa_study.tables import Results
-from gsa_study.values import RunValues
 
 LOSS = "loss"
 
@@ -62,7 +62,7 @@ def _chart(results: Results, key: str, over: str) -> Chart | None:
     return Chart(title, {"data": lines, "layout": layout})
 
 
-def _points(each: RunValues, key: str, over: str) -> list[tuple[float, float]]:
+def _points(each: RunMetrics, key: str, over: str) -> list[tuple[float, float]]:
     if over == "tokens":
         return each.curve(key, "tokens")
     return [(seconds / 60, value) for seconds, value in each.curve(key, "seconds")]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gsa_study.config import MetricConfig
-from gsa_study.facts import RunFacts
 from gsa_study.jobs import evaluations_of
+from gsa_study.run_metrics import Over, RunMetrics, interpolate, number_of
+from gsa_study.run_record import RunRecord
 from gsa_study.study_file import Study
-from gsa_study.values import Over, RunValues, interpolate, number_of
 from gsa_train.metrics.progress import compact, duration
 
 STATISTICS = {
@@ -30,7 +30,7 @@ class Equal:
     """None if the time of a run is unknown."""
 
 
-def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
+def equal_of(runs: Sequence[RunRecord]) -> Equal | None:
     """Returns the point of comparison of all finished runs, or None if no run is finished."""
     finished = [each for each in runs if each.finished and each.tokens]
     begun_with = {run.name for each in finished for run in each.run.before}
@@ -50,7 +50,7 @@ class Column:
     """Point at which the value is read, in words. Key and point together are unique in a study."""
     is_timing: bool
     """True if the value depends on the speed of the machine."""
-    read: Callable[[RunValues], float | None]
+    read: Callable[[RunMetrics], float | None]
     """Reads the value from a local run folder."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """Arm -> the paper's value. Only the last column of a metric has it."""
@@ -92,7 +92,7 @@ def _evaluations(study: Study, metric: MetricConfig) -> dict[str, None]:
     )
 
 
-def _of_evaluation(name: str, key: str) -> Callable[[RunValues], float | None]:
+def _of_evaluation(name: str, key: str) -> Callable[[RunMetrics], float | None]:
     return lambda run: run.of_evaluation(name, key)
 
 
@@ -107,7 +107,7 @@ def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
     return columns
 
 
-def _of_curve(key: str, over: Over, x: float) -> Callable[[RunValues], float | None]:
+def _of_curve(key: str, over: Over, x: float) -> Callable[[RunMetrics], float | None]:
     return lambda run: interpolate(run.curve(key, over), x)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gsa_study.jobs import jobs_of
+from gsa_study.run_metrics import RunMetrics
 from gsa_study.study_file import Study, StudyRun
-from gsa_study.values import RunValues
 from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters, measured_mfu, peak_flops_per_second
 from gsa_train.planning.dry_run import aligned, training_operations
@@ -31,7 +31,7 @@ class ArmCost:
     """Source of the MFU."""
 
 
-def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> list[ArmCost]:
+def arm_costs(values: Sequence[RunMetrics], device: str, mfu: float | None) -> list[ArmCost]:
     """Return the costs in the order of the study.
 
     Args:
@@ -67,7 +67,7 @@ def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> li
     return costs
 
 
-def _mfu(of_arm: Sequence[RunValues], device: str, mfu: float | None) -> tuple[float | None, str]:
+def _mfu(of_arm: Sequence[RunMetrics], device: str, mfu: float | None) -> tuple[float | None, str]:
     if mfu is not None:
         return mfu, "as given"
     for each in of_arm:
@@ -79,14 +79,14 @@ def _mfu(of_arm: Sequence[RunValues], device: str, mfu: float | None) -> tuple[f
     return known, "unknown: give --mfu" if known is None else "measured for 1.7B parameters at 4096 tokens"
 
 
-def _share_done(each: RunValues) -> float:
+def _share_done(each: RunMetrics) -> float:
     """Return the share of the steps that are done. Steps after the last checkpoint count, though a start may repeat
     them."""
     return 1.0 if each.complete else (each.records[-1]["step"] / each.run.steps if each.records else 0.0)
 
 
 def describe_cost(
-    study: Study, values: Sequence[RunValues], device: str, mfu: float | None, gpus: int
+    study: Study, values: Sequence[RunMetrics], device: str, mfu: float | None, gpus: int
 ) -> str:
     """Return the report of a dry run.
 

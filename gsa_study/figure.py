@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodF
 
 from gsa_eval.report.run_series import shown_range
 from gsa_study.columns import Column
-from gsa_study.facts import RunFacts
+from gsa_study.run_record import RunRecord
 from gsa_study.tables import Results
 
 Color = tuple[float, ...]
@@ -26,7 +26,7 @@ LOG_FROM = 2.0
 @dataclass(frozen=True)
 class ArmDots:
     arm: str
-    runs: tuple[RunFacts, ...]
+    runs: tuple[RunRecord, ...]
     """Finished runs whose value is a number, in the order of the seeds."""
     values: tuple[float, ...]
     """The values of these runs."""

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from gsa_eval.report.charts import thin
 from gsa_study.columns import Equal, columns_of, equal_of
-from gsa_study.facts import RunFacts, facts_of
+from gsa_study.run_metrics import LossPoint, RunMetrics
+from gsa_study.run_record import RunRecord, record_of_run
 from gsa_study.states import TEXT_FIELDS, changed_fields
 from gsa_study.study_file import Study, StudyRun
 from gsa_study.tables import VALUES_HEAD, Results, csv_text, values_csv, word_of
-from gsa_study.values import LossPoint, RunValues
 from gsa_train.config import ConfigError
 from gsa_train.files import write_atomically
 
@@ -39,7 +39,7 @@ REMEDY = "take the file as it was committed (git restore), or remove the line"
 
 @dataclass(frozen=True)
 class Record:
-    runs: Mapping[str, RunFacts]
+    runs: Mapping[str, RunRecord]
     """Name -> finished run of the study."""
     equal: Equal | None
     """Point at which the runs were compared; None without runs."""
@@ -72,7 +72,7 @@ def recorded_results(study: Study, out: Path) -> Results:
         replace(column, values={run: record.values.get((run, column.key, column.at)) for run in record.runs})
         for column in columns_of(study, record.equal)
     )
-    others = (RunFacts(run, False, "", run.folder, seconds_before=None) for run in study.runs)
+    others = (RunRecord(run, False, "", run.folder, seconds_before=None) for run in study.runs)
     runs = tuple(record.runs.get(each.run.name, each) for each in others)
     return Results(study, runs, tuple(columns), {})
 
@@ -90,9 +90,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
         ConfigError: a file of the record is damaged.
     """
     record, files = read_record(study, out), files_of(study, out)
-    finished = (values for run in study.runs if (values := RunValues(run)).complete and values.tokens)
+    finished = (values for run in study.runs if (values := RunMetrics(run)).complete and values.tokens)
     here, said = _usable({values.run.name: values for values in finished})
-    runs = {**record.runs, **{name: _thinned(facts_of(values, {})) for name, values in here.items()}}
+    runs = {**record.runs, **{name: _thinned(record_of_run(values, {})) for name, values in here.items()}}
     kept = record.runs.keys() - here.keys()
     equal = record.equal if kept else equal_of(list(runs.values()))
     if not runs and not record.gone:
@@ -122,7 +122,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     return [files.values, files.runs, files.curves], said
 
 
-def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
+def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list[str]]:
     """Return the runs with records up to their end and with the study's configs, and a line for each run left out. The
     runs with whose weights a run begins must have the study's configs too. Paths of texts may differ."""
     kept, left_out = {}, []
@@ -146,19 +146,19 @@ def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[s
     return kept, left_out
 
 
-def _thinned(run: RunFacts) -> RunFacts:
+def _thinned(run: RunRecord) -> RunRecord:
     places = thin([point.loss for point in run.losses], MOST_POINTS)
     return replace(run, losses=tuple(run.losses[place] for place in places))
 
 
-def _run_row(run: RunFacts, equal: Equal | None) -> Sequence[object]:
+def _run_row(run: RunRecord, equal: Equal | None) -> Sequence[object]:
     points = (equal.tokens, equal.seconds) if equal else (None, None)
     numbers = (run.tokens, run.seconds, run.seconds_before)
     where = (BETWEEN.join(run.devices), run.folder.as_posix(), " ".join(run.commits), run.text)
     return (run.run.arm, run.run.seed, *map(_cell, numbers), *where, *map(_cell, points))
 
 
-def _curve_rows(runs: Iterable[RunFacts]) -> list[Sequence[object]]:
+def _curve_rows(runs: Iterable[RunRecord]) -> list[Sequence[object]]:
     return [(each.run.name, *map(_cell, point)) for each in runs for point in each.losses]
 
 
@@ -177,7 +177,7 @@ def read_record(study: Study, out: Path) -> Record:
     """
     files, asked = files_of(study, out), {run.name: run for run in study.runs}
     equals: dict[str, Equal | None] = {}  # by run, including runs that are no longer part of the study
-    runs: dict[str, RunFacts] = {}
+    runs: dict[str, RunRecord] = {}
     values: dict[tuple[str, str, str], float] = {}
     curves: dict[str, list[LossPoint]] = {}
 
@@ -188,7 +188,7 @@ def read_record(study: Study, out: Path) -> Record:
         seconds = _number(row["equal_seconds"])
         equals[name] = Equal(int(row["equal_tokens"]), seconds) if row["equal_tokens"] else None
         if name in asked:
-            runs[name] = _facts(asked[name], row)
+            runs[name] = _run_record(asked[name], row)
 
     def known(name: str) -> str:
         if name not in equals:
@@ -212,8 +212,8 @@ def read_record(study: Study, out: Path) -> Record:
     return Record(runs, equal, values, tuple(name for name in equals if name not in asked))
 
 
-def _facts(run: StudyRun, row: Mapping[str, str]) -> RunFacts:
-    return RunFacts(
+def _run_record(run: StudyRun, row: Mapping[str, str]) -> RunRecord:
+    return RunRecord(
         run=run,
         finished=True,
         state="finished",

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gsa_study.columns import Column, columns_of, equal_of
-from gsa_study.facts import RunFacts, facts_of
+from gsa_study.run_metrics import RunMetrics
+from gsa_study.run_record import RunRecord, record_of_run
 from gsa_study.spread import Spread, difference, spread_of, written
 from gsa_study.study_file import Study, StudyRun
-from gsa_study.values import RunValues
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
 
@@ -24,16 +24,16 @@ Rows = list[list[str]]
 @dataclass(frozen=True)
 class Results:
     study: Study
-    runs: tuple[RunFacts, ...]
+    runs: tuple[RunRecord, ...]
     """In the order of the study."""
     columns: tuple[Column, ...]
     failures: Mapping[str, str]
     """Job -> why it failed."""
-    values: tuple[RunValues, ...] = ()
+    values: tuple[RunMetrics, ...] = ()
     """All that the runs have logged, in the same order; empty if the results come from a record."""
 
     @property
-    def finished(self) -> list[RunFacts]:
+    def finished(self) -> list[RunRecord]:
         return [each for each in self.runs if each.finished]
 
     @property
@@ -51,8 +51,8 @@ class Results:
 
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
-    values = tuple(RunValues(run) for run in study.runs)
-    runs = tuple(facts_of(each, failures) for each in values)
+    values = tuple(RunMetrics(run) for run in study.runs)
+    runs = tuple(record_of_run(each, failures) for each in values)
     finished = [each for each in values if each.complete and each.tokens]
     columns = (
         replace(column, values={each.run.name: column.read(each) for each in finished})
@@ -65,10 +65,10 @@ def arm_rows(results: Results) -> Rows:
     """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows
     `narrow`."""
     head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
-    return [head, *([arm, *_facts(results, arm), *_means(results, arm)] for arm in results.arms)]
+    return [head, *([arm, *_leading_cells(results, arm), *_means(results, arm)] for arm in results.arms)]
 
 
-def _facts(results: Results, arm: str) -> list[str]:
+def _leading_cells(results: Results, arm: str) -> list[str]:
     runs = results.runs_of(arm)
     count = count_parameters(runs[0].config.model, runs[0].config.gsa, runs[0].config.moe)
     finished = sum(each.run.arm == arm for each in results.finished)

@@ -1,4 +1,4 @@
-"""Draw the figures of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
+"""Write the report of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...]
 
 `gsa_eval/commands/plot.py` describes the command.
 """

@@ -1,9 +1,9 @@
-"""Draw the figures of finished, running or killed runs: launch/plot.py of a checkout, `gsa-plot` of an installation.
+"""Write the report of finished, running or killed runs: launch/plot.py of a checkout, `gsa-plot` of an installation.
 
-    python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
+    python launch/plot.py RUN_DIR [RUN_DIR ...]
 
---html writes one page that needs no server and no network: all figures, which can be zoomed, config, events and
-restarts. The page of one run is RUN_DIR/report.html. The page of several runs is comparison.html in the first folder.
+The report is one page that needs no server and no network: charts, which can be zoomed, config, events and restarts.
+The page of one run is RUN_DIR/report.html. The page of several runs is comparison.html in the first folder.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import sys
 from pathlib import Path
 
 from gsa_eval.report.page import write_report
-from gsa_eval.report.plots import write_comparison, write_plots
 from gsa_eval.report.run_series import records_of
 from gsa_train.process.as_command import as_command
 
 
 @as_command()
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw the figures of runs into their plots/ folders.")
+    parser = argparse.ArgumentParser(description="Write the HTML report of runs.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder of the comparison (default: plots/ of the first run, with --html the run)",
-    )
-    parser.add_argument("--html", action="store_true", help="write one HTML page instead of pictures")
+    parser.add_argument("--out", type=Path, help="folder of comparison.html (default: the first run)")
+    # Older versions wrote pictures without it.
+    parser.add_argument("--html", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     run_dirs: list[Path] = arguments.run_dirs
     if arguments.out and len(run_dirs) == 1:
@@ -38,30 +34,13 @@ def main() -> int:
         if problem := find_problem(run_dir):
             parser.error(problem)
 
+    name = "comparison.html" if len(run_dirs) > 1 else "report.html"
     try:
-        written = draw(run_dirs, arguments.out, arguments.html)
+        print(write_report(run_dirs, (arguments.out or run_dirs[0]) / name))
     except OSError as error:
-        print(f"not all was drawn: {error}; make room, or give another place", file=sys.stderr)
+        print(f"no report was written: {error}; make room, or give another place", file=sys.stderr)
         return 2
-    print("\n".join(str(path) for path in written))
     return 0
-
-
-def draw(run_dirs: list[Path], out: Path | None, html: bool) -> list[Path]:
-    """Draw the figures and return their files. --html makes a single file.
-
-    Args:
-        out: folder of the comparison.
-    """
-    several = len(run_dirs) > 1
-    if html:
-        return [
-            write_report(run_dirs, (out or run_dirs[0]) / ("comparison.html" if several else "report.html"))
-        ]
-    written = [path for run_dir in run_dirs for path in write_plots(run_dir)]
-    if several:
-        written.append(write_comparison(run_dirs, out or run_dirs[0] / "plots"))
-    return written
 
 
 def find_problem(run_dir: Path) -> str | None:

@@ -1,10 +1,12 @@
-"""Render the report's section of evaluations: one table of all, and the tables and pictures of each."""
+"""Render the report's sections of evaluations (one table of all, the tables and pictures of each) and of analyses (the
+pictures of `gsa-analyze`)."""
 
 from __future__ import annotations
 
 import base64
 import html
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from gsa_eval.report.run_series import is_own
 from gsa_train.metrics.record_checks import is_number
 from gsa_train.metrics.record_format import numbers_back
 
-EVALUATIONS = "evaluations"
+EVALUATIONS, ANALYSES = "evaluations", "analysis"
+CAPTIONS = {
+    "attention": "Attention, scores of the indexer and selected keys",
+    "sink": "Attention on the first token",
+    "gates": "Gates",
+    "keys": "Selected keys by position",
+}
+"""Name of an analysis's picture -> caption."""
 TEXT_SCORES = ("perplexity", "bits_per_byte", "word_perplexity")
 REQUEST_SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 
@@ -56,6 +65,17 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
         title = f"<h3>{_text(run.name)}</h3>" if len(runs) > 1 else ""
         parts.append(title + _table(found) + "".join(_details(*each) for each in found))
     return f'<h2 id="evaluations">Evaluations</h2>{"".join(parts)}' if parts else ""
+
+
+def analyses_in_html(runs: list[RunFiles]) -> str:
+    """Returns the section, or "" if no run has pictures of an analysis."""
+    parts = []
+    for run in runs:
+        of_run = f"{run.name}: " if len(runs) > 1 else ""
+        for folder in sorted((run.folder / ANALYSES).glob("[!.]*/")):
+            if shown := pictures(folder, CAPTIONS):
+                parts.append(f"<h3>{_text(of_run + folder.name)}</h3>{shown}")
+    return f'<h2 id="analyses">Analyses</h2>{"".join(parts)}' if parts else ""
 
 
 def _folders(run_dir: Path) -> list[Path]:
@@ -102,19 +122,23 @@ def _details(folder: Path, results: dict[str, Any]) -> str:
     table = folder / "table.md"
     has_table = table.is_file() and is_own(table, folder.parent)
     text = table.read_text(encoding="utf-8", errors="replace") if has_table else ""
-    found = (path for path in sorted(folder.glob("*.png")) if path.is_file() and is_own(path, folder.parent))
-    pictures = "".join(map(_picture, found))
     command = _text(results.get("command", ""))
     return (
         f"<details><summary>{_text(folder.name)}</summary><p><code>{command}</code></p><pre>{_text(text)}</pre>"
-        f'<div class="plots">{pictures}</div></details>'
+        f'<div class="plots">{pictures(folder)}</div></details>'
     )
 
 
-def _picture(path: Path) -> str:
-    content = base64.b64encode(path.read_bytes()).decode()
-    name = _text(path.stem.replace("_", " "))
-    return f'<figure><img alt="{name}" src="data:image/png;base64,{content}"><figcaption>{name}</figcaption></figure>'
+def pictures(folder: Path, captions: Mapping[str, str] | None = None) -> str:
+    """Returns HTML with the embedded pictures of a folder: all of them, or the ones that have a caption."""
+    names = captions or {path.stem: path.stem.replace("_", " ") for path in sorted(folder.glob("*.png"))}
+    found = ((folder / f"{name}.png", _text(caption)) for name, caption in names.items())
+    return "".join(
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+        for path, caption in found
+        if path.is_file() and is_own(path, folder.parent)
+    )
 
 
 def _text(value: str) -> str:

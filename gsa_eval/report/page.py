@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gsa_eval.report.analyses import section_of_analyses
 from gsa_eval.report.charts import Chart, chart_of, layer_charts, pictures
-from gsa_eval.report.evaluations import evaluations_in_html
+from gsa_eval.report.evaluations import analyses_in_html, evaluations_in_html
 from gsa_eval.report.events import KINDS, Event
 from gsa_eval.report.goodput import goodput_in_html
 from gsa_eval.report.run_files import RunFiles
@@ -76,7 +75,7 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
     )
     samples = _samples(runs)
     evaluations = evaluations_in_html(runs)
-    analyses = section_of_analyses({run.name: run.folder for run in runs})
+    analyses = analyses_in_html(runs)
     body = f"""
 <nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}
 {evaluations and EVALUATIONS_LINK}{links}
@@ -84,8 +83,7 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 <h2 id="runs">Runs</h2>{_table_of_runs(runs)}{"".join(map(_about, runs))}
 <h2 id="events">Events</h2>{"".join(_table_of_events(run, len(runs)) for run in runs)}
 {_legend_of_marks(runs)}{samples}{evaluations}
-<noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
-pictures.</p></noscript>{plots}
+<noscript><p>The charts need JavaScript.</p></noscript>{plots}
 {analyses}"""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A file name may hold bytes that are not characters.

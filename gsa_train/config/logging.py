@@ -27,4 +27,4 @@ class LoggingConfig:
     """Warn when a rank works this many times as long as the median rank. Time spent waiting for other ranks does not
     count."""
     plots: bool = True
-    """Write plots/*.png and report.html at the end of the run."""
+    """Write report.html at the end of the run."""

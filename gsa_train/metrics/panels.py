@@ -1,4 +1,4 @@
-"""List the metrics that are shown together, for plots/*.png, the HTML report, TensorBoard and W&B.
+"""List the metrics that are shown together, for the HTML report, TensorBoard and W&B.
 
 A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B
 name the metric by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00,
@@ -25,8 +25,6 @@ SECTIONS = {
 @dataclass(frozen=True)
 class Panel:
     section: str
-    figure: str
-    """Key of TITLES, and name of the file in plots/. Panels of the same figure are drawn below each other."""
     label: str
     """Label of the y axis."""
     lines: dict[str, str]
@@ -61,23 +59,6 @@ class Panel:
         return patterns
 
 
-TITLES = {
-    "loss": "Loss",
-    "optimizer": "Optimizer",
-    "tasks": "Tasks",
-    "indexer": "Indexer",
-    "budget": "Keys per query",
-    "selection": "Selections of neighbouring queries",
-    "gates": "Gates",
-    "sink": "Attention sink and activations",
-    "experts": "Experts",
-    "stability": "Stability",
-    "throughput": "Throughput",
-    "step_time": "Time of a step",
-    "goodput": "Goodput",
-    "checkpoints": "Checkpoints",
-    "data": "Data",
-}
 KEYS = {"causal_keys": "causal", "selected_keys": "selected"}
 RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall": "random choice"}
 OVERLAP = {"overlap_heads": "of each head", "overlap_mean": "of the mean of heads"}
@@ -109,16 +90,15 @@ FAULTS = {
 }
 PACKING = {"packing_filler_share": "filler", "packing_cut_share": "documents cut"}
 PANELS = (
-    Panel("train", "loss", "loss (nats per token)", {"loss": "train"}, per_set="loss"),
-    Panel("train", "loss", "loss by source (nats per token)", {}, per_set="loss_by_source", conditional=True),
-    Panel("train", "loss", "bits per byte", {}, per_set="bits_per_byte"),
-    Panel("train", "optimizer", "learning rate", {}, "log", per_entry="lrs", overlapping=True),
-    Panel("train", "optimizer", "gradient norm", {"grad_norm": "gradient norm"}, "log"),
-    Panel("train", "optimizer", "norm of the update", {"update_norm": "update norm"}, "log"),
-    Panel("eval", "tasks", "accuracy", {}, "share", per_entry="eval_accuracy", conditional=True),
+    Panel("train", "loss (nats per token)", {"loss": "train"}, per_set="loss"),
+    Panel("train", "loss by source (nats per token)", {}, per_set="loss_by_source", conditional=True),
+    Panel("train", "bits per byte", {}, per_set="bits_per_byte"),
+    Panel("train", "learning rate", {}, "log", per_entry="lrs", overlapping=True),
+    Panel("train", "gradient norm", {"grad_norm": "gradient norm"}, "log"),
+    Panel("train", "norm of the update", {"update_norm": "update norm"}, "log"),
+    Panel("eval", "accuracy", {}, "share", per_entry="eval_accuracy", conditional=True),
     Panel(
         "eval",
-        "tasks",
         "accuracy by log-likelihood per character",
         {},
         "share",
@@ -127,7 +107,6 @@ PANELS = (
     ),
     Panel(
         "eval",
-        "tasks",
         "bits per byte of the right answer",
         {},
         per_entry="eval_bits_per_byte",
@@ -135,45 +114,41 @@ PANELS = (
     ),
     Panel(
         "eval",
-        "tasks",
         "share of the run's time",
         {"eval_time_share": "tasks"},
         "percent",
         conditional=True,
     ),
-    Panel("gsa", "indexer", "indexer loss: KL (nats)", {"indexer_kl": "indexer KL"}),
-    Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
-    Panel("gsa", "indexer", "overlap with the query's own top keys", OVERLAP, "share"),
-    Panel("gsa", "indexer", "saturated indexer activations", {"indexer_saturated": "saturated"}, "percent"),
-    Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
-    Panel("gsa", "budget", "keys per query", KEYS, "log"),
-    Panel("gsa", "budget", "queries that attend densely", {"dense_query_share": "dense"}, "share"),
+    Panel("gsa", "indexer loss: KL (nats)", {"indexer_kl": "indexer KL"}),
+    Panel("gsa", "recall of attention mass", RECALL, "share"),
+    Panel("gsa", "overlap with the query's own top keys", OVERLAP, "share"),
+    Panel("gsa", "saturated indexer activations", {"indexer_saturated": "saturated"}, "percent"),
+    Panel("gsa", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
+    Panel("gsa", "keys per query", KEYS, "log"),
+    Panel("gsa", "queries that attend densely", {"dense_query_share": "dense"}, "share"),
     Panel(
         "gsa",
-        "budget",
         "mean k_t by the query's position in its document",
         {},
         "log",
         per_entry="k_by_position",
         conditional=True,
     ),
-    Panel("gsa", "budget", "variance of the scores (average)", {"variance_ema": "variance"}, "log"),
-    Panel("gsa", "selection", "keys shared with the query before", {"adjacent_overlap": "overlap"}, "share"),
-    Panel("gsa", "selection", "union of 32 queries / mean k_t", {"union_ratio_32": "union of 32"}),
+    Panel("gsa", "variance of the scores (average)", {"variance_ema": "variance"}, "log"),
+    Panel("gsa", "keys shared with the query before", {"adjacent_overlap": "overlap"}, "share"),
+    Panel("gsa", "union of 32 queries / mean k_t", {"union_ratio_32": "union of 32"}),
     Panel(
         "gsa",
-        "selection",
         "union of 32 queries / causal keys",
         {"union_density": "density"},
         "share",
         conditional=True,
     ),
-    Panel("gsa", "gates", "mean gate", GATES, "share"),
-    Panel("gsa", "gates", "gates below 0.1", LOW_GATES, "percent"),
-    Panel("gsa", "gates", "gates above 0.9", HIGH_GATES, "percent"),
+    Panel("gsa", "mean gate", GATES, "share"),
+    Panel("gsa", "gates below 0.1", LOW_GATES, "percent"),
+    Panel("gsa", "gates above 0.9", HIGH_GATES, "percent"),
     Panel(
         "gsa",
-        "gates",
         "value gate: share by opening",
         {},
         "percent",
@@ -182,48 +157,45 @@ PANELS = (
     ),
     Panel(
         "gsa",
-        "gates",
         "output gate: share by opening",
         {},
         "percent",
         per_entry="output_gate_histogram",
         conditional=True,
     ),
-    Panel("gsa", "sink", "attention to the first token", FIRST_TOKEN, "percent"),
+    Panel("gsa", "attention to the first token", FIRST_TOKEN, "percent"),
     Panel(
         "gsa",
-        "sink",
         "attention by the key's position in its document",
         {},
         "percent",
         per_entry="sink_by_position",
         conditional=True,
     ),
-    Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
-    Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
-    Panel("moe", "experts", "load of an expert / mean load", LOADS, "count", conditional=True),
-    Panel("moe", "experts", "balance loss: 1 where even", {"router_balance": "loss"}, conditional=True),
-    Panel("moe", "experts", "entropy of the router (nats)", {"router_entropy": "entropy"}, conditional=True),
-    Panel("moe", "experts", "z-loss of the router", {"router_z": "z-loss"}, "log", conditional=True),
-    Panel("moe", "experts", "dropped choices", {"dropped_share": "dropped"}, "percent", conditional=True),
-    Panel("moe", "experts", "range of the biases", {"expert_bias_range": "range"}, conditional=True),
-    Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
-    Panel("stability", "stability", "spikes, skips and rewinds: total", SKIPPED, "count"),
-    Panel("stability", "stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),
-    Panel("system", "throughput", "tokens per second", {"tokens_per_second": "tokens/s"}, "count"),
-    Panel("system", "throughput", "TFLOP/s per device", SPEED, "count"),
-    Panel("system", "throughput", "MFU", MFU, "percent"),
-    Panel("system", "throughput", "device memory (bytes)", MEMORY, "count"),
-    Panel("system", "step_time", "seconds per step", STEP_TIME),
-    Panel("system", "step_time", "slowest rank / median rank", {"slowest_rank_ratio": "slowest rank"}),
-    Panel("system", "goodput", "ETTR", {"ettr": "ETTR"}, "share"),
-    Panel("system", "goodput", "seconds lost so far", {}, per_entry="lost_seconds"),
-    Panel("system", "checkpoints", "seconds per save", SAVES),
-    Panel("system", "checkpoints", "checkpoint size (bytes)", {"checkpoint_bytes": "checkpoint"}, "count"),
-    Panel("data", "data", "waiting for data", {"data_wait": "share of the time"}, "percent"),
-    Panel("data", "data", "faults of the data: total", FAULTS, "count"),
+    Panel("gsa", "largest |activation|", {"max_activation": "maximum"}, "log"),
+    Panel("gsa", "largest attention logit", {"max_attention_logit": "maximum"}),
+    Panel("moe", "load of an expert / mean load", LOADS, "count", conditional=True),
+    Panel("moe", "balance loss: 1 where even", {"router_balance": "loss"}, conditional=True),
+    Panel("moe", "entropy of the router (nats)", {"router_entropy": "entropy"}, conditional=True),
+    Panel("moe", "z-loss of the router", {"router_z": "z-loss"}, "log", conditional=True),
+    Panel("moe", "dropped choices", {"dropped_share": "dropped"}, "percent", conditional=True),
+    Panel("moe", "range of the biases", {"expert_bias_range": "range"}, conditional=True),
+    Panel("stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
+    Panel("stability", "spikes, skips and rewinds: total", SKIPPED, "count"),
+    Panel("stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),
+    Panel("system", "tokens per second", {"tokens_per_second": "tokens/s"}, "count"),
+    Panel("system", "TFLOP/s per device", SPEED, "count"),
+    Panel("system", "MFU", MFU, "percent"),
+    Panel("system", "device memory (bytes)", MEMORY, "count"),
+    Panel("system", "seconds per step", STEP_TIME),
+    Panel("system", "slowest rank / median rank", {"slowest_rank_ratio": "slowest rank"}),
+    Panel("system", "ETTR", {"ettr": "ETTR"}, "share"),
+    Panel("system", "seconds lost so far", {}, per_entry="lost_seconds"),
+    Panel("system", "seconds per save", SAVES),
+    Panel("system", "checkpoint size (bytes)", {"checkpoint_bytes": "checkpoint"}, "count"),
+    Panel("data", "waiting for data", {"data_wait": "share of the time"}, "percent"),
+    Panel("data", "faults of the data: total", FAULTS, "count"),
     Panel(
-        "data",
         "data",
         "tokens by source",
         {},
@@ -231,7 +203,7 @@ PANELS = (
         per_entry="data_tokens_by_source",
         conditional=True,
     ),
-    Panel("data", "data", "packing: share of tokens, documents", PACKING, "percent", conditional=True),
+    Panel("data", "packing: share of tokens, documents", PACKING, "percent", conditional=True),
 )
 LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_mean": "mean k_t"}
 """Metrics by layer, drawn as a picture of layer by step."""

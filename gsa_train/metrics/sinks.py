@@ -209,7 +209,7 @@ FILES = (
 OUTPUTS = (
     *FILES,
     "tensorboard",
-    "plots",
+    "plots",  # of earlier versions
     "profile",
     "checkpoints",
     "faults",

@@ -1,4 +1,4 @@
-"""Draw plots and report of a complete run."""
+"""Write the report of a complete run."""
 
 from __future__ import annotations
 

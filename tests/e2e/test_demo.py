@@ -126,10 +126,7 @@ def test_the_last_two_checkpoints_are_kept(demo):
     assert demo.latest == "step_00000040"
 
 
-def test_plots_and_tensorboard_are_written(demo):
-    plots = [*(demo.folder / "plots").glob("*.png")]
-    assert plots
-    assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+def test_report_and_tensorboard_are_written(demo):
     assert "spikes per 100K steps" in (demo.folder / "report.html").read_text()
     events = EventAccumulator(str(demo.folder / "tensorboard"))
     events.Reload()

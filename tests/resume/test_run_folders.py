@@ -37,7 +37,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
     assert {path: path.stat().st_mtime_ns for path in again.checkpoints.rglob("*")} == before
 
 
-def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
+def test_a_report_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
     """The n-gram baselines would come from other text than the run's."""
     options = (
         *QUICK,
@@ -51,9 +51,9 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
     assert (
         "no n-gram baselines: the run trained on 36 sequences, and its text is at number 40" in first.output
     )
-    (first.folder / "plots").touch()
+    (first.folder / "report.html").mkdir()
     again = train(tmp_path, *options, launcher="python")
-    assert "the run is complete, and its plots cannot be drawn: " in again.output
+    assert "the run is complete, and its report cannot be drawn: " in again.output
 
 
 @pytest.mark.nightly

@@ -31,7 +31,7 @@ from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 STEPS = (2, 4)
 UNREAD = (
-    *(f"{folder}/" for folder in ("tensorboard", "wandb", "plots", "profile", "previous", "slurm", "faults")),
+    *(f"{folder}/" for folder in ("tensorboard", "wandb", "profile", "previous", "slurm", "faults")),
     *("report.html", "console.log"),
 )
 """Files that no start reads, or only quotes."""

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from gsa_eval.report.page import write_report
-from gsa_eval.report.plots import write_plots
 from helpers.report_runs import SPIKE, START, write_run
 
 ODD = ["x", "NaN", "\ud800", -1, 1.5, True, 10**400, 1e300, [], [1, [2]], {}, {"a": [1]}, {"a": {"b": 1}}]
@@ -173,7 +172,6 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_text(path.read_text().replace("[0.25, 0.5]", "[0,25, 0.5]", 1))
     write_report([tmp_path / "run"], tmp_path / "report.html")
-    write_plots(tmp_path / "run")
     assert "1 records have lists for another number of layers; left out" in caplog.text
 
 

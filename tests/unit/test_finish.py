@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_eval.report import page, plots
+from gsa_eval.report import page
 from gsa_eval.report.at_end import draw_at_end
 from gsa_train.metrics.sinks import Sinks
 from gsa_train.reliability.monitor.monitor import NotFinite
@@ -37,24 +37,21 @@ def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
-def test_plots_that_fail_are_told_and_do_not_fail_the_report(error, tmp_path, monkeypatch):
+def test_a_report_that_fails_is_told(error, tmp_path, monkeypatch):
     """A complete run with a flipped bit in its records once ended in KeyError at each start."""
 
-    def fail(folder: Path) -> list[Path]:
+    def fail(folders: list[Path], path: Path) -> Path:
         raise error
 
-    monkeypatch.setattr(plots, "write_plots", fail)
-    monkeypatch.setattr(page, "write_report", lambda folders, path: path)
+    monkeypatch.setattr(page, "write_report", fail)
     why = repr(error) if isinstance(error, KeyError) else error
-    assert draw_at_end(tmp_path) == [
-        f"the run is complete, and its plots cannot be drawn: {why}; gsa-plot {tmp_path} tries again",
-        f"wrote {tmp_path}/report.html",
-    ]
+    said = f"the run is complete, and its report cannot be drawn: {why}; gsa-plot {tmp_path} tries again"
+    assert draw_at_end(tmp_path) == said
 
 
-def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_for_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch does not wait either: at the end it treats more than `parallel.timeout_minutes` as a hang. A separate
-    process draws them, and says so if a run has no records."""
+    process draws it, and says so if a run has no records."""
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
     console, model = Mock(), cast(Any, None)
@@ -65,9 +62,8 @@ def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.Monk
     assert not console.message.called
     Report(run).on_complete()
     told = [call.args[0] for call in console.message.call_args_list]
-    assert len(told) == 2
-    assert told[0].startswith("the run is complete, and its plots cannot be drawn: ")
-    assert told[1].startswith("the run is complete, and its report cannot be drawn: ")
+    assert len(told) == 1
+    assert told[0].startswith("the run is complete, and its report cannot be drawn: ")
 
 
 def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from gsa_eval.report.run_files import RunFiles
 from gsa_eval.report.run_series import shown_range, token_knots, tokens_at
 from gsa_train.config import load_config
 from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
-from gsa_train.metrics.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
+from gsa_train.metrics.panels import BEST, LAYERS, PANELS, SECTIONS, tag_of
 from gsa_train.model.flops import count_parameters
 from gsa_train.run_folder.starts import command_line, read_starts, source_commit
 from helpers.report_runs import SPIKE, write_run
@@ -312,7 +312,6 @@ def test_every_event_that_is_logged_is_known():
 
 def test_the_list_of_panels_is_one():
     assert {panel.section for panel in PANELS} == set(SECTIONS)
-    assert {panel.figure for panel in PANELS} == set(TITLES)
     assert len({(panel.section, panel.label) for panel in PANELS}) == len(PANELS)
     shown = [tag for panel in PANELS for tag in panel.tags]
     assert len(shown) == len(set(shown)), "a metric stands in two panels"

@@ -15,6 +15,7 @@ from gsa_study.caveats import close_lines, notes
 from gsa_study.commands.study import main
 from gsa_study.cost import arm_costs
 from gsa_study.page import markdown, write_study_report
+from gsa_study.run_metrics import interpolate, time_knots
 from gsa_study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_study.study_file import Study
 from gsa_study.tables import (
@@ -29,7 +30,6 @@ from gsa_study.tables import (
     values_csv,
     word_of,
 )
-from gsa_study.values import interpolate, time_knots
 from helpers.studies import TOKENS_A_STEP, load, log_run, record
 
 

@@ -17,7 +17,6 @@ import torch
 from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.report.page import write_report
-from gsa_eval.report.plots import write_plots
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -434,4 +433,3 @@ def test_where_scores_go(tmp_path: Path) -> None:
     page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
     assert '<h2 id="eval">Tasks</h2>' in page
     assert "gold_bpb" in page
-    assert (tmp_path / "plots" / "tasks.png") in write_plots(tmp_path)

@@ -1,4 +1,4 @@
-"""Define the facts about a run in tables and figures, read from its local folder or from the record in docs/results."""
+"""Define what tables and figures need of a run, read from its local folder or from the record in docs/results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_study.run_metrics import LossPoint, RunMetrics
 from gsa_study.study_file import StudyRun
-from gsa_study.values import LossPoint, RunValues
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunRecord:
     run: StudyRun
     finished: bool
     state: str
@@ -46,14 +46,14 @@ class RunFacts:
         return (self.seconds_before or 0.0) + (self.seconds or 0.0) if known else None
 
 
-def facts_of(values: RunValues, failures: Mapping[str, str]) -> RunFacts:
+def record_of_run(values: RunMetrics, failures: Mapping[str, str]) -> RunRecord:
     """Read a run with or without a local folder.
 
     Args:
         failures: job -> why it failed.
     """
     starts, text = values.starts, values.summary.get("data_fingerprint")
-    return RunFacts(
+    return RunRecord(
         run=values.run,
         finished=values.complete,
         state=_state(values, failures),
@@ -68,7 +68,7 @@ def facts_of(values: RunValues, failures: Mapping[str, str]) -> RunFacts:
     )
 
 
-def _state(values: RunValues, failures: Mapping[str, str]) -> str:
+def _state(values: RunMetrics, failures: Mapping[str, str]) -> str:
     if values.complete:
         return "finished"
     if (reason := failures.get(f"{values.run.name} train")) is not None:

@@ -26,13 +26,13 @@ class LossPoint(NamedTuple):
     loss: float
 
 
-class RunValues:
+class RunMetrics:
     """Holds values that a run has logged so far. If it begins with another run's weights, its tokens, time and curves
     continue from that run."""
 
     def __init__(self, run: StudyRun) -> None:
         self.run = run
-        self.before = RunValues(run.source.run) if run.source else None
+        self.before = RunMetrics(run.source.run) if run.source else None
         records = records_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
         self.records = [with_means(record) for record in records]
         self.complete = is_complete(run)
