@@ -44,7 +44,7 @@ class Start:
     phase_index: int = 0
     """Index of the first phase to train."""
     inside_phase: bool = False
-    """True if the checkpoint was written in that phase, so that its optimizer state is loaded too."""
+    """True if the checkpoint was written in that phase, or that phase keeps the optimizer: its state is loaded, too."""
     same_run: bool = False
     """True if the checkpoint belongs to this run folder, whose metrics and W&B run continue."""
     damaged: tuple[tuple[str, str], ...] = ()
@@ -199,7 +199,7 @@ def start_from(
         checkpoint=checkpoint,
         state=state,
         phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
-        inside_phase=stays or not finished,
+        inside_phase=stays or not finished or ranges[state.phase_index + 1].phase.keep_optimizer,
         same_run=checkpoint.parent.resolve() == own.resolve(),
         damaged=tuple(damaged),
     )
