@@ -26,8 +26,8 @@ class PhaseConfig:
     """Steps over which the learning rate rises linearly from 0."""
     decay: str = "cosine"
     """Schedule of the learning rate after its warm-up. `cosine` and `linear` fall to `min_lr` at the last step.
-    `inverse_sqrt` falls as 1 / sqrt(step), not below `min_lr`. `wsd` stays at `lr`, then falls to `min_lr` over the last
-    `decay_steps` steps. `constant` stays at `lr`."""
+    `inverse_sqrt` falls as 1 / sqrt(step), not below `min_lr`. `wsd` stays at `lr`, then falls to `min_lr` over the
+    last `decay_steps` steps. `constant` stays at `lr`."""
     decay_steps: int = 0
     """With `decay` = `wsd`, the number of last steps over which the rate falls."""
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"

@@ -1,8 +1,9 @@
 """Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
 Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`, and the text starts at its beginning.
-`checkpoint.initial_text=continue` keeps the position in the text, `initial_state=continue` the optimizer state, too. The new run may change sequence length, rotary base, YaRN or key
-budget, and may add gates and an indexer to a dense model.
+`checkpoint.initial_text=continue` keeps the position in the text, `initial_state=continue` the optimizer state, too.
+The new run may change sequence length, rotary base, YaRN or key budget, and may add gates and an indexer to a dense
+model.
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ def load_initial_weights(
 def load_initial_optimizer(
     config: Config, checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
-    """Load the checkpoint's optimizer state, random-number generators (in the same layout) and fp32 weights, or with
-    `checkpoint.initial_state=fresh` the fp32 weights alone. Collective."""
+    """Load the checkpoint's optimizer state and fp32 weights, or with `checkpoint.initial_state=fresh` the fp32 weights
+    alone. Collective."""
     if config.checkpoint.initial_state == "fresh":
         load_initial_main_weights(checkpoint, model, phase_optimizer, parallel)
         return

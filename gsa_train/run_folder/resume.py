@@ -388,7 +388,9 @@ def _check_same_phases(
     saved = saved_sections(state.config_yaml)
     trained = saved["phases"][state.phase_index]["train"]
     optimizer = saved.get("train", {}).get("optimizer", TrainConfig.optimizer)
-    if optimizer != train.optimizer and state.step < phase_range.end:
+    following = ranges[state.phase_index + 1 : state.phase_index + 2]
+    keeps = any(each.phase.keep_optimizer for each in following)
+    if optimizer != train.optimizer and (keeps or state.step < phase_range.end):
         raise ResumeError(
             f"{checkpoint} holds the state of train.optimizer = {optimizer}; the config has {train.optimizer}. Set it "
             "as it was until the phase ends, or start a new run with checkpoint.initial_weights set to this checkpoint."
