@@ -30,7 +30,8 @@ class CheckpointConfig:
     initial_weights: str = ""
     """Folder of a checkpoint, or of a run for its newest checkpoint, whose weights the run has at step 0. Schedules
     start again, and so do optimizer and text, unless `initial_state` or `initial_text` says otherwise. Sequence
-    length, rotary base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random weights."""
+    length, rotary base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random
+    weights."""
     initial_text: Literal["anew", "continue"] = "anew"
     """With `initial_weights`, where the text begins. `continue`: where that checkpoint stopped reading. Text,
     tokenizer and `data.seed` must then be the same."""

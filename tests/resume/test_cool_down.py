@@ -1,5 +1,6 @@
 """Tests that a cool-down equals the run that planned it: from a checkpoint, and as a phase that keeps the optimizer."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ def config_of(folder: Path, *phases: dict[str, Any]) -> str:
     return str(path)
 
 
+def weights_and_state(run: Run) -> dict[str, str]:
+    """Return the checksums of the last checkpoint's files with tensors."""
+    files = (run.checkpoints / run.latest).glob("*.distcp")
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
 def numbers(run: Run, last: int) -> list[tuple[Any, ...]]:
     """Return what depends on weights and moments, to the last bit, in the last steps and in the final validation."""
     keys = ("loss", "indexer_kl", "grad_norm", "update_norm", "lr", "layer_variance_ema")
@@ -46,6 +53,7 @@ def test_a_cool_down_from_a_checkpoint_and_one_in_a_phase_equal_the_planned_one(
 
     expected = numbers(planned, 4)
     assert len(expected) == 5
+    assert weights_and_state(cool_down) == weights_and_state(in_phase) == weights_and_state(planned) != {}
     assert numbers(cool_down, 4) == expected
     assert numbers(in_phase, 4) == expected
 
