@@ -308,7 +308,7 @@ def open_batches(
     continue. If the text is the same, the option has no effect, so a job that restarts itself may keep it.
 
     Args:
-        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`).
+        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`, `initial_state`).
 
     Raises:
         ResumeError: the checkpoint's position belongs to other text or another tokenizer.
@@ -318,9 +318,11 @@ def open_batches(
         try:
             return TrainBatches(config, parallel, tokenizer, begins_at)
         except StateMismatch as error:
+            text = config.checkpoint.initial_state == "fresh"
+            field, other = ("initial_text", "anew") if text else ("initial_state", "fresh")
             raise ResumeError(
-                f"checkpoint.initial_text = continue: {config.checkpoint.initial_weights} cannot go on with this "
-                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.initial_text=anew."
+                f"checkpoint.{field} = continue: {config.checkpoint.initial_weights} cannot go on with this "
+                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.{field}={other}."
             ) from error
     try:
         return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)

@@ -40,7 +40,10 @@ def numbers(run: Run, last: int) -> list[tuple[Any, ...]]:
     return [*steps, (found[-1],)]
 
 
-@pytest.mark.parametrize("options", [(), ("train.precision=bf16",)], ids=["as the config", "bf16"])
+OPTIONS = [(), ("train.precision=bf16",), ("train.precision=bf16", "parallel.strategy=deepspeed")]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["as the config", "bf16", "bf16 with ZeRO"])
 def test_a_cool_down_from_a_checkpoint_and_one_in_a_phase_equal_the_planned_one(
     tmp_path: Path, options
 ) -> None:
