@@ -308,7 +308,8 @@ def open_batches(
     continue. If the text is the same, the option has no effect, so a job that restarts itself may keep it.
 
     Args:
-        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`, `initial_state`).
+        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`,
+            `initial_state`).
 
     Raises:
         ResumeError: the checkpoint's position belongs to other text or another tokenizer.
