@@ -36,11 +36,7 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
     of one step uses `lr`."""
     if phase_step < phase.warmup_steps:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
-    decay_steps = phase.steps - 1 - phase.warmup_steps
-    progress = min((phase_step - phase.warmup_steps) / max(decay_steps, 1), 1.0)
-    if decay_steps == 0 and phase.warmup_steps > 0:
-        progress = 1.0  # the warm-up has ended with `lr`
-    return chosen(SCHEDULES, "phases.decay", phase.decay)(progress, phase)
+    return chosen(SCHEDULES, "phases.decay", phase.decay)(phase_step, phase)
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:

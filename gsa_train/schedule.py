@@ -10,18 +10,60 @@ from collections.abc import Callable
 
 from gsa_train.config import PhaseConfig
 
-Schedule = Callable[[float, PhaseConfig], float]
-"""Maps the progress after the learning-rate warm-up (1 at the phase's last step) and the phase to the learning
+Schedule = Callable[[int, PhaseConfig], float]
+"""Maps a step of the phase after its learning-rate warm-up, counted from 0 at the phase's start, to the learning
 rate."""
 
 
-def cosine(progress: float, phase: PhaseConfig) -> float:
+def progress(step: int, phase: PhaseConfig) -> float:
+    """Return 0 at the first step after the warm-up and 1 at the phase's last step."""
+    decay_steps = phase.steps - 1 - phase.warmup_steps
+    if decay_steps == 0 and phase.warmup_steps > 0:
+        return 1.0  # the warm-up has ended with `lr`
+    return min((step - phase.warmup_steps) / max(decay_steps, 1), 1.0)
+
+
+def cosine(step: int, phase: PhaseConfig) -> float:
     """Follow half a cosine from `lr` down to `min_lr`."""
-    return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress))
+    return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress(step, phase)))
 
 
-def constant(progress: float, phase: PhaseConfig) -> float:
+def linear(step: int, phase: PhaseConfig) -> float:
+    return _between(phase, SHAPES["linear"](progress(step, phase)))
+
+
+def constant(step: int, phase: PhaseConfig) -> float:
     return phase.lr
 
 
-SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "constant": constant}
+def inverse_sqrt(step: int, phase: PhaseConfig) -> float:
+    """Fall as 1 / sqrt(step) from `lr` at the end of the warm-up, as in Megatron-LM; not below `min_lr`."""
+    return max(phase.min_lr, phase.lr * math.sqrt(max(phase.warmup_steps, 1) / (step + 1)))
+
+
+def wsd(step: int, phase: PhaseConfig) -> float:
+    """Stay at `lr`, then fall over the last `decay_steps` steps. The rate depends on the number of steps left alone,
+    so a cool-down from a checkpoint repeats a planned one to the last bit."""
+    into = step + 1 - (phase.steps - phase.decay_steps)
+    share = min(max(into / phase.decay_steps, 0.0), 1.0)
+    return phase.lr if share == 0 else _between(phase, SHAPES[phase.decay_shape](share))
+
+
+def _between(phase: PhaseConfig, height: float) -> float:
+    return phase.min_lr + (phase.lr - phase.min_lr) * height
+
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1.0 - share,
+    "1-sqrt": lambda share: 1.0 - math.sqrt(share),
+    "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
+}
+"""Height between `min_lr` (0) and `lr` (1) as a function of the finished share of the decay."""
+
+SCHEDULES: dict[str, Schedule] = {
+    "cosine": cosine,
+    "linear": linear,
+    "constant": constant,
+    "inverse_sqrt": inverse_sqrt,
+    "wsd": wsd,
+}

@@ -121,7 +121,7 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
     kept: MainWeights | None = None
     for phase_range in ranges[run.start.phase_index :]:
         if kept is not None:
-            # Phases train different parameters, so each phase has its own gradient buffers and optimizer.
+            # Phases train different parameters, so each phase builds its own gradient buffers and optimizer.
             run.phase_optimizer = build_optimizer(run.model, phase_range.phase, run.config)
             carry_over(kept, run.phase_optimizer)
             kept = None  # free their memory before the phase
@@ -137,7 +137,8 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
         finally:
             run.services.log.write_late()  # after an error too
         if spike is None and phase_range is not ranges[-1]:
-            kept = keep_main_weights(run.model, run.phase_optimizer)
+            whole_state = ranges[phase_range.index + 1].phase.keep_optimizer
+            kept = keep_main_weights(run.model, run.phase_optimizer, whole_state)
         run.services.saver.hold_update()
         close_optimizer(run.model, run.phase_optimizer)
         # In fp32 the optimizer's shards are views of the weights. They keep autograd nodes alive, and with the nodes

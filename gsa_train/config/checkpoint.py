@@ -28,9 +28,14 @@ class CheckpointConfig:
     """What a resume checks of a checkpoint. `full`: size and checksum of every file, files with tensors while they
     load. `sizes`: sizes only."""
     initial_weights: str = ""
-    """Folder of a checkpoint, or of a run for its newest checkpoint, whose weights the run has at step 0. Optimizer
-    and schedules start again, and so does the text, unless `initial_text` says otherwise. Sequence length, rotary base
-    and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random weights."""
+    """Folder of a checkpoint, or of a run for its newest checkpoint, whose weights the run has at step 0. Schedules
+    start again, and so do optimizer and text, unless `initial_state` or `initial_text` says otherwise. Sequence
+    length, rotary base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random
+    weights."""
     initial_text: Literal["anew", "continue"] = "anew"
     """With `initial_weights`, where the text begins. `continue`: where that checkpoint stopped reading. Text,
     tokenizer and `data.seed` must then be the same."""
+    initial_state: Literal["fresh", "continue"] = "fresh"
+    """With `initial_weights`, the optimizer's state. `continue`: that checkpoint's state, step count and position in
+    the text, for a cool-down. Its phase must have trained what the first phase trains, with the same
+    `train.optimizer`."""

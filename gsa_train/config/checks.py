@@ -35,7 +35,7 @@ from gsa_train.config.parallel import (
     nearest,
     undivided_chunk,
 )
-from gsa_train.config.phases import PhaseConfig
+from gsa_train.config.phases import PhaseConfig, check_decay, check_kept_optimizer
 from gsa_train.config.sections import Config
 from gsa_train.config.train import check_graphs
 
@@ -49,7 +49,7 @@ AT_LEAST_ZERO = frozenset(
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     checkpoint.keep_every_steps parallel.hang_limit_seconds
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
-    phases.warmup_steps phases.min_lr phases.kl_coeff
+    phases.warmup_steps phases.decay_steps phases.min_lr phases.kl_coeff
     moe.experts moe.shared_expert_ffn_hidden_size moe.first_dense_layers moe.balance_coeff moe.bias_update_rate
     moe.z_loss_coeff moe.capacity_factor
     """.split()  # noqa: SIM905 - a list literal would be a page long
@@ -92,7 +92,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_layout(config, world_size),
         *check_moe(config, world_size),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),
-        *_check_initial_text(config),
+        *_check_initial(config),
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
@@ -128,11 +128,17 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _check_initial_text(config: Config) -> list[str]:
-    if config.checkpoint.initial_text == "anew" or config.checkpoint.initial_weights:
+def _check_initial(config: Config) -> list[str]:
+    if config.checkpoint.initial_weights:
         return []
-    wrong, remedy = "there is no checkpoint whose text goes on", "name it in checkpoint.initial_weights"
-    return [problem_line("checkpoint.initial_text", config.checkpoint.initial_text, wrong, remedy)]
+    remedy = "name it in checkpoint.initial_weights"
+    return [
+        problem_line(
+            f"checkpoint.initial_{part}", "continue", f"there is no checkpoint whose {part} goes on", remedy
+        )
+        for part in ("text", "state")
+        if _get(config, f"checkpoint.initial_{part}") == "continue"
+    ]
 
 
 def _check_validation_sets(data: DataConfig) -> list[str]:
@@ -388,7 +394,8 @@ def _check_phases(config: Config) -> list[str]:
             lines.append(problem_line("phases", name, f"{count} phases have this name", "give each its own"))
     for index, phase in enumerate(config.phases):
         lines += _check_phase(phase, f"phases.{index}", config.gsa.attention == "sparse")
-    return lines
+        lines += check_decay(phase, f"phases.{index}")
+    return lines + check_kept_optimizer(config.phases)
 
 
 def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:

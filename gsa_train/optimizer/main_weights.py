@@ -1,4 +1,4 @@
-"""Hand the fp32 main weights of a bf16 phase to the next phase.
+"""Hand the fp32 main weights of a bf16 phase, or its whole optimizer state, to the next phase.
 
 Each phase's optimizer has fp32 weights next to the model's bf16 weights. Rebuilding them from bf16 would lose the
 updates that are smaller than a bf16 step.
@@ -18,48 +18,66 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 @dataclass(frozen=True)
 class MainWeights:
-    """Holds the main weights of a completed phase on one rank: 4 bytes per parameter in the rank's optimizer shard."""
+    """Holds the main weights of a completed phase on one rank: 4 bytes per parameter in the rank's optimizer shard. A
+    phase with `keep_optimizer` needs the rest of the state, too: 12 bytes with AdamW."""
 
     trained: list[torch.nn.Parameter]
     """Trained parameters of this rank's model."""
-    parts: list[tuple[torch.nn.Parameter, int, torch.Tensor]]
-    """Parameter, first element, flat fp32 weight."""
+    parts: list[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]
+    """Parameter, first element, flat fp32 tensors by kind."""
     groups: list[dist.ProcessGroup | None]
     """`PhaseOptimizer.state_group_of` for each entry of `trained`."""
+    kinds: tuple[str, ...]
+    """MAIN_WEIGHT and, if the next phase keeps the optimizer, `OptimizerKind.state`."""
+    updates: float | None
+    """The step count, if the next phase keeps the optimizer."""
 
 
-def keep_main_weights(model: Model, phase_optimizer: PhaseOptimizer) -> MainWeights:
-    """Copy the main weights. Call it before the optimizer is closed."""
+def keep_main_weights(
+    model: Model, phase_optimizer: PhaseOptimizer, whole_state: bool = False
+) -> MainWeights:
+    """Copy the main weights, or the whole state. Call it before the optimizer is closed."""
+    kinds = (MAIN_WEIGHT, *(phase_optimizer.kind.state if whole_state else ()))
     parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return MainWeights(
         trained,
         [
-            (part.parameter, part.start, part.tensors[MAIN_WEIGHT].clone())
+            (
+                part.parameter,
+                part.start,
+                {kind: part.tensors[kind].clone() for kind in kinds if kind in part.tensors},
+            )
             for part in phase_optimizer.state_parts()
-            if MAIN_WEIGHT in part.tensors
         ],
         [phase_optimizer.state_group_of(parameter) for parameter in trained],
+        kinds,
+        float(phase_optimizer.updates) if whole_state else None,
     )
 
 
 @torch.no_grad()
 def carry_over(kept: MainWeights, phase_optimizer: PhaseOptimizer) -> None:
-    """Write the main weights into the next phase's optimizer, which shards its parameters differently. Collective."""
-    before: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for parameter, start, weight in kept.parts:
-        before[id(parameter)].append((start, weight))
+    """Write what was kept into the next phase's optimizer, which shards its parameters differently. Collective."""
+    before: dict[int, list[tuple[int, dict[str, torch.Tensor]]]] = defaultdict(list)
+    for parameter, start, tensors in kept.parts:
+        before[id(parameter)].append((start, tensors))
     after: dict[int, list[StatePart]] = defaultdict(list)
     for part in phase_optimizer.state_parts():
         after[id(part.parameter)].append(part)
     for parameter, group in zip(kept.trained, kept.groups, strict=True):
-        if parameter.dtype == torch.float32 or not parameter.requires_grad:
+        if not parameter.requires_grad:
             continue
         elements = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3's tensor is empty
-        whole = torch.zeros(elements, device=parameter.device)
-        for start, weight in before[id(parameter)]:
-            whole[start : start + weight.numel()] = weight
-        if group is not None:
-            dist.all_reduce(whole.view(torch.int32), group=group)  # all ranks except one have 0
-        for part in after[id(parameter)]:
-            part.tensors[MAIN_WEIGHT].copy_(whole[part.in_parameter])
+        for kind in kept.kinds:
+            if kind == MAIN_WEIGHT and parameter.dtype == torch.float32:
+                continue
+            whole = torch.zeros(elements, device=parameter.device)
+            for start, tensors in before[id(parameter)]:
+                whole[start : start + tensors[kind].numel()] = tensors[kind]
+            if group is not None:
+                dist.all_reduce(whole.view(torch.int32), group=group)  # all ranks except one have 0
+            for part in after[id(parameter)]:
+                part.tensors[kind].copy_(whole[part.in_parameter])
+    if kept.updates is not None:
+        phase_optimizer.set_updates(kept.updates)

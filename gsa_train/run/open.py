@@ -36,7 +36,7 @@ from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run_folder.initial_weights import (
     find_initial_weights,
     initial_data_state,
-    load_initial_main_weights,
+    load_initial_optimizer,
     load_initial_weights,
 )
 from gsa_train.run_folder.paths import run_dir
@@ -202,7 +202,7 @@ def open_phase(
             gc.unfreeze()  # The caller calls this function again.
             raise
     if weights_from is not None:
-        load_initial_main_weights(weights_from, model, phase_optimizer, parallel)
+        load_initial_optimizer(config, weights_from, model, phase_optimizer, parallel)
         try:
             _check_finite(model, phase_optimizer, parallel)
         except DamagedCheckpoint as damage:

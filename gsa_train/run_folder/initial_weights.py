@@ -1,8 +1,9 @@
 """Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
-Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`. The text starts at its beginning
-unless `checkpoint.initial_text` is `continue`. The new run may change sequence length, rotary base, YaRN or key
-budget, and may add gates and an indexer to a dense model.
+Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`, and the text starts at its beginning.
+`checkpoint.initial_text=continue` keeps the position in the text, `initial_state=continue` the optimizer state, too.
+The new run may change sequence length, rotary base, YaRN or key budget, and may add gates and an indexer to a dense
+model.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.load import (
     RunState,
+    load_checkpoint,
     load_main_weights,
     load_weights,
     read_run_state,
     saved_weights,
     weights_to_load,
 )
-from gsa_train.config import Config, saved_sections
+from gsa_train.config import Config, TrainConfig, saved_sections
 from gsa_train.config.gates import FORM, POSITIONS
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
@@ -94,9 +96,13 @@ def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any
         checkpoint: result of `find_initial_weights`; None without `checkpoint.initial_weights`.
 
     Raises:
-        ResumeError: `checkpoint.initial_text=continue`, and the checkpoint has no position.
+        ResumeError: the position is to be kept, and the checkpoint has no position.
     """
-    if checkpoint is None or config.checkpoint.initial_text == "anew":
+    fields = {"text": "anew", "state": "fresh"}
+    asked = [
+        f"initial_{part}" for part in fields if getattr(config.checkpoint, f"initial_{part}") == "continue"
+    ]
+    if checkpoint is None or not asked:
         return None
     try:
         data = read_run_state(checkpoint).data
@@ -104,8 +110,8 @@ def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any
         raise ResumeError(f"{FIELD} = {config.checkpoint.initial_weights}: {error}") from error
     if "cursors" not in data:
         raise ResumeError(
-            f"checkpoint.initial_text = continue: {checkpoint} has weights alone, and no position in a text; set "
-            "checkpoint.initial_text=anew"
+            f"checkpoint.{asked[-1]} = continue: {checkpoint} has weights alone, and no position in a text; set "
+            f"checkpoint.{asked[-1]}={fields[asked[-1].removeprefix('initial_')]}"
         )
     return data
 
@@ -135,10 +141,16 @@ def load_initial_weights(
     saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
+    continues = config.checkpoint.initial_state == "continue"
     problems = [
+        *(_other_state(config, state) if continues else ()),
         *_other_meaning(config, state, set(saved)),  # first, as these often cause the other problems
         *(_differing(config, state, SIZES) if others else ()),
-        *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
+        *(
+            f"{name}: not in the checkpoint"
+            for name in fresh
+            if continues or not any(part in name for part in NEW)
+        ),
         *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),
         *(f"{name}: {wanted[name]} here, {saved[name]} in the checkpoint" for name in others),
     ]
@@ -156,6 +168,17 @@ def load_initial_weights(
             logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
 
 
+def load_initial_optimizer(
+    config: Config, checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
+) -> None:
+    """Load the checkpoint's optimizer state and fp32 weights, or with `checkpoint.initial_state=fresh` the fp32 weights
+    alone. Collective."""
+    if config.checkpoint.initial_state == "fresh":
+        load_initial_main_weights(checkpoint, model, phase_optimizer, parallel)
+        return
+    load_checkpoint(checkpoint, model, phase_optimizer, parallel, with_optimizer=True)
+
+
 def load_initial_main_weights(
     checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
@@ -170,6 +193,22 @@ def load_initial_main_weights(
             len(others),
             others[0],
         )
+
+
+def _other_state(config: Config, state: RunState) -> list[str]:
+    """Return a line for each reason why the checkpoint's optimizer state does not fit the first phase."""
+    saved, phase = saved_sections(state.config_yaml), config.phases[0]
+    trained = saved["phases"][state.phase_index]["train"]
+    optimizer = saved.get("train", {}).get("optimizer", TrainConfig.optimizer)
+    remedy = "set it so, or checkpoint.initial_state=fresh"
+    lines = []
+    if trained not in ("all", phase.train):
+        lines.append(f"phases.0.train = {phase.train} here, {trained} in the checkpoint; {remedy}")
+    if optimizer != config.train.optimizer:
+        lines.append(
+            f"train.optimizer = {config.train.optimizer} here, {optimizer} in the checkpoint; {remedy}"
+        )
+    return lines
 
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:

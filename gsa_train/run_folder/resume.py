@@ -44,7 +44,7 @@ class Start:
     phase_index: int = 0
     """Index of the first phase to train."""
     inside_phase: bool = False
-    """True if the checkpoint was written in that phase, so that its optimizer state is loaded too."""
+    """True if the checkpoint was written in that phase, or that phase keeps the optimizer: its state is loaded, too."""
     same_run: bool = False
     """True if the checkpoint belongs to this run folder, whose metrics and W&B run continue."""
     damaged: tuple[tuple[str, str], ...] = ()
@@ -199,7 +199,7 @@ def start_from(
         checkpoint=checkpoint,
         state=state,
         phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
-        inside_phase=stays or not finished,
+        inside_phase=stays or not finished or ranges[state.phase_index + 1].phase.keep_optimizer,
         same_run=checkpoint.parent.resolve() == own.resolve(),
         damaged=tuple(damaged),
     )
@@ -308,7 +308,8 @@ def open_batches(
     continue. If the text is the same, the option has no effect, so a job that restarts itself may keep it.
 
     Args:
-        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`).
+        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`,
+            `initial_state`).
 
     Raises:
         ResumeError: the checkpoint's position belongs to other text or another tokenizer.
@@ -318,9 +319,11 @@ def open_batches(
         try:
             return TrainBatches(config, parallel, tokenizer, begins_at)
         except StateMismatch as error:
+            text = config.checkpoint.initial_state == "fresh"
+            field, other = ("initial_text", "anew") if text else ("initial_state", "fresh")
             raise ResumeError(
-                f"checkpoint.initial_text = continue: {config.checkpoint.initial_weights} cannot go on with this "
-                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.initial_text=anew."
+                f"checkpoint.{field} = continue: {config.checkpoint.initial_weights} cannot go on with this "
+                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.{field}={other}."
             ) from error
     try:
         return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)
@@ -388,7 +391,9 @@ def _check_same_phases(
     saved = saved_sections(state.config_yaml)
     trained = saved["phases"][state.phase_index]["train"]
     optimizer = saved.get("train", {}).get("optimizer", TrainConfig.optimizer)
-    if optimizer != train.optimizer and state.step < phase_range.end:
+    following = ranges[state.phase_index + 1 : state.phase_index + 2]
+    keeps = any(each.phase.keep_optimizer for each in following)
+    if optimizer != train.optimizer and (keeps or state.step < phase_range.end):
         raise ResumeError(
             f"{checkpoint} holds the state of train.optimizer = {optimizer}; the config has {train.optimizer}. Set it "
             "as it was until the phase ends, or start a new run with checkpoint.initial_weights set to this checkpoint."

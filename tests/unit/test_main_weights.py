@@ -139,8 +139,8 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
     kept: list[weakref.ref[MainWeights]] = []
     alive: list[list[bool]] = []
 
-    def keep(model: Model, optimizer: PhaseOptimizer) -> MainWeights:
-        weights = keep_main_weights(model, optimizer)
+    def keep(model: Model, optimizer: PhaseOptimizer, whole_state: bool) -> MainWeights:
+        weights = keep_main_weights(model, optimizer, whole_state)
         kept.append(weakref.ref(weights))
         return weights
 

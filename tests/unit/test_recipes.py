@@ -72,10 +72,10 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gsa_train/schedule.py": [
             (
                 "SCHEDULES: dict",
-                "def linear(progress: float, phase: PhaseConfig) -> float:\n"
-                "    return phase.lr + progress * (phase.min_lr - phase.lr)\n\n\n",
+                "def falling(step: int, phase: PhaseConfig) -> float:\n"
+                "    return phase.lr + progress(step, phase) * (phase.min_lr - phase.lr)\n\n\n",
             ),
-            ('"constant": constant}', '"linear": linear, '),
+            ('    "constant": constant,', '    "falling": falling,\n'),
         ]
     },
     "optimizer": {
@@ -215,7 +215,7 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
         run.dir={tmp_path} data.train_dir={shards} data.validation_dir={packed}
         data.tokenizer={ROOT}/data/sample/tokenizer.model gsa.rotated_key_gate=true gsa.result_gate=true
         phases.0.steps=1 phases.0.warmup_steps=0 phases.1.steps=3 phases.1.warmup_steps=0
-        phases.1.lr=0.4 phases.1.min_lr=0.2 phases.1.decay=linear train.optimizer=momentum
+        phases.1.lr=0.4 phases.1.min_lr=0.2 phases.1.decay=falling train.optimizer=momentum
         train.weight_decay=0 train.linear_layers=rounded train.objective=halved
     """.split()
     command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / "configs/tiny.yaml"), *overrides]
@@ -236,7 +236,7 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
         "saving after 4",
         "gates: value, output, rotated_key, result (gsa.*_gate, gsa.output_transform = none); in plain torch",
         "linear_layers = rounded, objective = halved, optimizer = momentum",
-        "trains all weights, linear learning rate",
+        "trains all weights, falling learning rate",
     ):
         assert line in done.stdout + done.stderr, line
     tensors = FileSystemReader(next((run / "checkpoints").glob("step_*"))).read_metadata().state_dict_metadata

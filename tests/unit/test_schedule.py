@@ -6,6 +6,7 @@ import math
 import pytest
 
 from gsa_train.config import PhaseConfig
+from gsa_train.config.phases import check_decay, check_kept_optimizer
 from gsa_train.phases import learning_rate
 
 PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
@@ -40,3 +41,59 @@ def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(
     for warmup_steps in range(steps):
         phase = PhaseConfig(steps=steps, lr=1e-3, min_lr=1e-4, warmup_steps=warmup_steps)
         assert learning_rate(phase, steps - 1) == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("shape", "height"),
+    [
+        ("linear", lambda share: 1 - share),
+        ("1-sqrt", lambda share: 1 - share**0.5),
+        ("cosine", lambda share: math.cos(math.pi * share / 2) ** 2),
+    ],
+)
+def test_wsd_stays_at_the_peak_and_falls_over_its_last_steps(shape, height) -> None:
+    phase = dataclasses.replace(PHASE, decay="wsd", decay_steps=4, decay_shape=shape)
+    rates = [learning_rate(phase, step) for step in range(11)]
+    assert rates[3:7] == [1e-3] * 4
+    assert rates[7:] == pytest.approx([1e-4 + 9e-4 * height(step / 4) for step in (1, 2, 3, 4)])
+    cool_down = dataclasses.replace(phase, steps=4, warmup_steps=0)
+    assert [learning_rate(cool_down, step) for step in range(4)] == rates[7:]
+
+
+def test_linear_and_inverse_square_root_follow_their_formulas() -> None:
+    phase = dataclasses.replace(PHASE, decay="linear")
+    assert [learning_rate(phase, step) for step in range(4, 11)] == pytest.approx(
+        [1e-3 - 9e-4 * step / 6 for step in range(7)]
+    )
+    phase = dataclasses.replace(PHASE, decay="inverse_sqrt", min_lr=7e-4)
+    rates = [learning_rate(phase, step) for step in range(3, 11)]
+    assert rates == pytest.approx([max(7e-4, 1e-3 * (4 / step) ** 0.5) for step in range(4, 12)])
+    assert (rates[0], rates[-1]) == (1e-3, 7e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"decay": "wsd"}, "phases.0.decay_steps = 0: not between 1 and the 7 steps"),
+        ({"decay": "wsd", "decay_steps": 8}, "phases.0.decay_steps = 8: not between 1 and the 7 steps"),
+        (
+            {"decay_steps": 3},
+            "phases.0.decay_steps = 3: phases.0.decay = cosine has none; set phases.0.decay to wsd",
+        ),
+        ({"decay_shape": "1-sqrt"}, "phases.0.decay_shape = 1-sqrt: phases.0.decay = cosine has none; set"),
+    ],
+)
+def test_a_decay_that_does_not_fit_is_refused(fields, line) -> None:
+    (found,) = check_decay(dataclasses.replace(PHASE, **fields), "phases.0")
+    assert found.startswith(line)
+
+
+def test_an_optimizer_is_kept_between_phases_that_train_the_same() -> None:
+    keeping = dataclasses.replace(PHASE, keep_optimizer=True)
+    assert check_kept_optimizer([PHASE, keeping]) == []
+    (first,) = check_kept_optimizer([keeping])
+    assert first.startswith("phases.0.keep_optimizer = true: no phase precedes it; leave it out")
+    (other,) = check_kept_optimizer([dataclasses.replace(PHASE, train="base"), keeping])
+    assert other.startswith(
+        "phases.1.keep_optimizer = true: the previous phase trains base, this phase all; "
+    )
