@@ -20,36 +20,7 @@ def ranked_by_python(scores: torch.Tensor, visible: torch.Tensor, budget: torch.
     return selected
 
 
-# visibility
-
-
-def test_visible_mask_is_causal_and_within_the_document() -> None:
-    documents = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 8]])
-    mask = ops.causal_mask(5, document_ids=documents)
-    assert mask.dtype == torch.bool
-    for b in range(2):
-        for t in range(5):
-            for s in range(5):
-                assert mask[b, t, s] == (s <= t and documents[b, s] == documents[b, t])
-    rows = torch.tensor([4, 0, 2])
-    assert torch.equal(ops.causal_mask(5, query_positions=rows, document_ids=documents), mask[:, rows])
-    assert torch.equal(ops.causal_mask(5, query_positions=rows)[0], torch.ones(5, 5).tril().bool()[rows])
-
-
 # score moments
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_moments_match_the_causal_scores(length: int) -> None:
-    documents = torch.arange(length)[None] // 5
-    visible = ops.causal_mask(length, document_ids=documents)
-    scores = torch.randn(2, length, length, dtype=torch.float64)
-    mean, variance = ops.score_moments(scores, visible)
-    for b in range(2):
-        for t in range(length):
-            row = scores[b, t][visible[0, t]]
-            torch.testing.assert_close(mean[b, t], row.mean())
-            torch.testing.assert_close(variance[b, t], row.var(correction=0))
 
 
 def test_variance_does_not_cancel() -> None:
