@@ -263,6 +263,15 @@ def test_the_sample_does_not_depend_on_where_the_keys_end(
         assert torch.equal(inputs.indexer.keys, case.k[:, sampled.long()])
 
 
+def test_no_gradient(device: str) -> None:
+    chunk = make_case(device, 70).queries_from(64, 70)
+    for leaf in (chunk.q, chunk.k, chunk.w):
+        leaf.requires_grad_()
+    found = chunk.select(RULE, candidates_from=64)
+    assert found.packed_mask is not None
+    assert not any(x.requires_grad for x in (found.packed_mask, found.budget, found.variance))
+
+
 def alike(case: Case) -> None:
     """Make neighbouring keys nearly equal, as in repetitive text."""
     case.k[:] = case.k[:, ::64].repeat_interleave(64, 1)[:, : case.k.shape[1]] + case.k * 1e-2
