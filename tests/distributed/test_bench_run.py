@@ -42,25 +42,6 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
     assert "commit" in json.loads(report.read_text())["environment"]
 
 
-def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
-    """If all ranks run out of memory, the next variant follows. If one does, the run ends and reports why."""
-    report = tmp_path / "bench.json"
-    command = ["tests/helpers/failing_bench.py", "--config", "configs/demo.yaml", "--json", str(report)]
-    command += ["--layouts", "tp=1;tp=2;tp=1,opt=off;tp=2,sp", "--layers", "1", *SHORT]
-    failures = [[0, 0, 1], [0, 1, 1], [2, 1, 1]]
-    environment = {"FAILURES": json.dumps(failures)}
-    output = run_script(command, tmp_path / "log", ranks=2, expected=1, environment=environment)
-    rows = json.loads(report.read_text())["rows"]
-    assert [row["layout"] for row in rows] == ["tp=1", "tp=2", "tp=1,opt=off"]
-    reason = "out of memory: CUDA out of memory. Tried to allocate 3.00 GiB."
-    assert rows[0]["failed"] == f"on all ranks: {reason}"
-    assert (rows[1]["failed"], rows[1]["tokens_per_second_per_device"] > 0) == ("", True)
-    alone = f"1 of 2 ranks failed, and the others wait for them. rank 1: {reason}"
-    assert rows[2]["failed"] == alone
-    assert f"demo, tp=1,opt=off: {alone}\nresults so far: {report}" in output
-    assert "Traceback" not in output
-
-
 def test_a_breakdown_needs_a_gpu(tmp_path: Path) -> None:
     command = ["benchmarks/bench_training.py", "--config", "configs/demo.yaml", "--breakdown"]
     output = run_script(command, tmp_path / "log", ranks=1, expected=2, launcher="python")

@@ -5,9 +5,6 @@ import re
 import subprocess
 import sys
 
-from data_wait import CpuTimes, summary
-
-from gsa_train.config import load_config
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
 
 
@@ -38,20 +35,6 @@ def test_a_short_run_says_what_it_waited_and_what_its_reader_took() -> None:
     share = float(re.match(r"waiting for text: ([\d.]+)% of the time", waits)[1])
     assert 0 <= share < 100
     assert re.match(r"readers \(1 per data-parallel rank\) kept \d\.\d\d CPU cores busy; the ranks", cores)
-
-
-def test_the_summary_is_of_the_logged_waits_and_the_time_between() -> None:
-    config = load_config(REPOSITORY / CONFIG, ["data.num_workers=2"])
-    records = [
-        {"step": step, "data_wait": wait, "tokens_per_second": 1000.0 * step, "step_seconds": 0.25}
-        for step, wait in ((12, 0.0), (16, 0.5), (20, 0.25))
-    ]
-    text = summary(records, CpuTimes(10.0, 4.0, 1.0), CpuTimes(14.0, 10.0, 4.0), config)
-    assert text.splitlines() == [
-        "steps 12-20: 16,000 tokens/s, 0.250 s a step",
-        "waiting for text: 25.00% of the time (median of 3 logged steps), at most 50.00%",
-        "readers (2 per data-parallel rank) kept 0.75 CPU cores busy; the ranks themselves 1.50 cores",
-    ]
 
 
 def test_a_run_that_fails_is_reported() -> None:

@@ -9,9 +9,7 @@ import pytest
 import test_step_on_gpu
 import torch
 
-from gsa_train.config import Config, load_config
-from gsa_train.data.batches import MicroBatch, share_blocks, to_micro_batch
-from gsa_train.distributed.parallel import Parallel
+from gsa_train.config import load_config
 from gsa_train.model.mcore.build import build_model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, leave_default_stream, new_graph
@@ -57,16 +55,6 @@ class Trained:
     """Time of the last step."""
 
 
-def batches_of(config: Config, parallel: Parallel, step: int) -> list[MicroBatch]:
-    train, generator = config.train, torch.Generator().manual_seed(step)
-    shape = (train.global_batch_size, train.seq_len_tokens + 1)
-    blocks = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
-    blocks[torch.rand(shape, generator=generator) < 0.005] = 0
-    shared = share_blocks(blocks.numpy(), shape, parallel)
-    across = config.data.attend_across_documents
-    return [to_micro_batch(part, 0, across) for part in shared.split(train.micro_batch_size)]
-
-
 def train(name: str, *overrides: str) -> Trained:
     path = REPOSITORY / "configs" / f"{name}.yaml"
     config = load_config(path, [*MODEL, *overrides], world_size=1, need_data=False)
@@ -77,7 +65,7 @@ def train(name: str, *overrides: str) -> Trained:
     training = Training(model, optimizer, config, parallel, detector, graph=new_graph(optimizer, config))
     numbers, places, in_use = [], set(), set()
     for step in range(STEPS):
-        batches = batches_of(config, parallel, step)
+        batches = test_step_on_gpu.batches_of(config, parallel, step)
         torch.cuda.synchronize()
         # The capture itself waits, and so does a step with measurements.
         waits = step <= WARM_UP_STEPS or step == MEASURED

@@ -9,6 +9,7 @@ import triton
 
 from gsa_train.config import Config, load_config
 from gsa_train.data.batches import MicroBatch, share_blocks, to_micro_batch
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.metrics.record import Measured, send_step
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -49,8 +50,19 @@ def config_of(name: str, *overrides: str) -> Config:
     return load_config(path, [*SMALL, *gsa, *overrides], world_size=1, need_data=False)
 
 
+def batches_of(config: Config, parallel: Parallel, seed: int) -> list[MicroBatch]:
+    """Return random text with documents."""
+    train, generator = config.train, torch.Generator().manual_seed(seed)
+    shape = (train.global_batch_size, train.seq_len_tokens + 1)
+    blocks = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+    blocks[torch.rand(shape, generator=generator) < 0.005] = 0
+    shared = share_blocks(blocks.numpy(), shape, parallel)
+    across = config.data.attend_across_documents
+    return [to_micro_batch(part, 0, across) for part in shared.split(train.micro_batch_size)]
+
+
 class Trainer:
-    """Holds a model, the optimizer of one of its phases, and random text with documents."""
+    """Holds a model and the optimizer of one of its phases."""
 
     def __init__(self, config: Config, phase: int = -1) -> None:
         self.config, self.parallel = config, single_rank()
@@ -61,17 +73,8 @@ class Trainer:
         full = {"steps": 128, "history": [[8.0, 9.0] * 64, [5.0, 6.0] * 64], "streak": [0.0, 0.0]}
         self.detector.load({"detector": "robust", **full})
 
-    def batches(self, seed: int) -> list[MicroBatch]:
-        train, generator = self.config.train, torch.Generator().manual_seed(seed)
-        shape = (train.global_batch_size, train.seq_len_tokens + 1)
-        blocks = torch.randint(1, self.config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
-        blocks[torch.rand(shape, generator=generator) < 0.005] = 0
-        shared = share_blocks(blocks.numpy(), shape, self.parallel)
-        across = self.config.data.attend_across_documents
-        return [to_micro_batch(part, 0, across) for part in shared.split(train.micro_batch_size)]
-
     def step(self, step: int, measures: bool = False) -> StepResult:
-        batches = self.batches(step)
+        batches = batches_of(self.config, self.parallel, step)
         training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
         return train_step(training, batches, 1e-3, step, measures=measures)
 

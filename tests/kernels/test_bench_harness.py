@@ -34,21 +34,6 @@ def test_report_is_complete_after_every_row(arguments: argparse.Namespace, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
 
 
-def test_printed_table_is_aligned(arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -> None:
-    report = harness.Report("some", arguments)
-    capsys.readouterr()
-    report.row(attention="torch flash", length=4096, forward_ms=1.23456)
-    report.row(attention="masked", length=131072, forward_ms=None)
-    blank, head, first, second = capsys.readouterr().out.splitlines()
-    assert blank == ""
-    assert head.split() == ["attention", "length", "forward_ms"]
-    assert first.split() == ["torch", "flash", "4096", "1.235"]
-    assert second.split() == ["masked", "131072", "-"]
-    assert len(head) == len(first) == len(second)
-    report.row(attention="masked", length=131072, forward_ms=2.0)
-    assert len(capsys.readouterr().out.splitlines()) == 1, "the head is not printed again"
-
-
 def test_bars_and_failures(arguments: argparse.Namespace, tmp_path: Path) -> None:
     report = harness.Report("some", arguments)
     report.bar("fast", 2.5, at_least=2)

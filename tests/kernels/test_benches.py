@@ -1,6 +1,5 @@
 """Runs benches at sizes for the interpreter and CPUs: measurements, checks and output. Times are invented."""
 
-import argparse
 import importlib
 import json
 import sys
@@ -77,22 +76,6 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
     assert (groups["attention"], groups["pool"]) == ("GSA groups of 16, 512 keys selected", 16)
     assert groups["forward_reuse_ms"] == 250
-
-
-@pytest.mark.usefixtures("tiny")
-def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_long
-
-    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
-    monkeypatch.setattr(bench_long, "LONGEST_IN_FULL", 40)
-    monkeypatch.setattr(bench_long, "LONG_PROMISES", {("GSA block selected", 72, "both_ms"): 17.0})
-    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--out", str(tmp_path), "--lengths", "72"])
-    assert bench_long.main() == 0
-    report = json.loads((tmp_path / "bench_long.json").read_text())
-    names = [row["attention"] for row in report["rows"] if "attention" in row]
-    groups = [f"GSA groups of 16, {keys} keys selected" for keys in (512, 1024)]
-    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected", *groups]
-    assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
 
 
 @pytest.fixture
@@ -228,21 +211,6 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
         assert not torch.equal(old, attention.indexer.key_weight)
     trainee.close()
     assert len(found) == 2
-
-
-def test_heads_of_256_beside_heads_of_128(tmp_path: Path) -> None:
-    report = harness.Report("bench", argparse.Namespace(out=tmp_path))
-    for shape, length, attention, ms in (
-        ("heads-256", 4096, "dense", 1.1),
-        ("heads-256", 4096, "torch flash", 9.0),
-        ("heads-256", 8192, "dense", 9.0),  # alone
-        ("heads-128", 4096, "dense", 1.0),
-        ("heads-128", 4096, "torch flash", 1.0),
-    ):
-        report.row(shape=shape, length=length, attention=attention, forward_ms=ms)
-    report.row(shape="heads-256", relative_error=0.0)
-    cases.judge_wide_heads(report, "length", "attention")
-    assert [(bar.value, bar.met) for bar in report.bars] == [(1.1, True)]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 from covering import covered
 from fused_loss_cases import (
     LOSS_SCALE,
-    TARGET_EPS,
     TRAINING,
     assert_attention_is_untouched,
     assert_equal,
@@ -29,21 +28,13 @@ from poison import poison_buffers
 
 from gsa_kernels import api
 from gsa_kernels.attention import triton_backward, triton_backward_keys, triton_forward, triton_packed_mask
-from gsa_kernels.attention.inputs import GradientInputs
-from gsa_kernels.attention.reference import head_sum_probs
-from gsa_kernels.attention.triton_backward import backward_rows
-from gsa_kernels.attention.triton_backward_queries import backward_queries
-from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.fused.gates import rows as gate_rows
 from gsa_kernels.hopper import fused_indexer_loss as op
 from gsa_kernels.hopper import target_blocks, triton_block_target
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
-from gsa_kernels.hopper.target_blocks import rows_of_blocks
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.limits import FUSED_LOSS_HEADS
 from gsa_kernels.loss import op as loss_op
 from gsa_kernels.loss import triton_launch
-from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import FusedLoss
 
 
@@ -86,13 +77,6 @@ def test_shared_selections(device: str, case: dict[str, Any], monkeypatch: pytes
     length, chunk_bytes = options.pop("length"), options.pop("chunk_bytes")
     made = make_case(length, device, **options)
     assert_attention_is_untouched(made, check(made, chunk_bytes=chunk_bytes))
-
-
-@devices
-@pytest.mark.parametrize("query_start", [0, 37])
-def test_twelve_heads_of_256(device: str, query_start: int) -> None:
-    made = make_case(70, device, heads=(12, 1), head_size=256, documents=True, query_start=query_start)
-    assert_attention_is_untouched(made, check(made))
 
 
 @devices
@@ -238,75 +222,6 @@ def test_what_needs_no_gradient_gets_none(device: str) -> None:
                 assert torch.equal(leaf.grad, whole[name]), name
             else:
                 assert leaf.grad is None, name
-
-
-@devices
-def test_a_trace_tells_the_loss_from_attention_and_a_log_sum_spares_a_pass(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels: list[list[str]] = []
-    launches = triton_launch.chunk_launches
-
-    def recorded(*arguments: Any) -> dict[str, Any]:
-        made = launches(*arguments)
-        kernels.append(list(made))
-        return made
-
-    monkeypatch.setattr(triton_launch, "chunk_launches", recorded)
-    case = make_case(40, device, log_sum=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
-        run(case)
-    assert kernels == [["gradients", "reduce"]]
-    named = [event for event in traced.events() if event.name in ("kl", "attention")]
-    assert sorted(event.name for event in named) == ["attention", "kl"]
-    target = next(event for event in named if event.name == "attention")
-    around = []
-    while (target := target.cpu_parent) is not None:
-        around.append(target.name)
-    assert "kl" in around
-
-
-@devices
-def test_parts_of_the_target(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part covers four heads, and their sum is the target that the loss gets otherwise. With ranges of rows, other
-    rows are not written, nor tiles without causal keys."""
-    case = make_case(130, device, heads=(8, 2), gated=False, documents=True, query_start=30)
-    problem, geometry = case.problem, case.problem.geometry
-    selection, starts, (q, k, v) = problem.selection, geometry.document_starts, case.attended.values()
-    assert selection is not None
-    assert selection.packed_mask is not None
-    assert starts is not None
-    packed_mask = selection.packed_mask
-    out, lse = api.sparse_attention(q, k, v, selection, geometry, implementation="triton")
-    _, _, delta, lse2 = backward_rows(case.grad, out, lse, None)
-    inputs = GradientInputs(case.grad, q, k, v, delta, lse2)
-    grad_q = backward_queries(inputs, packed_mask, starts)
-    poison_buffers(monkeypatch, target_blocks)
-    for rows in (range(130), range(32, 96), range(96, 130)):
-        own = slice(rows.start, rows.stop)
-        got_q = torch.full_like(q, float("nan"))
-        blocks = backward_queries_with_target(inputs, packed_mask, starts, got_q, rows)
-        target = rows_of_blocks(blocks, len(rows), 160)
-        assert torch.equal(got_q[:, own], grad_q[:, own])
-        assert got_q[:, : rows.start].isnan().all()
-        assert got_q[:, rows.stop :].isnan().all()
-
-        mask = problem.mask[:, own]
-        near = {"rtol": 1.25 * TARGET_EPS, "atol": 2.0**-23}
-        for part, found in enumerate(target.unbind(1)):
-            heads = slice(FUSED_LOSS_HEADS * part, FUSED_LOSS_HEADS * (part + 1))
-            of_head = k[:, :, part : part + 1].double()
-            exact = head_sum_probs(q[:, own, heads].double(), of_head, problem.lse[:, heads, own], mask)
-            torch.testing.assert_close(found[mask].double(), exact[mask], **near)
-        sums = head_sum_probs_rows(q, k, lse, packed_mask, SampledRows(rows.start, len(rows)), geometry)
-        torch.testing.assert_close(target.float().sum(1)[mask], sums[mask], **near)
-
-        keys, positions = torch.arange(160, device=device), 30 + torch.arange(130, device=device)[own]
-        causal = (keys <= positions[:, None]) & (keys >= starts[:, own, None])
-        unselected = (causal & ~mask)[:, None].expand_as(target)
-        assert (target[unselected] == 0).all()
-        if rows.start == 96:
-            assert target[..., :64].isnan().all()
 
 
 @devices

@@ -11,9 +11,11 @@ from kernel_devices import devices
 from loss_problems import make_problem
 
 from gsa_kernels import api
+from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 
 
@@ -71,6 +73,17 @@ def test_errors() -> None:
     for *arguments, message in calls:
         with pytest.raises(ValueError, match=message):
             masked_indexer_loss(*arguments)
+
+
+def test_errors_of_sums_over_blocks() -> None:
+    q, k, lse = torch.zeros(1, 40, 4, 32), torch.zeros(1, 40, 2, 32), torch.zeros(1, 4, 40)
+    for block, rows, message in (
+        (24, SampledRows(0, 1), "selection_block is 24"),
+        (16, SampledRows(0, 4), "rows end at 3; pass rows of the sequence's 3 blocks"),
+        (16, SampledRows(0, 0), "rows.count is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_sum_probs_rows(q, k, lse, rows, Geometry(selection_block=block, local_window=block))
 
 
 @devices

@@ -20,51 +20,7 @@ def ranked_by_python(scores: torch.Tensor, visible: torch.Tensor, budget: torch.
     return selected
 
 
-# visibility
-
-
-def test_visible_mask_is_causal_and_within_the_document() -> None:
-    documents = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 8]])
-    mask = ops.causal_mask(5, document_ids=documents)
-    assert mask.dtype == torch.bool
-    for b in range(2):
-        for t in range(5):
-            for s in range(5):
-                assert mask[b, t, s] == (s <= t and documents[b, s] == documents[b, t])
-    rows = torch.tensor([4, 0, 2])
-    assert torch.equal(ops.causal_mask(5, query_positions=rows, document_ids=documents), mask[:, rows])
-    assert torch.equal(ops.causal_mask(5, query_positions=rows)[0], torch.ones(5, 5).tril().bool()[rows])
-
-
-def test_local_window_counts_the_query_itself() -> None:
-    mask = ops.local_window_mask(6, 3)
-    assert [row.nonzero().flatten().tolist() for row in mask] == [
-        [0],
-        [0, 1],
-        [0, 1, 2],
-        [1, 2, 3],
-        [2, 3, 4],
-        [3, 4, 5],
-    ]
-    assert torch.equal(ops.local_window_mask(6, 3, query_positions=torch.tensor([5, 1])), mask[[5, 1]])
-    assert not ops.local_window_mask(6, 0).any()
-    assert torch.equal(ops.local_window_mask(6, 99), torch.ones(6, 6).tril().bool())
-
-
 # score moments
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_moments_match_the_causal_scores(length: int) -> None:
-    documents = torch.arange(length)[None] // 5
-    visible = ops.causal_mask(length, document_ids=documents)
-    scores = torch.randn(2, length, length, dtype=torch.float64)
-    mean, variance = ops.score_moments(scores, visible)
-    for b in range(2):
-        for t in range(length):
-            row = scores[b, t][visible[0, t]]
-            torch.testing.assert_close(mean[b, t], row.mean())
-            torch.testing.assert_close(variance[b, t], row.var(correction=0))
 
 
 def test_variance_does_not_cancel() -> None:
@@ -77,14 +33,6 @@ def test_variance_does_not_cancel() -> None:
     assert abs(variance.item() / exact.item() - 1) < 1e-4
     naive = scores.square().mean() - scores.mean().square()
     assert abs(naive.item() / exact.item() - 1) > 0.1
-
-
-@pytest.mark.parametrize("value", [0.3, 3.9, 1e-4, -1.7])
-def test_equal_scores_have_no_variance(value: float) -> None:
-    visible = ops.causal_mask(33)
-    mean, variance = ops.score_moments(torch.full((1, 33, 33), value), visible)
-    assert torch.equal(mean, torch.full((1, 33), value))
-    assert not variance.any()
 
 
 def test_moments_do_not_depend_on_how_many_keys_follow() -> None:
@@ -173,14 +121,6 @@ def test_rows_that_see_few_keys_select_all() -> None:
         budget_of(1.0, 1.0, "off", dense_below=-1)
 
 
-def test_budget_follows_variance_downwards_and_upwards() -> None:
-    variance = torch.rand(1, 500).sort().values
-    args = (variance, torch.tensor(0.3), torch.full((1, 500), 10**6))
-    limits = {"k_base": 100, "k_min": 8, "k_max": 400}
-    assert (ops.adaptive_budget(*args, adaptive_k="inverse", **limits).diff() <= 0).all()
-    assert (ops.adaptive_budget(*args, adaptive_k="direct", **limits).diff() >= 0).all()
-
-
 # top-k
 
 
@@ -200,12 +140,6 @@ def test_top_k_with_ties(length: int, levels: int) -> None:
         assert torch.equal(selected, ranked_by_python(scores, visible, budget))
         expected_count = torch.minimum(visible.sum(-1), budget.expand(2, -1))
         assert torch.equal(selected.sum(-1), expected_count)
-
-
-def test_equal_scores_select_the_lowest_indices() -> None:
-    visible = ops.causal_mask(9)
-    selected = ops.select_top_k(torch.full((1, 9, 9), 0.3), visible, torch.full((1, 9), 4))
-    assert torch.equal(selected[0], visible[0] & (torch.arange(9) < 4))
 
 
 def test_zero_of_either_sign_is_a_tie() -> None:
@@ -234,14 +168,6 @@ def test_saturated_indexer_scores_tie_exactly() -> None:
     assert not variance.any()
     selected = ops.select_top_k(scores, visible, torch.full((1, 6), 2))
     assert torch.equal(selected[0], visible[0] & (torch.arange(6) < 2))
-
-
-def test_expand_block_selection() -> None:
-    selected = torch.rand(2, 3, 10) > 0.5
-    expanded = ops.expand_block_selection(selected, 4, 10)
-    for t in range(10):
-        assert torch.equal(expanded[:, t], selected[:, t // 4])
-    assert torch.equal(ops.expand_block_selection(selected, 1, 3), selected)
 
 
 # indexer scores

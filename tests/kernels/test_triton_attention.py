@@ -10,7 +10,6 @@ from gsa_kernels import sampling
 from gsa_kernels.attention import triton_backward_keys, triton_forward
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
-from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Geometry
@@ -111,14 +110,6 @@ def test_long_sequences(length, heads, dim, words):
     probs = head_sum_probs_rows(q, k, lse, packed, SampledRows(0, length), Geometry(starts))
     wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
     torch.testing.assert_close(probs.double(), wanted, atol=1e-5, rtol=1e-4)
-
-
-@devices
-@pytest.mark.parametrize("length", [1, 100, 257])
-def test_transposed_words(device, length):
-    torch.manual_seed(11)
-    mask = make_mask("random", 2, length, None, device)
-    assert torch.equal(transpose_packed_mask(pack(mask)), pack(mask.transpose(1, 2)).transpose(1, 2))
 
 
 @devices

@@ -180,6 +180,17 @@ def test_many_shapes(block: int, documents: bool) -> None:
             check(make_case("cuda", length, block, window, batch=2, dim=64, dtype=dtype, documents=documents))
 
 
+def test_a_chunk_of_queries_matches_the_whole(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 32)
+    whole, x = make_case(device, 70, 16, 20), make_case(device, 70, 16, 20).of_tokens
+    later = Indexer(x.queries[:, 16:], x.keys, x.head_weight_logits[:, 16:])
+    found, wanted = Case(later, Geometry(None, 16, 16, 20)).select(), whole.select()
+    assert torch.equal(found.budget, wanted.budget[:, 1:])
+    torch.testing.assert_close(found.variance, wanted.variance[:, 1:], rtol=1e-6, atol=0)
+    masks = [mask_from_key_lists(on_cpu(each.key_lists)) for each in (found, wanted)]
+    assert torch.equal(masks[0], masks[1][:, 16:])
+
+
 @pytest.mark.parametrize(
     "rule",
     [

@@ -11,7 +11,6 @@ import pytest
 import torch
 from covering import covered
 from poison import poison_buffers
-from query_chunks import assert_same
 from selection_cases import (
     FULL_RULE,
     ON_GPU,
@@ -133,21 +132,6 @@ def test_selection_is_the_stable_sort_of_its_own_scores(
     check(chunk, chunk.select(rule, 3, candidates_from=32), rule, 3)
     assert guessed == [range(max(32 - start, 0), stop - start)]
     assert not any(failures)
-
-
-@pytest.mark.usefixtures("short_rows")
-@pytest.mark.parametrize(
-    ("start", "stop", "documents"), [(64, 76, False), (41, 58, True)], ids=["whole", "documents"]
-)
-def test_a_chunk_matches_the_whole_and_that_by_all_scores(
-    device: str, start: int, stop: int, documents: bool
-) -> None:
-    case = make_case(device, stop, documents=documents)
-    chunk, whole = case.queries_from(start, stop), case.select(RULE, 3, candidates_from=32)
-    found = chunk.select(RULE, 3, candidates_from=32)
-    check_rows_of_whole(found, whole, start)
-    assert_same(found.variance, whole.variance[:, start:])
-    check_rows_of_whole(chunk.select(RULE, 3), whole, start)
 
 
 @pytest.mark.usefixtures("short_rows")

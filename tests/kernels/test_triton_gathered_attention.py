@@ -18,7 +18,6 @@ from kernel_devices import CUDA, devices
 
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -265,17 +264,6 @@ def test_a_list_of_one_key(device):
     assert lists.max_count == 1
     for dtype in DTYPES:
         check(make_inputs(1, 40, 2, 1, 32, dtype, device), mask, attention(lists))
-
-
-@devices
-def test_everything_selected_is_dense_attention(device):
-    torch.manual_seed(7)
-    q, k, v, gate = make_inputs(1, 100, 2, 1, 32, torch.float32, device)
-    lists = key_lists_from_mask(torch.ones(1, 100, 100, dtype=torch.bool, device=device).tril())
-    wanted = masked_attention(q, k, v, gate_logits=gate)
-    got = gathered_attention(q, k, v, with_full_parts(lists, 1), gate)
-    for value, want in zip(got, wanted, strict=True):
-        torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
 
 
 @devices

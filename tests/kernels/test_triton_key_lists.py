@@ -9,11 +9,12 @@ from poison import poison_buffers
 from random_lists import lists_of, make_mask
 from selection_cases import FULL_RULE, ON_GPU, RULE, Case, make_case
 
-from gsa_kernels import limits, packed_mask
+from gsa_kernels import packed_mask
+from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
 from gsa_kernels.key_lists import triton_build, triton_rows
 from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_from_key_lists
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
-from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess
+from gsa_kernels.selection import candidates, lists_op, op, score_chunks
 from gsa_kernels.types import BudgetRule, Selection
 
 
@@ -85,15 +86,6 @@ def test_shared_selections_are_made_elsewhere() -> None:
         case.select(window=16, select=lists_op.select_key_lists)
 
 
-def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packed masks are not zeroed, so all words that are read must be written."""
-    monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
-    monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
-    monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)
-    case = make_case(device, 45)
-    check_same(*select_both(case, BudgetRule(4, 2, 6), row_chunk_bytes=1, candidates_from=32))
-
-
 @pytest.mark.parametrize(
     ("length", "share", "queries"), [(1, 1, 32), (20, 2, 16), (77, 1, 16), (96, 2, 32), (77, 1, 32)]
 )
@@ -122,3 +114,16 @@ def test_lists_at_128k(candidates_from: int | None) -> None:
         assert torch.equal(lists.keys[start : start + count].long(), union.nonzero()[:, 0])
         bits = (lists.words[start : start + count, None] >> torch.arange(32, device="cuda")) & 1
         assert torch.equal(bits.bool().T, mask[:, union])
+
+
+def test_packed_mask_of_a_chunk_far_from_the_start(device: str) -> None:
+    """The mask is transposed and converted to lists, by programs of 256 and 4096 keys."""
+    torch.manual_seed(7)
+    mask = (torch.rand(2, 35, 4300) < 0.01).tril(4300 - 35).to(device)
+    words = packed_mask.pack_mask(mask)
+    turned = transpose_packed_mask(words, query_start=4300 - 35)
+    assert torch.equal(turned, packed_mask.pack_mask(mask.transpose(1, 2)).transpose(1, 2))
+    lists = lists_op.key_lists_from_packed_mask(words, 35, query_start=4300 - 35)
+    assert torch.equal(mask_from_key_lists(lists), mask)
+    with pytest.raises(ValueError, match="packed_mask is"):
+        lists_op.key_lists_from_packed_mask(words, 35, query_start=4300)

@@ -16,31 +16,6 @@ from gsa_kernels.key_lists.triton_reduce_keys import (
 )
 
 
-@devices
-@pytest.mark.parametrize(("dtype", "known"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_partial_rows_are_added_by_key(device, dtype, known):
-    """Ranges of tiles, also across two sequences, are compared with a loop."""
-    torch.manual_seed(16)
-    lists = key_lists_from_mask(random_mask(2, 100, 0.2, device), 16)
-    if known:
-        lists = dataclasses.replace(lists, host_counts=lists.counts.cpu())
-    out = torch.randn(2, 100, 16, device=device)
-    wanted = out.clone()
-    ranges = split_tiles(lists, 5 * lists.max_count)
-    assert len(ranges) > 1
-    assert any(each.first < lists.counts.shape[1] < each.last for each in ranges)
-    for each in ranges:
-        partials = torch.full((each.num_rows, 16), float("nan"), dtype=dtype, device=device)
-        for tile in range(each.first, each.last):
-            b, i = divmod(tile, lists.counts.shape[1])
-            start, count = int(lists.key_starts[b, i]), int(lists.counts[b, i])
-            row = int(each.starts[tile - each.first])
-            partials[row : row + count] = torch.randn(count, 16, dtype=dtype, device=device)
-            wanted[b, lists.keys[start : start + count].long()] += partials[row : row + count].float()
-        add_partials_by_key(partials[None], find_key_hits(lists, each), out[:, :, None])
-    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_ranges_of_tiles():
     """Ranges are consecutive and fit; if counts are known, they have no spare row."""
     lists = key_lists_from_mask(random_mask(2, 100, 0.2, "cpu"), 16)

@@ -17,7 +17,6 @@ from poison import poison_buffers
 from selection_cases import (
     BY_GROUPS,
     BY_REGISTERS,
-    EMA,
     FULL_RULE,
     ON_GPU,
     RULE,
@@ -117,14 +116,6 @@ def _scores_in_dtype(case: Case) -> torch.Tensor:
             activated = torch.sigmoid(logits if x.score_bias is None else logits + x.score_bias[head])
         total = total + weights[:, :, head, None] * activated
     return total
-
-
-def test_scores_of_some_rows_match_the_whole(device: str) -> None:
-    case = make_case(device, 100, batch=2)
-    rows = op.score_rows(case.indexer, range(37, 90))
-    causal = case.causal(range(37, 90))
-    assert rows.shape == (2, 53, 100)
-    assert torch.equal(rows[causal], case.scores()[:, 37:90][causal])
 
 
 # selection
@@ -344,17 +335,3 @@ def test_wrong_indexers_are_named(device: str, name: str, change: Any, message: 
 def test_more_heads_than_the_kernel_holds_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="has 9 heads; pass 1 to 8"):
         make_case(device, 9, heads=9).select()
-
-
-@pytest.mark.parametrize(
-    ("starts", "message"),
-    [
-        (torch.zeros(1, 9, dtype=torch.int64), r"document_starts has dtype torch\.int64"),
-        (torch.zeros(1, 8, dtype=torch.int32), "document_starts has shape"),
-    ],
-)
-def test_wrong_document_starts_are_named(device: str, starts: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        op.select_keys(
-            make_case(device, 9).indexer, RULE, torch.tensor(EMA, device=device), Geometry(starts.to(device))
-        )

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from gsa_train.commands.goodput import choose_parts, parse
 from gsa_train.metrics.goodput.account import START_UP
 from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.metrics.goodput.run_clock import process_began
-from gsa_train.planning.goodput.measure import again_in_fast_motion, measure_run
 from gsa_train.run_folder.starts import read_starts
 from helpers.runs import STEPS, Run, kill, start
 
@@ -147,25 +145,6 @@ def test_the_ettr_matches_the_logs_time_stamps(story: Story) -> None:
     assert lost["import"] < sum(process.opened - process.began for process in (first, second))
 
 
-def test_each_start_has_its_fault_and_what_it_cost(story: Story) -> None:
-    account = read_account(story.run.folder)
-    assert account is not None
-    first, second = account.starts
-    assert (first.ended, first.step, first.last_step, first.repeated_steps) == (
-        "lost",
-        0,
-        HELD - 1,
-        HELD - 1 - SAVED,
-    )
-    assert (second.ended, second.step, second.last_step, second.repeated_steps) == (
-        "complete",
-        SAVED,
-        STEPS,
-        0,
-    )
-    assert second.down_seconds == account.lost_seconds["down"] > 0
-
-
 def test_records_summary_and_console_say_it(story: Story) -> None:
     account = read_account(story.run.folder)
     assert account is not None
@@ -185,24 +164,6 @@ def test_records_summary_and_console_say_it(story: Story) -> None:
     (restart,) = [line for line in story.run.output.splitlines() if line.startswith("start-up ")]
     assert "import " in restart
     assert "reading checkpoints " in restart
-
-
-def test_the_simulation_takes_its_parts_from_the_run(story: Story) -> None:
-    measured = measure_run(story.run.folder)
-    parts = measured.parts
-    assert set(parts) >= {
-        "step_seconds",
-        "stall_seconds",
-        "detection_seconds",
-        "down_seconds",
-        "start_up_seconds",
-    }
-    chosen, sources = choose_parts(parse(["--run", str(story.run.folder)]), measured)
-    assert set(sources.values()) <= {"measured", "as long as the stall"}
-    found = again_in_fast_motion(measured, chosen)
-    # The accuracy of its ETTR depends on how even the steps are; test_goodput_command.py has an account of even steps.
-    assert (found.faults, found.wall) == (1, measured.account.wall_seconds)
-    assert 0 < found.ettr < 1
 
 
 def test_a_complete_run_that_is_started_again_changes_nothing(story: Story) -> None:

@@ -1,7 +1,6 @@
 """Tests a NaN in weights or optimizer state: no checkpoint contains it, and the last good one stays.
 
-The run ends with exit code 13 or goes back. No start or rewind uses such a checkpoint of an earlier version. `pytest
--s` prints the table of results, and what remains on the disk.
+The run ends with exit code 13 or goes back. No start or rewind uses such a checkpoint of an earlier version.
 """
 
 import json
@@ -147,10 +146,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     codes = plan.carry_out(waves)
     found = {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
     found["old, again"].folder = folder / "old"
-    print(f"\n{'NaN':<32} exit  on the disk")
-    for name, each in found.items():
-        left = each.checkpoints if each.folder.exists() else []
-        print(f"{name:<32} {each.codes[0]:>4}  {' '.join(left)}")
     return found
 
 

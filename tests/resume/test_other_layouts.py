@@ -1,13 +1,11 @@
 """Tests resuming a checkpoint in another layout."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.runs import (
-    TENSOR_X_PIPELINE,
     WHOLE,
     WHOLE_SAVED_STEPS,
     Run,
@@ -44,16 +42,6 @@ def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(sav
     split = whole_run("tensor x pipeline")
     record = first_step_after(split.checkpoints / f"step_{saved:08d}", tmp_path, ranks=ranks)
     assert_next_step_matches(split, saved, record)
-
-
-@pytest.mark.nightly
-def test_context_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
-    context = whole_run("context")
-    # A run folder stands for its latest checkpoint, and the file may name an earlier one.
-    shutil.copytree(context.checkpoints, tmp_path / "copy" / "checkpoints")
-    (tmp_path / "copy" / "checkpoints" / "latest").write_text(f"step_{IN_SPARSE_PHASE:08d}")
-    record = first_step_after(tmp_path / "copy", tmp_path, *TENSOR_X_PIPELINE, ranks=4)
-    assert_next_step_matches(context, IN_SPARSE_PHASE, record)
 
 
 def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):

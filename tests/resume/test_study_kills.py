@@ -14,7 +14,6 @@ import yaml
 
 from gsa_train.config import config_to_yaml, load_config
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
 from helpers.runs import CONFIG, REPOSITORY
 
@@ -148,26 +147,6 @@ def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, und
     arms, values = tables(study)
     assert [row["n"] for row in arms] == ["1"] * 2 * 5
     assert len(values) == len({row["value"] for row in values}) == 2 * 5, "the arms differ"
-
-
-def test_a_finished_study_starts_nothing_again(undisturbed: Path) -> None:
-    folders = [undisturbed.parent / "two" / f"{arm}-seed1" for arm in ARMS]
-    before = [read_starts(folder) for folder in folders]
-    assert [len(starts) for starts in before] == [1, 1]
-    assert start(undisturbed).wait() == 0
-    assert [read_starts(folder) for folder in folders] == before
-
-
-def test_a_study_with_another_config_than_its_runs_began_with_is_refused(undisturbed: Path) -> None:
-    changed = undisturbed.with_name("changed.yaml")
-    tree = yaml.safe_load(undisturbed.read_text())
-    tree["arms"][1]["set"]["gsa.k_base"] = 17
-    changed.write_text(yaml.safe_dump(tree))
-    running = ForkedStudy(["--study", str(changed), "--gpus", "none"], changed.with_name("changed.log"))
-    assert running.wait() == 2
-    said = running.log.read_text()
-    assert "gsa-seed1: gsa.k_base: 16 -> 17" in said
-    assert "gated-seed1" not in said
 
 
 # ---- arms that begin with the weights of another one

@@ -14,7 +14,6 @@ from gsa_train.process.exit_codes import CORRUPTED, UNHEALTHY
 from helpers.fault_plans import FaultPlan
 from helpers.launchers import launch
 from helpers.runs import LONGEST_WAIT_SECONDS, left_of, numbers_of
-from helpers.tiers import runs_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +51,7 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """Run all runs of this file from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("corruption")
     plan = FaultPlan(folder, SECTIONS, PHASES)
@@ -77,10 +76,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ],
         [run("weight", REPLICAS, COPIES, "train.micro_batch_size=2", ranks=3, flipped_bit=[6, 3, 1])],
     ]
-    if runs_nightly(request):
-        waves += [
-            [run("split", AT_ONCE, TWICE, REPLICAS, "parallel.tensor=2", ranks=4, flipped_bit=[8, 3, 2])]
-        ]
     codes = plan.carry_out(waves)
     return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
 
@@ -117,18 +112,6 @@ def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finish
     assert logged.numbers == runs["clean"].numbers
 
 
-def test_a_recheck_leaves_the_statistics_of_the_layers_alone(runs: dict[str, Finished]) -> None:
-    """Step 7 is logged. Its first pass had wrong activations, so only the second pass counts."""
-    clean, again = (
-        next(record for record in runs[name].numbers if record["step"] == 7) for name in ("clean", "log")
-    )
-    layers = {key: values for key, values in clean.items() if key.startswith("layer_")}
-    assert {key: again[key] for key in layers} == layers
-    for key in ("layer_indexer_kl", "layer_recall", "layer_variance", "layer_max_activation"):
-        assert len(layers[key]) == 2
-        assert None not in layers[key]
-
-
 def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Finished]) -> None:
     """The spike is a NaN, for which monitor.action = log would end with exit code 13 and name no rank."""
     nan = runs["nan"]
@@ -143,14 +126,6 @@ def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str,
     (event,) = weight.found
     assert (event["step"], event["ranks"], event["corruption"]) == (8, [1], "weights")
     assert "what was saved after step 4 may hold them" in weight.log
-
-
-@pytest.mark.nightly
-def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finished]) -> None:
-    """Ranks 0 and 2 are replicas; 1 and 3 hold the other tensor-parallel half. No recheck can see this fault."""
-    split = runs["split"]
-    assert split.codes == [CORRUPTED] * 4
-    assert [(event["step"], event["ranks"]) for event in split.found] == [(8, [0, 2])]
 
 
 def test_a_rank_whose_device_multiplies_wrongly_is_named_before_anything_else(tmp_path: Path) -> None:

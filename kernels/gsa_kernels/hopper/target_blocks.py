@@ -28,14 +28,6 @@ def empty_blocks(batch: int, parts: int, rows: int, keys: int, device: torch.dev
     return torch.empty((batch, parts, *block_shape(rows, keys)), dtype=torch.float16, device=device)
 
 
-def rows_of_blocks(blocks: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
-    """Convert [batch, parts, row blocks, key blocks, 1024] to [batch, parts, rows, keys]."""
-    eights, row, lane, group, pair = range(4, 9)
-    apart = blocks.unflatten(-1, (4, 8, 4, 4, 2))
-    whole = apart.permute(0, 1, 2, eights, row, 3, group, lane, pair)
-    return whole.flatten(5).flatten(2, 4)[:, :, :rows, :keys]
-
-
 @triton.jit
 def place_in_block(row, lane):
     """Return the offset of the first of a lane's eight values in a row of the block."""
