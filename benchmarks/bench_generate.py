@@ -2,18 +2,16 @@
 
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...] [--timeline]
 
-Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled with random contents: standard (dense,
-no gates, no indexer), GSA, GSA whose selection 32 tokens share, and GSA that selects groups of 16 keys. All decode by
-`gsa_hf.decoding.FusedDecoder` with joined projections, steps in CUDA graphs. `standard` multiplies by torch, compiled
-by it, and takes the fastest of torch's SDPA backends for one query with grouped heads, with the mask that a static
-cache needs or, where its slots are all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch
-(column `products`), or as --products says; `standard, our products` is the standard model by kernels for few rows. `GSA
-shared` counts one step that selects in 32. All models take turns in one run.
+The models have the sizes in configs/gsa_1.7b.yaml and run in bf16. Weights and cache contents are random. The script
+compares the standard model (dense, no gates, no indexer), GSA, GSA whose selection 32 tokens share, and GSA that
+selects groups of 16 keys. All models decode with `gsa_hf.decoding.FusedDecoder` and joined projections. Each step runs
+as a CUDA graph. All models take turns in one run.
 
-`standard` multiplies by torch with torch.compile. It uses the fastest of torch's SDPA backends for one query with
-grouped heads, with the mask of a static cache or, as all slots are filled here, without a mask. GSA multiplies as
-`FusedDecoder` chooses for the batch (column `products`), or as --products says. `standard, our products` is the
-standard model with the kernels for few rows. `GSA shared` is the mean of 32 steps, and one step selects.
+`standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
+with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
+backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
+`products`), unless --products names them. `standard, our products` is the standard model with our kernels for few
+rows. In `GSA shared`, one of 32 steps selects, and the time is the mean of the 32 steps.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
 all steps are at the same position. The position is the first of a block of 32 tokens, because only there a selecting

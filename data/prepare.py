@@ -5,8 +5,8 @@
     python data/prepare.py tokens --data data/sample/train --tokenizer data/sample/tokenizer.model --out DIR
 
 `sample` collects the Python standard library and the Rust books, drops exact duplicates, and writes shards in
-SlimPajama's layout with a manifest.json and the licences. gsa_data/prepare.py describes `tokenizer` and `tokens`,
-which an installation has as `gsa-prepare`.
+SlimPajama's layout with a manifest.json and the licences. gsa_data/prepare.py describes `tokenizer` and `tokens`. After
+an installation, the command `gsa-prepare` also offers these two.
 """
 
 from __future__ import annotations

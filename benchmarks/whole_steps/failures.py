@@ -1,8 +1,9 @@
-"""Handles ranks of a bench that fail: if all fail at the same place, the bench continues; otherwise it ends at once.
+"""Handles ranks of a bench that fail. If all fail at the same place, the bench continues. Otherwise it ends at once.
 
-A rank that alone runs out of memory leaves the others in a collective that it will never join. No rank may join another
-collective before that one. Failed ranks therefore compare, through torch.distributed's store, the number of collectives
-each has begun in each of its groups. If the numbers are equal, no collective is half done.
+If only one rank runs out of memory, the other ranks wait in a collective that the failed rank never joins. The ranks
+cannot start the next collective while this collective is unfinished. Each failed rank therefore writes to
+torch.distributed's store how many collectives it has begun in each process group. If all ranks have the same numbers,
+no collective is half done.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from gsa_train.distributed.parallel import Parallel
 
 GRACE_SECONDS = 30.0
-"""How long a failed rank waits for the others to fail, because their hosts may be a few steps late."""
+"""How long a failed rank waits for the other ranks to fail. Their hosts may be a few steps late."""
 
 
 class RankFailed(RuntimeError):
@@ -70,7 +71,7 @@ def give_up(reason: str, number: int, parallel: Parallel) -> RankFailed:
 
 
 def difference(failures: dict[int, Failure], parallel: Parallel) -> str:
-    """Return why the ranks cannot continue together; empty if they can."""
+    """Return the reason why the ranks cannot continue together, or an empty string if they can."""
     if len(failures) < parallel.world_size:
         return f"{len(failures)} of {parallel.world_size} ranks failed, and the others wait for them"
     if parallel.pipeline_size > 1:

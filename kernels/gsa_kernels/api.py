@@ -185,9 +185,9 @@ def sampled_lse(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Compute the log-sum-exp over the keys of a packed mask for S sampled queries: fp32 [B, H, S], for statistics.
+    """Compute the log-sum-exp of the attention logits of S queries, for statistics. Return fp32 [B, H, S].
 
-    The cost is about 4 B H S Lk D operations.
+    The sum runs over the keys that `packed_mask` selects for each query. The cost is about 4 B H S Lk D operations.
 
     Args:
         q: [B, S, H, D], in any order; a query may occur repeatedly, with different masks
@@ -208,7 +208,7 @@ def decode_step(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Decode one token per sequence: select from the cache, attend, apply the gate. Without gradient.
+    """Decode one token per sequence. Select keys from the cache, attend to them, and apply the gate, without gradient.
 
     With `selection_block` b, the first token of each aligned block of b tokens selects. `cache.selection` keeps the
     selected keys for the rest of the block. Sequences may be at different offsets in their blocks. With Triton the host

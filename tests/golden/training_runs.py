@@ -147,8 +147,9 @@ def import_path(code: Path) -> str:
 
 
 def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the numbers that equal code must reproduce: each step's and validation's, except `NOT_COMPARED`. The last
-    validation uses the final weights."""
+    """Yield the numbers that equal code must reproduce, by record. There is one record for each step and each
+    validation. Numbers whose names contain a part in `NOT_COMPARED` are left out. The last validation uses the final
+    weights."""
     for record in records:
         event = record.get("event")
         if event in (None, "validation"):
@@ -157,7 +158,7 @@ def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[st
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name of the number, number): layer_recall[2], lrs.indexer."""
+    """Yield (name, number) of every number in `value`. Examples of names are layer_recall[2] and lrs.indexer."""
     if any(part in name for part in NOT_COMPARED):
         return
     if isinstance(value, dict):
@@ -173,7 +174,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def train_all(
     runs: tuple[TrainingRun, ...], code: Path, folder: Path, at_a_time: int
 ) -> Iterator[tuple[str, dict[str, dict[str, Any]] | str]]:
-    """Yield (name, numbers) in the order of the table, or the error of a run that failed."""
+    """Yield (name, numbers) of each run in the order of `runs`. A failed run gives an error instead of numbers."""
 
     def one(run: TrainingRun) -> dict[str, dict[str, Any]] | str:
         try:

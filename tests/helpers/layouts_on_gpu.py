@@ -1,4 +1,4 @@
-"""Every layout that fits the machine against one rank, in bf16: `make layouts-gpu`.
+"""Compares every layout that fits the machine with one rank, in bf16. `make layouts-gpu` runs the script.
 
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
@@ -92,7 +92,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 2, sp, deepspeed 1, recompute full": ({"tensor": 2, **ZERO_1}, FULL),
     "tp 2, sp, deepspeed 3, recompute selective": ({"tensor": 2, **ZERO_3}, SELECTIVE),
 }
-"""Maps a name to fields of `parallel` and of `train`. DeepSpeed's are left out if it is not installed."""
+"""Maps a name to fields of `parallel` and of `train`. Layouts of DeepSpeed are left out if it is not installed."""
 
 EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({}, {}),
@@ -111,7 +111,7 @@ EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp 2, ep 2": ({"pipeline": 2, "expert": 2}, {}),
     "pp 2, interleaved, ep 2": ({**INTERLEAVED, "expert": 2}, {}),
 }
-"""The same for `--experts`. Two ranks run all except the four-rank ones."""
+"""Layouts for `--experts`, in the same form. Two ranks run all layouts that do not need four ranks."""
 
 Series = list[dict[str, Any]]
 
@@ -128,7 +128,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class OneRank:
-    """Describes a run of one rank; the default run is what layouts are compared with."""
+    """Describes a run of one rank. Layouts are compared with the default run."""
 
     backwards: bool = False
     micro_batch_size: int = 1
@@ -229,8 +229,10 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Return the allowed deviation per step: the largest of the one-rank runs so far in its phase of `steps` steps. It
-    is at least the largest of any phase's first steps, which round alike."""
+    """Return the allowed deviation from the reference run for each step. It is FACTOR times a maximum over the other
+    one-rank runs, and at least FLOOR. The maximum covers the deviations at this step and at earlier steps of the same
+    phase. It also covers the first SETTLED_STEPS steps of every phase, where rounding has similar effects in all
+    phases. `steps` is the length of a phase."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)

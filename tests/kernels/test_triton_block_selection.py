@@ -239,7 +239,8 @@ def test_future_tokens_chunks_and_repetition_change_no_bit(device: str) -> None:
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("block", [pytest.param(block, marks=ON_GPU) for block in (32, 128)])
 def test_long_sequences(block: int, documents: bool) -> None:
-    """The lists must match the top-k. Rows use all selection kernels, in several chunks, without an L x L mask."""
+    """The key lists must select the same keys as the top-k. The sequence is so long that every selection kernel runs
+    and that the rows are split into chunks. The test never builds an L x L mask."""
     length = 40001
     case = make_case("cuda", length, block, block, heads=4, dim=64, dtype=torch.bfloat16)
     if documents:

@@ -64,8 +64,9 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None:
-    """The loss and all gradients of a step agree, including both of the router's losses. Ours uses the loads of the
-    previous step, so it takes the same step twice. megatron-core uses the only micro-batch's."""
+    """Our experts and megatron-core's experts give the same loss and gradients in a step, including the two router
+    losses. Our balance loss uses the expert loads of the previous step. megatron-core's balance loss uses the loads of
+    the step's only micro-batch. Our model takes the same step twice, so that both losses use the same loads."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)

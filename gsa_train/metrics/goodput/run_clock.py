@@ -25,7 +25,7 @@ def process_began(pid: int) -> float:
 
 
 class _Spent(NamedTuple):
-    """Immutable, because the watchdog's thread reads it."""
+    """Holds the seconds spent so far. It is immutable, because the watchdog's thread reads it."""
 
     seconds: dict[str, float]
     """Seconds by activity, without the current activity."""
@@ -61,15 +61,19 @@ class RunClock:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Do this activity, then return to the previous one. After an error the activity stays current, because a peer
-        may have died long before. The time since the last progress then belongs to no activity."""
+        """Count the time of the `with` block as this activity, then return to the previous activity.
+
+        If the block raises an error, this activity stays current. The cause may be a peer that died long before. The
+        time since the last progress is then lost and belongs to no activity.
+        """
         before = self._spent.activity
         self.begin(activity)
         yield
         self.begin(before)
 
     def share_out(self, parts: Mapping[str, float]) -> None:
-        """Move seconds of training time since the last call to these activities, but no more than has passed."""
+        """Move seconds of the training time since the last call to these activities. No more seconds are moved than
+        were spent in training."""
         now = self.now()
         seconds = _until(self._spent, now)
         left = seconds.get("training", 0.0) - self._shared_out
@@ -82,8 +86,8 @@ class RunClock:
         self._spent = _Spent(seconds, self._spent.activity, now)
 
     def read(self, until: float | None = None) -> tuple[float, dict[str, float]]:
-        """Returns a time (now, or `until` if the current activity had begun), and the seconds by activity up to this
-        time. Callable from any thread."""
+        """Return a time and the seconds by activity up to this time. The time is `until`, or now if `until` is None.
+        It is never before the start of the current activity. Any thread may call this method."""
         spent = self._spent
         moment = max(spent.since, self.now() if until is None else until)
         return moment, _until(spent, moment)

@@ -1,4 +1,5 @@
-"""Computes attention over key lists: a program gathers the keys of a query tile for several heads of a group."""
+"""Computes attention over key lists (for each tile of queries, the keys that any of them selects). A program gathers
+the keys of one tile for several query heads of one key-value head."""
 
 import torch
 import triton
@@ -175,7 +176,7 @@ def _forward_kernel(
 
 @triton.jit
 def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
-    """Load the word of each masked entry, 0 beyond the list: [entries, COPIES].
+    """Load the mask words of the entries (keys) from `full_count` on, in shape [entries, COPIES]. Other words are 0.
 
     Each word is loaded COPIES times, so that the load has an element for each thread. The compiler would move the load
     of a shorter vector into the layout of the logits, where each thread would load and mask 16 words.
@@ -187,6 +188,10 @@ def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
 
 @triton.jit
 def entry_words(loaded, entries, full_count):
-    """Return the word of each entry from the result of `load_entry_words`; entries of the full part have all bits set.
-    Call this one step after the load, because any operation on loaded words waits for the load."""
+    """Return the mask word of each entry (key) of a list from the result of `load_entry_words`.
+
+    A bit of the word says whether one query of the tile attends to the key. The first `full_count` keys are attended by
+    all queries, so all bits of their words are set. Call this function one step after the load, because any operation
+    on loaded words waits for the load.
+    """
     return tl.max(tl.where((entries < full_count)[:, None], -1, loaded), 1)

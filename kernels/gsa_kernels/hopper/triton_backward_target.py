@@ -42,9 +42,9 @@ def backward_queries_with_target(
     """Write grad_q[:, rows] of [B, L, H, D], and return the target of these queries.
 
     Returns:
-        fp16 [B, H / 4, row blocks, key blocks, 1024] (target_blocks.py): for each four heads the sum of p[t, s] for s
-        in
-        S_t, 0 elsewhere. Tiles of 64 keys without a causal key of 32 queries are not written.
+        fp16 [B, H / 4, row blocks, key blocks, 1024] in the block order of target_blocks.py. Each value is the sum of
+        p[t, s] over four heads if s is in S_t, and 0 otherwise. A tile of 32 queries and 64 keys without a causal key
+        is not written.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
@@ -209,8 +209,9 @@ def _load(pointers, valid, EVEN: tl.constexpr):
 
 @triton.jit
 def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Return where a thread stores the first of its sums: [QUERIES / 4, 2, 4, KEYS / 2]. Lanes 0 .. 15 store the first
-    half of a query's keys and the other lanes the second half: two blocks, or the halves of one."""
+    """Return the address where each thread stores the first of its sums, in shape [QUERIES / 4, 2, 4, KEYS / 2]. Lanes
+    0 .. 15 store the first half of a query's keys. The other lanes store the second half. The two halves are two blocks
+    or the halves of one block."""
     tl.static_assert(QUERIES == BLOCK and (KEYS == BLOCK or KEYS == 2 * BLOCK), "a tile is one or two blocks")
     row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
@@ -222,8 +223,9 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 def _assembly(values: int) -> str:
     """Return the assembly of `store_sums` for 4 or 8 values per lane of each half.
 
-    The operands are unused results (4 bytes for each four values), the places, low and high. Stores have 8 bytes: a
-    store of 16 bytes waits for all sums and is slower.
+    The operands are, in this order, the results, the places, `low` and `high`. Inline assembly must have results, but
+    nothing uses them. Each result has 4 bytes and stands for four values. Each store writes 8 bytes. A store of 16
+    bytes would have to wait for all sums, which is slower.
     """
     results = values // 4
     places, low = results, results + values
@@ -267,9 +269,9 @@ _STORE_FEW_SUMS, _FEW_SUMS_OPERANDS = tl.constexpr(_assembly(4)), tl.constexpr(_
 def store_sums(places, low, high):
     """Add the values of a query in two lanes, 16 lanes apart, and store the sum as fp16.
 
-    Each lane stores one half of the keys: eight values of one block, or four. All columns of a thread are stored
-    together, which are 0, 1, 8, 9 (16, 17, 24 and 25) from its first column on. `miscompile_guard.py` raises an error
-    for a kernel in which a thread has other columns.
+    Each lane stores one half of the keys, which is eight or four values of one block. A thread stores all its columns
+    together. Counted from its first column, these are columns 0, 1, 8 and 9, and with eight values also 16, 17, 24 and
+    25. `miscompile_guard.py` raises an error for a kernel in which a thread has other columns.
 
     Args:
         places: from `_places`

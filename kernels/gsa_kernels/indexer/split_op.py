@@ -1,5 +1,5 @@
-"""Splits the indexer's joint projection into queries, key and weights, batch first, and applies RoPE. The forward and
-the backward pass take one kernel each."""
+"""Splits the indexer's joint projection into queries, key and weights, and applies RoPE. The results have the batch as
+the first axis. The forward pass and the backward pass run one kernel each."""
 
 from typing import Any
 
@@ -159,7 +159,8 @@ def _copy_part(mixed, part, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BA
 def _rotate_part(
     mixed, part, cos, sin, exists, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
 ):  # fmt: skip
-    """Rotate the halves of a head, (a, b) -> (a cos - b sin, b cos + a sin); backward by the opposite angle."""
+    """Rotate the halves (a, b) of each head to (a cos - b sin, b cos + a sin). The backward pass rotates the gradients
+    by the opposite angle."""
     HALF: tl.constexpr = DIM // 2
     columns = tl.arange(0, BLOCK)[None, :]
     mask = exists & (columns < WIDTH)

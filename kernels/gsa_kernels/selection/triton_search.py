@@ -1,4 +1,5 @@
-"""Defines device functions that the selection kernels share: order, search for the k-th key, budget."""
+"""Defines device functions that the selection kernels share. They order scores, search for the k-th key, and compute
+budgets."""
 
 import triton
 import triton.language as tl
@@ -34,10 +35,10 @@ def score_of_key(key):
 
 @triton.jit
 def normal_guess(mean, variance, num_valid, k):
-    """Return the key that k of num_valid normal entries with this mean and variance would reach.
+    """Estimate the key that k of num_valid entries reach, if the entries are normal with this mean and variance.
 
-    The quantile is from Tukey's lambda distribution. With 0.14 and 4.91 it matches the normal quantiles to 0.01 between
-    0.5% and 99.5%. A good guess saves rounds of `find_cut`.
+    The quantile comes from Tukey's lambda distribution. With the constants 0.14 and 4.91 it matches the normal
+    quantiles to 0.01 between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))
@@ -53,11 +54,14 @@ def _power_014(x):
 def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     """Find the cut (threshold, last) such that exactly min(k, num_valid) entries are above it.
 
-    An entry is above the cut if key > threshold, or if key == threshold and index <= last. These are the k largest
-    keys, with ties to the lower index. The entries stay in registers. Each round counts the entries at or above one
-    threshold. The search ends when exactly k entries reach a threshold. The next threshold is interpolated between the
-    counts at both ends, slightly beyond k so that the far end moves. If a round did not halve the entries between the
-    ends, the next round bisects the keys.
+    An entry is above the cut if key > threshold, or if key == threshold and index <= last. These entries have the k
+    largest keys. Ties go to the lower index. The entries stay in registers.
+
+    The search keeps a lower and an upper bound of the threshold. Each round tries one threshold between the bounds and
+    counts the entries at or above it. That threshold becomes one of the bounds. The search ends when exactly k entries
+    reach the threshold. The next threshold is interpolated from the counts at the two bounds. Interpolation does not
+    aim at k but slightly to one side, so that the bound whose count is further from k moves. If a round did not halve
+    the entries between the bounds, the next round bisects the keys.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry
@@ -126,7 +130,7 @@ def above_cut(keys, indices, threshold, last):
 
 @triton.jit
 def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE: tl.constexpr):
-    """Compute k_t as in `selection/budget.py`, with the quotient in fp64: int32 scalar."""
+    """Compute k_t as in `selection/budget.py`, with the quotient in fp64. Return an int32 scalar."""
     base = k_base.to(tl.float64)
     raw = base
     if MODE != "off":

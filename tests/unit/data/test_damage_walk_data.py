@@ -1,5 +1,6 @@
-"""Tests that every damage between two starts to text, prepared tokens and indexed datasets raises an error. `pytest -s
-tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, result of a resume."""
+"""Tests damage to text, prepared tokens and indexed datasets that happens between two starts of a run. The second
+start must raise an error for every damage. `pytest -s tests/unit/data/test_damage_walk_data.py` prints a table with
+each file, the damage, and the result of a resume."""
 
 import builtins
 import shutil
