@@ -87,6 +87,11 @@ def test_a_kill_at_the_boundary_and_another_number_of_ranks_change_nothing(tmp_p
     assert resumed.series("step") == [7, 8, 9, 10]
     assert numbers(resumed, 4) == numbers(planned, 4)
 
+    inside = ("--resume-from", str(planned.checkpoints / "step_00000009"))
+    repeated = train(tmp_path, *shared, *inside, config=config_of(tmp_path, PLANNED), name="inside the decay")
+    assert repeated.series("step") == [10]
+    assert numbers(repeated, 1) == numbers(planned, 1)
+
     continued = (f"checkpoint.initial_weights={killed.checkpoints / 'step_00000006'}",)
     continued += ("checkpoint.initial_state=continue",)
     two = train(tmp_path, *shared, *continued, config=config_of(tmp_path, COOL_DOWN), name="two", ranks=2)
