@@ -147,7 +147,8 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
 def is_correct(
     indexer: Indexer, top_k: Selection, ema: torch.Tensor, geometry: Geometry, k_max: int, sample: int = 32
 ) -> bool:
-    """Check that budget and top-k equal the reference's on some rows at the start, in the middle and at the end."""
+    """Check that budget and top-k equal the budget and top-k of the reference. The check covers some rows at the start,
+    in the middle and at the end."""
     blocks, length, block = indexer.queries.shape[1], indexer.keys.shape[1], geometry.selection_block
     assert top_k.packed_mask is not None
     sample = min(sample, blocks)

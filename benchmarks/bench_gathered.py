@@ -3,14 +3,15 @@
     python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B heads-256 heads-128]
                                         [--ratios 1 4 8] [--selection FILE ...]
 
-The lists are synthetic: each query has k = 2048 keys, and each tile of 32 queries has r * 2048 keys. `block` lists are
-one selection for 32 queries and a window of 64 keys, almost all without membership words. TFLOP/s count the executed
-work: every query of a tile times every key in its list, 2 products forward and 5 backward. The backward pass has three
-parts: walk_ms is the loop over the lists, add_ms the sums of its partial rows per key, and turn_ms the transposition of
-the lists for these sums.
+The lists are synthetic: each query has k = 2048 keys, and each tile of 32 queries has r * 2048 keys. A `block`
+list has one selection for 32 queries and a window of 64 keys. Almost all of its keys need no membership words (bits
+that say which queries attend to the key). TFLOP/s count the executed work, which is every query of a tile times every
+key in the list of the tile. The forward pass has 2 products and the backward pass has 5. The backward pass has three
+parts. walk_ms is the loop over the lists. add_ms is the addition of the loop's partial rows per key. turn_ms is the
+transposition of the lists for these sums.
 
-`--selection` takes selections of a trained model's layers in real text, from files that launch/export_indexer.py wrote,
-each for its own length. These results go to bench_gathered_trained.json.
+`--selection` measures selections of a trained model's layers in real text. It takes files that launch/export_indexer.py
+wrote. Each file is measured at its own length. These results go to bench_gathered_trained.json.
 
 Before timing, output and gradients are compared with torch in fp64 at CHECKED_LENGTH.
 """

@@ -19,11 +19,12 @@ Engine). Attention, norms, loss, optimizer and tokens are the same. Before the f
 for random tokens are compared, and a difference beyond rounding is WRONG. The learning rate is 0, so that weights and
 routing stay the same in all models. `load_max` is the largest expert's load divided by the mean.
 
-The models take turns in `--rounds` rounds. Each round builds each model again, because they do not fit together, and
-warms it up. `ratio` is the median over the rounds of a model's step time divided by the standard model's without
-graphs, with its standard error. The table by part shows traced steps of the last round in ms per step: `experts` are
-the products of the routed experts, `exchange` sorts tokens by expert and adds up outputs, `mlp` includes the shared
-expert. Kernels of a graph belong to no part, so models with graphs are not traced.
+The models take turns in `--rounds` rounds. Each round builds and warms up each model again, because the models do not
+fit into memory together. In each round a model's step time is divided by the step time of the standard model without
+CUDA graphs. `ratio` is the median of this quotient over the rounds, with its standard error. The table by part shows
+traced steps of the last round in ms per step. `experts` are the matrix products of the routed experts. `exchange` sorts
+tokens by expert and adds up outputs. `mlp` includes the shared expert. Kernels of a graph belong to no part, so models
+with graphs are not traced.
 """
 
 from __future__ import annotations

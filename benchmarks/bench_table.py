@@ -7,8 +7,9 @@ one sequence in bf16, a given selection and no indexer. The grid draws a random 
 add selections that 32 queries share, as in training with gsa.selection_block=32. We also add dense attention
 by cuDNN.
 
-The table has the grid's columns first. `flops` and `tflops` count 2 products over the selected entries, as in
-the grid. r is the number of keys in the list of 32 queries divided by the keys of one query.
+The first columns of the table are the columns of cudnn-frontend's grid. `flops` and `tflops` count two matrix
+products over the selected entries, as the grid does. `r` is the number of keys that any of 32 neighbouring
+queries selects, divided by the number of keys that one query selects.
 
 Two things differ from the grid. gsa_kernels does not support the grid's shapes with latent keys of 512 and
 576. The variant `minimax` has one selection for all key-value heads here, but one per head in the grid.

@@ -10,8 +10,9 @@ Every layout has the same number of sequences per device. A layout names its siz
 (whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
 neither memory nor MFU.
 
---text and --checkpoint use a config's text and a run's weights instead. For selections per query at long contexts these
-matter: the time depends on how similar neighbouring selections are, and random tokens have no similarity.
+--text replaces the random tokens by the config's text. --checkpoint replaces the initial weights by a run's weights.
+Use both options to time a long context in which each query selects its own keys. The time then depends on how similar
+the selections of neighbouring queries are. Random tokens have no such similarity.
 
 In a text with documents, a long sequence is not a long context: a query attends only to keys of its own document. The
 kernels of our models skip the other keys. `visible` is the mean number of causal keys, and MFU counts the `attended`
@@ -20,10 +21,10 @@ tokens and megatron-core's model always have one context per sequence. --scaling
 the same number of causal keys, to one percent.
 
 --breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
-time of each part of the model, the time in which NCCL's kernels ran alone (`exposed`, including waits for other ranks,
-with the largest over the ranks), and the time without kernels (`idle`). These add up to the traced step, which is
-slower than the measured one. The parts' time includes communication that runs beside other kernels (`overlapped`). The
-rules are in gsa_train/profiling/step_breakdown.py.
+time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other
+ranks, with the largest time over the ranks. `idle` is the time without kernels. All these times add up to the traced
+step, which is slower than the measured step. The time of the parts includes communication that runs beside other
+kernels (`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
 
 A variant that runs out of memory on all ranks prints a message, and the next variant follows. If only some ranks fail,
 the other ranks wait for them in a collective. All ranks then end at once with exit code 1, and the last row of the

@@ -23,8 +23,8 @@ GATE_BINS = 20
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """Holds maps of one head of one layer: [L, L] on the CPU, a row for each query. A key after the query has 0 or
-    False."""
+    """Holds maps of one head of one layer. A map is [L, L] on the CPU, with a row for each query. The entry of a key
+    after the query is 0 or False."""
 
     weights: torch.Tensor
     """fp32: the head's attention weights."""
@@ -154,7 +154,7 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
     Args:
         attention: a layer with an indexer.
         hidden: [1, L, d], the layer's input.
-        given: its other arguments.
+        given: the other arguments of the layer.
     """
     if attention.config.indexer_pool > 1:
         raise ValueError(

@@ -45,8 +45,8 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str =
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """Write results.json, table.md and pictures. Returns the table. A kill leaves no folder of that name. Numbers that
-    are not finite are written as in metrics.jsonl."""
+    """Write results.json, table.md and pictures. Return the table. If the process is killed before the end, no folder
+    of this name exists. Numbers that are not finite are written as in metrics.jsonl."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
     with new_folder(folder) as unfinished:

@@ -144,7 +144,8 @@ def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Yield steps of models with few layers or all, the newest row of each model. The page shows the deepest."""
+    """Yield the measured training steps, with the newest row of each model. A model has few layers or all layers. The
+    page shows the models with most layers."""
     rows = _rows(benches, STEPS)
     whole = {(_run(row), _model(row)) for row in rows if "whole_ms" in row}
     steps = {(_run(row), _model(row)): row for row in rows if row.get("step_ms") is not None}

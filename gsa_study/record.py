@@ -123,8 +123,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list[str]]:
-    """Return the runs with records up to their end and with the study's configs, and a line for each run left out. The
-    runs with whose weights a run begins must have the study's configs too. Paths of texts may differ."""
+    """Return the usable runs, and a line for each run left out. A usable run has records up to its last step, and began
+    with the config that the study now has. If the run begins with another run's weights, the other run must also have
+    the study's config. Only the paths of texts may differ."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:

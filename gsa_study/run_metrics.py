@@ -156,9 +156,9 @@ def number_of(value: Any) -> float | None:
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return (step, seconds of training so far) at the ends of the phases, between which time grows linearly. Each
-    step counts the median `step_seconds` of its phase. Compilation, a busy machine, validation, saves and restarts are
-    therefore excluded."""
+    """Return (step, seconds of training so far) at the start of the run and at the end of each phase. Between these
+    points time grows linearly, because each step counts the median `step_seconds` of its phase. Compilation, a busy
+    machine, validation, saves and restarts are therefore excluded."""
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []

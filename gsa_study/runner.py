@@ -72,8 +72,8 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start what can start now. Return True if the next job waits for a process that still writes its run's
-        folder. A run whose study was killed saves before it ends."""
+        """Start the jobs that can start now. Return True if the next job must wait because a process still writes the
+        job's run folder. This happens after a study was killed: its runs save before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self._due, [each.job for each in self._running], free, self._fits)

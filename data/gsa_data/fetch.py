@@ -71,7 +71,8 @@ class Pulse:
 def file_system(address: str, reading: Reading) -> tuple[Any, str]:
     """Returns the fsspec file system of an address, and the path in this file system. A connection is tried again.
 
-    Each calling thread keeps a connection and a thread that holds it, so do not call this from short-lived threads.
+    Do not call this function from short-lived threads. For each calling thread, a helper thread (`_Connector`) stays
+    alive and holds the connections.
 
     Raises DataFault if there is no connection, the protocol is unknown, or its package is not installed.
     """

@@ -237,8 +237,8 @@ def whole_epochs(state: dict[str, Any]) -> int:
 def replay_blocks(
     corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, end: Mapping[str, Any]
 ) -> Iterator[Tokens]:
-    """Yields the global samples of a run again, from its start up to the merged state `end`, as int32
-    [n, seq_len_tokens + 1] arrays with n <= 64.
+    """Yields the samples of all data-parallel ranks of a run again, as int32 [n, seq_len_tokens + 1] arrays with
+    n <= 64. The replay begins at the start of the run and stops at `end`, a state that `merge_states` returned.
 
     Raises StateMismatch after the last sample if the replay ends elsewhere in the text. This happens if the run changed
     its weights of sources or its sequence length at a resume.

@@ -5,7 +5,7 @@ installation.
     python launch/export_hf.py --checkpoint DIR --out DIR
 
 DIR receives weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card.
-The checkpoint may have any layout. Exit code 2: wrong use, a damaged checkpoint, or a tokenizer that cannot be
+The checkpoint may have any layout. Exit code 2 means wrong use, a damaged checkpoint, or a tokenizer that cannot be
 converted.
 """
 

@@ -4,7 +4,7 @@
 
 The model may be any decoder of transformers with plain attention. It answers RULER's needle tasks token by token. Each
 layer reads only the keys that its own attention probabilities select. The keys are selected in blocks, for each query
-or for groups of queries. Exit code 2: wrong use, or an unreadable model or text.
+or for groups of queries. Exit code 2 means wrong use, or an unreadable model or text.
 """
 
 from __future__ import annotations

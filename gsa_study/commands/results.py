@@ -5,8 +5,8 @@
 First the records (`<study>.csv` and `records/`) take the runs that are finished in folders here. Then it writes a page
 for each study file in `--studies` that has a `question` and a finished run, a page of time and memory from what the
 benches wrote, and README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no
-losses are recorded. Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a bench, or no
-room.
+losses are recorded. Exit code 2 means wrong use, a mistake in a study file, a damaged file of a record or a bench, or
+no room.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ TENSORS = ".distcp"
 
 
 class NotRead(RuntimeError):
-    """A checkpoint is intact on disk, but some rank read other bytes. Raised on all ranks. The fault lies in a rank's
-    memory, device or file system, so the checkpoint is kept."""
+    """A checkpoint is intact on disk, but some rank could not read it correctly. All ranks raise this error. The fault
+    lies in a rank's memory, device or file system, so the checkpoint is kept."""
 
 
 class Part(NamedTuple):

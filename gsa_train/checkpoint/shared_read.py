@@ -1,4 +1,4 @@
-"""Share the reading of a checkpoint between replicas: each reads a part and broadcasts it to the ranks that need it."""
+"""Share the reading of a checkpoint. Each replica reads a part and broadcasts this part to the ranks that need it."""
 
 from __future__ import annotations
 

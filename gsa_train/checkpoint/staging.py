@@ -35,8 +35,9 @@ class Copies:
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """Make later work on the device and in this thread run after the copies. This thread does not wait for the
-        device. A second call does nothing. Only `wait` reports failed copies."""
+        """Let the update run only after the copies of this save. Later work on the device waits for the copies on the
+        device. This thread waits only for copies of host memory. A second call does nothing. This method does not
+        report failed copies; `wait` does."""
         if not self._sources:
             return
         if self._filled is not None:

@@ -36,9 +36,9 @@ class PhaseConfig:
     """Start with the optimizer state and step count of the previous phase, which must train the same parameters
     (`train`). False: start with fresh state."""
     indexer_lr_mult: float = 10.0
-    """Learning rate of the indexer divided by the base's, if both learn (table 3 of the paper)."""
+    """Learning rate of the indexer divided by the base model's rate, if both learn (table 3 of the paper)."""
     gate_lr_mult: float = 1.0
-    """Learning rate of the gates divided by the base's (table 3 of the paper)."""
+    """Learning rate of the gates divided by the base model's rate (table 3 of the paper)."""
     kl_coeff: float = 1.0
     """Weight lambda of the indexer loss (eq. 15)."""
 

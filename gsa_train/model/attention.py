@@ -289,12 +289,13 @@ class AttentionOverChunks:
         loss: LossInputs,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and the rows
-        [B, R]. For sampled or sharded rows the second value is the total, estimated sum, for the log.
+        """Return the sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and a second
+        value for the log. The second value is the KL of each row [B, R]. If the rows are sampled or sharded, it is
+        the sum over all rows, estimated from the sampled rows.
 
         The target averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and log-sum-exps,
-        which grow with L, instead of probabilities, which grow with L^2, and each computes a share of the rows. Its sum
-        is multiplied by the number of ranks, because the indexer's gradients are averaged over them (indexer.py).
+        which grow with L. Probabilities would grow with L^2. Each rank computes a share of the rows. The sum of a rank
+        is multiplied by the number of ranks, because the indexer's gradients are averaged over the ranks (indexer.py).
         """
         tp = self.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))

@@ -1,9 +1,9 @@
 """Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
-Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`, and the text starts at its beginning.
-`checkpoint.initial_text=continue` keeps the position in the text, `initial_state=continue` the optimizer state, too.
-The new run may change sequence length, rotary base, YaRN or key budget, and may add gates and an indexer to a dense
-model.
+Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`. The text starts at its beginning.
+`checkpoint.initial_text=continue` keeps the position in the text. `checkpoint.initial_state=continue` keeps the
+optimizer state. The new run may change sequence length, rotary base, YaRN or key budget. It may also add gates and an
+indexer to a dense model.
 """
 
 from __future__ import annotations

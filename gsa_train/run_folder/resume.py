@@ -98,8 +98,9 @@ def choose_start(
 ) -> Start:
     """Choose --resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
-    Both options apply to a job's first start. Restarts of the job resume from the run folder once it has a checkpoint.
-    Damaged checkpoints keep their names until the start can no longer be refused (`set_damaged_aside`).
+    --resume-from and --no-resume apply only to the first start of a job. Restarts of the job resume from the run folder
+    once it has a checkpoint. Damaged checkpoints keep their names until the start can no longer be refused
+    (`set_damaged_aside`).
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls

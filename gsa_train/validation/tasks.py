@@ -1,9 +1,10 @@
 """Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
 
-Requests are packed into sequences of the training sequence length, each a document that sees no other. With groups of
-keys each begins at a group's first token: its selections are the ones of a sequence with this request alone. The
-sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in validation: scores
-equal a single rank's, and the training state does not change.
+Requests are packed into sequences of the training sequence length. Each request is a document that sees no other
+document. If the model selects groups of keys, each request begins at the first token of a group. The selections of a
+request are then the same as in a sequence with this request alone. As in validation, the sequences are spread over the
+data-parallel replicas, and every rank of a replica takes part. The scores equal the scores of a single rank, and the
+training state does not change.
 """
 
 from __future__ import annotations

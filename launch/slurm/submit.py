@@ -4,8 +4,8 @@ Freezes the resolved config, the commit and a copy of the source in `runs/<name>
 not change a queued or restarted job, and submits `job.sh` from there. The job saves and requeues itself before its time
 limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
-Exit code 2: wrong use or config, changes that are not committed, a folder that cannot be written, or no git or sbatch.
-Else sbatch's exit code.
+Exit code 2 means wrong use or config, changes that are not committed, a folder that cannot be written, or no git or
+sbatch. Otherwise the exit code is sbatch's.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def tiny_model(name: str = "gsa", seed: int = 0, attention: str = "eager", **cha
 
 
 def distinct_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Draw int64 [rows, length] without repetitions in a row. In the first layer two keys of one token would have equal
-    scores, and rounding would decide."""
+    """Draw int64 [rows, length] so that no token repeats in a row. In the first layer, two keys of the same token would
+    have equal scores. Rounding would then decide which key is selected."""
     generator = torch.Generator().manual_seed(seed)
     draws = [1 + torch.randperm(SIZES["vocab_size"] - 1, generator=generator)[:length] for _ in range(rows)]
     return torch.stack(draws)

@@ -136,7 +136,8 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest_lists(most: int, pool: int = 1) -> Callable[..., CountedKeys]:
-    """What the host reads of the keys, or groups, of each tile: all that it sees, up to `most` keys."""
+    """Return a function that replaces `triton_build.count_keys`. The host then reads the largest possible count for
+    each tile: all keys (or groups of `pool` keys) that the tile sees, up to `most` keys."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0, *always: torch.Tensor) -> CountedKeys:

@@ -78,8 +78,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 runs in its own blocks, side by side; the others are fp32, which shows more digits. Samples have at least
-    three stretches of rows."""
+    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows more digits.
+    Samples of rows consist of at least three stretches of rows."""
     form, *options = case["attended"].split(", ")
     bf16, block = case["kernels"] == "bf16", FORMS[form]
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)

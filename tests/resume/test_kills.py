@@ -55,8 +55,8 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
 def start_until(
     run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
-    """Start by the same command; return when the step is logged, and another step's checkpoint is durable. The run then
-    waits for this process and takes no further step."""
+    """Start the run by the same command as every other start. Return once `step` is logged and the checkpoint of step
+    `saved` is durable. The run then waits for this process and takes no further step."""
     held = {"held": [[step + 1, 1]], **faults}
     run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)
     run.wait_until(lambda: step in run.steps_printed())
@@ -78,8 +78,9 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
-    """Kill a run until its sixth start ends. It saves at steps 5, 10 (the end of the warm-up) and 15. Two starts use
-    torchrun. A kill of all includes the agent; a kill of one rank leaves the others to the agent."""
+    """Kill a run until its sixth start ends. The run saves at steps 5, 10 (the end of the warm-up) and 15. Two
+    starts use torchrun and have an agent. If all processes are killed, the agent is killed too. If one rank is killed,
+    the agent ends the other ranks."""
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
     during_write = killed_in_a_write(start_until(run_dir, 11, agent=True, held_write=[10, 1]))

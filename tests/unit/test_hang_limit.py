@@ -1,4 +1,4 @@
-"""Tests how long a rank may show no progress: by the time of steps, and longer where no step tells."""
+"""Tests how long a rank may show no progress. The limit follows from step times, and is longer outside steps."""
 
 import os
 import threading

@@ -133,8 +133,8 @@ def _index_rows(sizes: EntrySizes, wanted: Sections) -> int:
 
 
 def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int, int, int, int]:
-    """Return the first tile of the values, of G1, of the indexer's key and queries and of its head weights, and the
-    end. Sections that are not wanted have no tiles."""
+    """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
+    G1, the indexer's key and queries, and the indexer's head weights. A section that is not wanted has no tiles."""
     values = sizes.value_gate or sizes.k // 2
     ends = [0]
     for pairs in (

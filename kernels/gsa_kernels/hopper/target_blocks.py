@@ -1,9 +1,9 @@
 """Stores the target of the indexer loss in blocks of 32 queries by 32 keys, in the order of the registers.
 
-In the register layout of a product, a warp has eight rows, with four lanes per row. A lane has the columns 2 lane, 2
-lane + 1, and the columns 8, 16 and 24 further. A block stores these eight values side by side. Each thread therefore
-stores and loads 16 bytes. A layout in rows of keys would make the loss read through shared memory, with eight lanes in
-one bank (docs/kernels.md, Tuning).
+In the register layout of a matrix product, a warp covers eight rows, with four lanes per row. Lane i of a row holds
+eight columns: 2i and 2i + 1, and these two columns shifted by 8, 16 and 24. A block stores these eight values side by
+side. Each thread therefore stores and loads 16 bytes. With a layout in rows of keys, the loss would have to read
+through shared memory, where eight lanes would use one bank (docs/kernels.md, Tuning).
 """
 
 import torch

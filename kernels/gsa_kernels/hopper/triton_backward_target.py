@@ -223,9 +223,9 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 def _assembly(values: int) -> str:
     """Return the assembly of `store_sums` for 4 or 8 values per lane of each half.
 
-    The operands are, in this order, the results, the places, `low` and `high`. Inline assembly must have results, but
-    nothing uses them. Each result has 4 bytes and stands for four values. Each store writes 8 bytes. A store of 16
-    bytes would have to wait for all sums, which is slower.
+    The operands are, in this order, the results, the addresses of the stores, `low` and `high`. The results are
+    always 0, and nothing uses them. They exist because inline assembly must have results. One result has 4 bytes and
+    stands for four values. Each store writes 8 bytes. A store of 16 bytes is slower, because it waits for all sums.
     """
     results = values // 4
     places, low = results, results + values

@@ -63,8 +63,8 @@ def stats_kernel(
     HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """One program scores BM rows against SEGMENT keys. Grid: (segments, tiles, B). Segments without a causal key of any
-    row write nothing. Scores are in units of log 2, for exp2."""
+    """One program scores BM rows against SEGMENT keys. The grid is (segments, tiles, B). A program writes
+    nothing if its segment has no causal key for any of the rows. Scores are in units of log 2, for exp2."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(

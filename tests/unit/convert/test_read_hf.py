@@ -68,7 +68,8 @@ def weights(alter: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pat
 
 
 def in_shards(folder: Path) -> None:
-    """Write the whole model in a shard with an index, and a part in one file, which transformers reads first."""
+    """Write the whole model as a shard with an index. Also write a part of the model as one file without an index.
+    transformers reads this file first."""
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model-00001-of-00001.safetensors", {"format": "pt"})
     index(dict.fromkeys(tensors, "model-00001-of-00001.safetensors"))(folder)
