@@ -6,9 +6,9 @@
 The baselines are megatron-core's mixture of experts in place of ours, and standard attention in place of GSA.
 
 The shapes come from configs/*_moe_15b_a2b.yaml: 4096 tokens, top 8, with fewer layers and experts so that one device
-holds the training state. The default of 18 layers and 16 experts needs about 60 GiB, so a device of 80 GB. 3 layers
-with 128 experts have the whole model's layer. All models have the same micro-batch: the largest of 1, 2 and 4 sequences
-for which all models fit by the memory estimate.
+holds the training state. The default of 18 layers and 16 experts needs a device of 80 GB. With 128
+experts, each layer equals a layer of the whole model. All models have the same micro-batch. The
+micro-batch is the largest of 1, 2 and 4 sequences for which all models fit by the memory estimate.
 
 `standard_graphs` and `gsa_graphs` are the same models with `train.cuda_graphs`. The bar compares the faster variant of
 GSA, with or without graphs, with the faster variant of the standard model.

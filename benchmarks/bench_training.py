@@ -15,10 +15,10 @@ Use both options to time a long context in which each query selects its own keys
 the selections of neighbouring queries are. Random tokens have no such similarity.
 
 In a text with documents, a long sequence is not a long context: a query attends only to keys of its own document. The
-kernels of our models skip the other keys. `visible` is the mean number of causal keys, and MFU counts the `attended`
-keys (for GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context. Random
-tokens and megatron-core's model always have one context per sequence. --scaling compares only steps whose queries have
-the same number of causal keys, to one percent.
+kernels of our models skip keys of other documents. `visible` is the mean number of causal keys, and MFU counts the
+`attended` keys (for GSA k_base and the local window). data.attend_across_documents=true makes each sequence one
+context. Random tokens and megatron-core's model always have one context per sequence. --scaling compares only steps
+whose queries have the same number of causal keys, to one percent.
 
 --breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
 time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other

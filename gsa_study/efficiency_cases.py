@@ -112,8 +112,8 @@ def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
 
 
 def forward_ratio(config: Config | None, length: int, block: int) -> float | None:
-    """Return the operations of GSA's attention divided by dense attention's, in a forward pass. GSA computes scores of
-    all keys and products with the selected keys. A block computes one score for all its queries."""
+    """Return the operations of GSA's attention in a forward pass, divided by the operations of dense attention. GSA
+    computes scores of all keys and products with the selected keys. A block computes one score for all its queries."""
     if config is None:
         return None
     model, gsa = config.model, config.gsa
@@ -171,7 +171,7 @@ def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Yield whole models that were not measured, scaled from two depths. Each has its newest row."""
+    """Yield whole models whose time was not measured but scaled from two depths. Each model has its newest row."""
     rows = _rows(benches, STEPS)
     measured = {_model(row) for row in rows if row.get("step_ms") is not None}
     whole = {_model(row): row for row in rows if "whole_ms" in row}
@@ -184,7 +184,8 @@ def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
-    """Return the operations of GSA's forward pass divided by the standard model's, both without the logits."""
+    """Return the operations of GSA's forward pass divided by the operations of the standard model's forward pass. Both
+    counts leave out the logits."""
     if config is None:
         return None
     gsa = config.gsa

@@ -96,7 +96,8 @@ def choose_start(
     parallel: Parallel,
     tensors_later: bool = False,
 ) -> Start:
-    """Choose --resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
+    """Choose the checkpoint of --resume-from. Without this option, choose the run folder's latest checkpoint. With
+    --no-resume, or without a checkpoint, choose step 0. Collective.
 
     --resume-from and --no-resume apply only to the first start of a job. Restarts of the job resume from the run folder
     once it has a checkpoint. Damaged checkpoints keep their names until the start can no longer be refused
@@ -348,7 +349,7 @@ balancing."""
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
     """Raise ResumeError if a field differs that changes the weights or their use. A field that the checkpoint lacks is
-    newer than it and had its default."""
+    newer than the checkpoint, and had its default value."""
     saved = saved_sections(state.config_yaml)
     lines = []
     for section, may_change in MAY_CHANGE.items():

@@ -130,7 +130,7 @@ class _OnTheHost(torch.Tensor):
 
 
 def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what the host reads as counts from the device: all zero."""
+    """Return zeros for all counts that the host reads from the device."""
     with unset_fake_temporarily():
         return torch.zeros(tensor.shape, dtype=tensor.dtype).as_subclass(_OnTheHost)
 
@@ -152,7 +152,7 @@ def _longest_lists(most: int, pool: int = 1) -> Callable[..., CountedKeys]:
 
 
 def _even_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """Return what the host reads as tokens per expert: equal numbers."""
+    """Return equal numbers for the tokens per expert that the host reads."""
     with unset_fake_temporarily():
         return torch.full((count,), experts.numel() // count).as_subclass(_OnTheHost)
 

@@ -47,7 +47,7 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
 
 
 def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch):
-    """The first step of a kind compiles, and does not predict the second."""
+    """The first step of a kind compiles, so the time of this step does not predict the time of the second step."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
     watched.steps(FEWEST_STEPS + 1)
     assert watched.watch._limit.seconds == LEAST_SECONDS
@@ -128,7 +128,7 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
 
 
 def test_what_follows_a_step_lies_before_the_next_one() -> None:
-    """The others wait in the following step for the rank that still saves."""
+    """The other ranks wait in the following step for the rank that still saves."""
     ages = [age("saving", still=700), age("training", still=690)]
     fault = find_fault(ages, LONGEST)
     assert fault is not None
@@ -188,7 +188,7 @@ def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(tmp_path, monke
 
 
 def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(tmp_path, monkeypatch):
-    """Triton reports it, from any thread."""
+    """Triton reports the compilation, from any thread."""
     hooks = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     knobs: Any = pytest.importorskip("triton.knobs")
     monkeypatch.setattr(knobs, "runtime", hooks)
@@ -282,7 +282,7 @@ def break_pipe(_descriptor: int, _text: bytes) -> int:
 def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
     stderr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If torchrun is gone, the reader of its pipe may be, too, and nothing else ends the rank."""
+    """If torchrun is gone, the reader of its pipe may be gone too. Nothing else then ends the rank."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     watched.watch.close()
     comes_back = threading.Event()

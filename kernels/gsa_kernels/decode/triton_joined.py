@@ -1,7 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
 A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or just
-two rows. Therefore no program needs the result of another one. The rest is as in row_product/triton_product.py.
+two rows. Therefore no program needs the result of another program. Everything else is as in
+row_product/triton_product.py.
 """
 
 from typing import NamedTuple
