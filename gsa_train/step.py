@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
-from megatron.core.utils import get_model_type
+from megatron.core.pipeline_parallel.schedules import forward_step
 
 from gsa_train.config import Config
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_causal_keys
 from gsa_train.distributed.context_sharding import ContextSharding
+from gsa_train.distributed.megatron_versions import backward_step
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.losses import indexer_kl_grad_scale, loss_scale, masked_loss
 from gsa_train.model.attention_pass import AttentionPass
@@ -319,7 +319,7 @@ def _pass_over_one(
     logged: list[dict[str, torch.Tensor]] = []
     with model.runtime.during(attention_pass):
         loss, _ = forward_step(run, batches, module, count, None, logged, model.mcore_config, 1)
-        backward_step(None, loss, None, get_model_type(module), model.mcore_config)
+        backward_step(loss, module, model.mcore_config)
     return logged[0]["loss_sum"]
 
 

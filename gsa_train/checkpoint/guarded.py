@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
@@ -27,6 +26,7 @@ from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import MEGATRON_METADATA, leads_out
 from gsa_train.checkpoint.parallel_read import ParallelReader, log_of
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
+from gsa_train.distributed.megatron_versions import replace_readers
 
 CLASSES = {
     "torch": {"Size"},  # and dtypes
@@ -182,11 +182,6 @@ def _line(error: Exception) -> str:
 # --- replacements of torch's and megatron-core's readers ----------------------------------------------------------
 
 
-class GuardedCommon(TorchCommonLoadStrategy):
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return read_common(Path(checkpoint_dir))
-
-
 class _Reader(ParallelReader):
     """Reads the metadata once. All readers of a logged load share the metadata."""
 
@@ -217,10 +212,8 @@ class _LoadPlanner(mcore_torch.MCoreLoadPlanner):
         super().load_bytes(read_item, content)
 
 
-def _reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> FileSystemReader:
+def _reader(checkpoint_dir: str | Path, *_: Any, **__: Any) -> FileSystemReader:
     return _Reader(checkpoint_dir)
 
 
-# megatron-core has no argument for either reader.
-mcore_torch._get_filesystem_reader = _reader
-mcore_torch.MCoreLoadPlanner = _LoadPlanner
+replace_readers(_reader, _LoadPlanner, read_common)

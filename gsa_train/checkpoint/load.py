@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint.files import FileRecord, faults_in_a_line
-from gsa_train.checkpoint.guarded import GuardedCommon, read_common
+from gsa_train.checkpoint.guarded import read_common
 from gsa_train.checkpoint.optimizer_state import (
     Saved,
     from_main_weights,
@@ -37,6 +37,7 @@ from gsa_train.checkpoint.optimizer_state import (
 )
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
 from gsa_train.checkpoint.shared_read import shared_by_replicas
+from gsa_train.distributed.megatron_versions import load_sharded
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
@@ -296,14 +297,8 @@ def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool =
         shared: replicas want the same tensors, so each reads a part for all.
     """
     strategy, has_experts = TorchDistLoadShardedStrategy(), model.mcore_config.moe.experts > 0
-    content: dict[str, Any] = dist_checkpointing.load(
-        wanted,
-        str(checkpoint),
-        shared_by_replicas(strategy, model.parallel.groups, has_experts) if shared else strategy,
-        GuardedCommon(),
-        strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
-    )
-    return content
+    how = shared_by_replicas(strategy, model.parallel.groups, has_experts) if shared else strategy
+    return load_sharded(wanted, checkpoint, how, read_common)
 
 
 def sharded_state(

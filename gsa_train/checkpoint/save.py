@@ -40,6 +40,7 @@ from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
 from gsa_train.checkpoint.staging import Copies, Staging
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
+from gsa_train.distributed.megatron_versions import SAVE_OPTIONS
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -394,7 +395,7 @@ class _Planner(TorchDistSaveShardedStrategy):
     writer: Any
     metadata: Any
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any, **__: Any) -> AsyncRequest:
         self.writer, self.metadata = writer, planned[1]
         return AsyncRequest(None, (), [])
 
@@ -433,6 +434,8 @@ def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: 
     planner = _Planner(*BACKEND, thread_count=files_of(bytes_of_share))
     # megatron-core would start a manager process for this queue, through which its writers report.
     filesystem_async._results_queue = queue.Queue()
-    FullyParallelSaveStrategyWrapper(planner, parallel.groups.dp_cp).async_save(sharded, save.folder)
+    FullyParallelSaveStrategyWrapper(planner, parallel.groups.dp_cp).async_save(
+        sharded, save.folder, **SAVE_OPTIONS
+    )
     save.writer, save.metadata = planner.writer, planner.metadata
     save.buckets, planner.writer.write_buckets = planner.writer.write_buckets, None

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -15,8 +14,8 @@ EXPERTS = ".mlp.experts."
 
 
 def shared_by_replicas(
-    strategy: LoadShardedStrategy, groups: ProcessGroupCollection, has_experts: bool
-) -> LoadShardedStrategy:
+    strategy: Any, groups: ProcessGroupCollection, has_experts: bool
+) -> FullyParallelLoadStrategyWrapper:
     """
     Args:
         has_experts: whether some layer of the model is a mixture of experts; the same on all ranks.
@@ -34,9 +33,11 @@ class WithExperts(FullyParallelLoadStrategyWrapper):
         super().__init__(of_all.base_strategy, of_all.parallelization_group)
         self.of_experts = FullyParallelLoadStrategyWrapper(of_all.base_strategy, groups.expt_dp)
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-        """Collective, also on ranks that need no expert."""
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *strategy: str
+    ) -> dict[str, Any]:
+        """Collective, also on ranks that need no expert. megatron-core 0.19 passes the name of a strategy."""
         experts, others = extract_matching_values(sharded_state_dict, lambda each: EXPERTS in each.key)
-        loaded = super().load(others, checkpoint_dir)
-        merge(loaded, self.of_experts.load(experts, checkpoint_dir))
+        loaded = super().load(others, checkpoint_dir, *strategy)
+        merge(loaded, self.of_experts.load(experts, checkpoint_dir, *strategy))
         return loaded

@@ -1,6 +1,6 @@
 """Patch megatron-core so that it trains on CPUs over gloo. A run on GPUs never imports this file.
 
-megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
+megatron-core names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
 each replacement and the code that needs it:
 
     torch.cuda.current_device()          used as `device=` everywhere
@@ -9,7 +9,7 @@ each replacement and the code that needs it:
     pin_memory=True                      checkpoints
     ShardedTensor.init_data              loading, where ranks want different tensors: it keeps torch.empty as a default
     torch.cuda.synchronize()             pipeline sends, checkpoints
-    torch.cuda.Stream()                  gradient buffers of several optimizer instances
+    torch.cuda.Stream(), current_stream  gradient buffers, of several optimizer instances and in 0.19
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 
 Gloo's process groups (megatron-core makes about twenty) also share one network device here. By default each group
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, wraps
 from typing import Any
@@ -68,6 +69,9 @@ class _NoStream:
     def wait_stream(self, stream: Any) -> None:
         pass
 
+    def record_event(self, event: Any = None) -> None:
+        pass
+
 
 def _shares_devices(gloo: Any) -> Any:
     """Returns a `ProcessGroupGloo` whose later groups reuse the network devices of the first, which torch chooses."""
@@ -108,7 +112,8 @@ def install() -> None:
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.Stream = _NoStream
-    cuda.default_stream = lambda *args, **kwargs: _NoStream()
+    cuda.default_stream = cuda.current_stream = lambda *args, **kwargs: _NoStream()
+    cuda.stream = lambda *args, **kwargs: nullcontext()
     # Not torch.manual_seed, which stores a stack trace each time for devices initialized later.
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -130,6 +135,7 @@ def install() -> None:
     sharded_tensor.init_data.__defaults__ = (torch.empty,)
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.record_stream = lambda self, stream: None
     tensor.type = _named_as_on_cuda(tensor.type)
     c10d: Any = distributed_c10d
     c10d.ProcessGroupGloo = _shares_devices(c10d.ProcessGroupGloo)

@@ -78,6 +78,7 @@ class GSASelfAttention(MegatronModule):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None

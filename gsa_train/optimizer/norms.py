@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from gsa_train.distributed.megatron_versions import main_grads
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.optimizer.build import OptimizerKind
 
@@ -39,7 +40,7 @@ def reduce_grad_norm(
         list
     )  # experts have other replicas than dense parameters
     for inner in chained(optimizer):
-        by_copies[_copies(inner, parallel)] += inner.get_main_grads_for_grad_norm()
+        by_copies[_copies(inner, parallel)] += main_grads(inner)
     for copies, grads in by_copies.items():
         squares = squares + sum_of_squares(grads, parallel.device) / copies
     sums = torch.stack([squares, loss_share.double()])

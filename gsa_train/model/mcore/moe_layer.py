@@ -126,7 +126,7 @@ def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts:
     arguments."""
 
     class Mixture(MixtureOfExperts):
-        def __init__(self, config: GSATransformerConfig) -> None:
+        def __init__(self, config: GSATransformerConfig, **_: Any) -> None:
             super().__init__(config, context, groups, parts)
 
     return Mixture
