@@ -131,7 +131,8 @@ def print_kernels(run: harness.Run) -> None:
 def is_correct(
     indexer: Indexer, geometry: Geometry, selection: Selection, ema: torch.Tensor, sample: int = 64
 ) -> bool:
-    """Check that budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
+    """Compare budget and selection with the reference implementation, on some rows at the start, in the middle and at
+    the end."""
     num_rows, length = indexer.queries.shape[1], indexer.keys.shape[1]
     assert selection.packed_mask is not None
     sample = min(sample, num_rows)

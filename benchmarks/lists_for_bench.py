@@ -16,9 +16,9 @@ def random_lists(
 ) -> KeyLists:
     """Build lists in which every query selects k keys, and the queries of a tile together ratio * k.
 
-    1 <= ratio <= queries. The keys of a tile are random causal keys of its first query, and fewer if it has fewer. Each
-    query selects exactly k of n keys, evenly spaced. The offsets of the queries are spread so that each key is
-    selected.
+    A tile lists n = ratio * k random causal keys of its first query, or all of them if there are fewer. The ratio must
+    be from 1 to the number of queries in a tile. Each query selects exactly k of the n keys, evenly spaced. The offsets
+    of the queries differ so that each key is selected.
     """
     tiles = -(-length // queries)
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -128,8 +128,8 @@ class GSAConfig(PreTrainedConfig):
         selection_block (`int`, *optional*, defaults to 1):
             Queries in aligned blocks of this many share the selection of the first of them.
         indexer_pool (`int`, *optional*, defaults to 1):
-            Number of keys in a group, counted from the start of the document. The indexer scores the mean of a group. A
-            query selects whole groups, and also attends to its own group up to itself.
+            Number of keys in a group, counted from the sequence's first real token. The indexer scores the mean of a
+            group. A query selects whole groups, and also attends to its own group up to itself.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Number of neighbouring layers that share the selection of the first of these layers.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):

@@ -88,7 +88,7 @@ def setup(results: Results) -> str:
     if any(each.run.source for each in finished):
         said += " If an arm begins with another arm's weights, its tokens include that training."
     if unrecorded == len(finished):
-        said += " Their losses are not recorded, so the figure was made earlier from their folders."
+        said += " The record has no losses of these runs. The figure was drawn earlier, from the folders of the runs."
     elif unrecorded:
         said += f" The figure lacks {unrecorded} of the runs, because their losses are not recorded."
     return said

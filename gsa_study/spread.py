@@ -59,8 +59,8 @@ def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[st
 
 
 def written(spread: Spread) -> str:
-    """Format as `3.521 ± 0.012`: the deviation with two significant digits, and the mean with the same number of
-    places. Without a deviation the mean has five digits."""
+    """Format a mean and its deviation as `3.521 ± 0.012`. The deviation has two significant digits, and the mean has
+    the same number of decimal places. Without a deviation the mean has five digits."""
     lost = f"{spread.not_finite} diverged" if spread.not_finite else ""
     if spread.mean is None:
         return lost or "–"

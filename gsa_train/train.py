@@ -1,7 +1,8 @@
-"""Run pretraining from start to end:
+"""Run pretraining from start to end.
 
-config -> parallel groups -> where to start -> data, model, optimizer, checkpoint, run folder (run/open.py) -> services
-    -> for each phase: a new optimizer, the steps (trainer.py) -> end
+1. Create the parallel groups from the config, and find the checkpoint to start from.
+2. Open data, model, optimizer, checkpoint and run folder (run/open.py), then the services.
+3. For each phase build an optimizer and run the steps (trainer.py).
 
 After a loss spike, `go_back` may reload an earlier checkpoint. Training then continues as after a restart.
 """

@@ -141,7 +141,8 @@ def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Shar
 def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
     """Check that a corpus can be read with these weights of sources, as far as is known before reading.
 
-    The sources of text are known only after reading, so a wrong name then shows as a source without tokens.
+    The sources of text are known only after reading. A wrong name therefore appears in the log as a source without
+    tokens.
 
     Raises ValueError for a bad weight, and DataFault for a corpus without sources or for a source without documents.
     """

@@ -77,7 +77,7 @@ class Tokenizer:
         vocab_size: the largest id + 1
         fingerprint: the sha256 of the file, with the id of `eos_token` if that is not the default
         stop_ids: the tokens at which a generated text ends: `eos_id` and the tokens of companions.set_up_tokenizer
-        is_chat: whether the model reads conversations, in which text that spells a special token is that token
+        is_chat: whether the model reads conversations. Text that spells a special token then becomes this token
 
     Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """

@@ -32,7 +32,7 @@ class CheckpointConfig:
     start again, and so do optimizer and text, unless `initial_state` or `initial_text` says otherwise. Sequence
     length, rotary base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random
     weights."""
-    initial_text: Literal["anew", "continue"] = "anew"
+    initial_text: Literal["fresh", "continue"] = "fresh"
     """With `initial_weights`, where the text begins. `continue`: where that checkpoint stopped reading. Text,
     tokenizer and `data.seed` must then be the same."""
     initial_state: Literal["fresh", "continue"] = "fresh"

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from gsa_data.whole_files import read_whole
-from gsa_train.config.other_names import FIELD_OF, REMOVED, REMOVED_AFTER
+from gsa_train.config.other_names import FIELD_OF, REMOVED, REMOVED_AFTER, RENAMED_VALUES
 from gsa_train.config.text_yaml import TextLoader
 
 Built = TypeVar("Built")
@@ -274,6 +274,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         elif typing.get_origin(hint) is list:
             values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
         else:
+            if isinstance(value, str):
+                value = RENAMED_VALUES.get((field, value), value)
             try:
                 values[key] = _typed(hint, value)
             except ValidationError:

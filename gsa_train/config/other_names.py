@@ -63,3 +63,6 @@ REMOVED = {"gsa.selection_query": "first", "gsa.reuse_teacher": "leader"}
 """Removed field -> its default. A config with this value loads, so that earlier runs and checkpoints stay usable."""
 REMOVED_AFTER = "removed after release studies-0.1"
 """What is wrong with another value."""
+
+RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
+"""(field, earlier value) -> its name now. The configs of earlier runs have the earlier value."""

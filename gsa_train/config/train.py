@@ -33,8 +33,8 @@ class TrainConfig:
     and need the memory of a pass in addition to the graph's. Tensor, context, pipeline and expert parallelism and
     recomputation are excluded."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again to save memory: none, the attention core (`selective`), or
-    whole layers (`full`)."""
+    """Activations that the backward pass computes again to save memory: none, attention after its projections
+    (`selective`), or whole layers (`full`)."""
     recompute_num_layers: int = 1
     """With recompute=full, number of layers that are recomputed together."""
     linear_layers: str = "megatron"

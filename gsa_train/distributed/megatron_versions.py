@@ -77,7 +77,7 @@ def load_sharded(
 def _common_strategy(read_common: Callable[[Path], dict[str, Any]]) -> Any:
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy  # gone in 0.19
 
-    class Guarded(TorchCommonLoadStrategy):  # type: ignore[misc, unused-ignore]
+    class Guarded(TorchCommonLoadStrategy):  # type: ignore[misc, unused-ignore]  # untyped in 0.16, absent in 0.19
         def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
             return read_common(Path(checkpoint_dir))
 

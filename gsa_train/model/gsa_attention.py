@@ -56,7 +56,7 @@ class AttentionContext:
     dense_attention: str
     """Name of the dense attention with `triton` (dense_attention.py)."""
     recompute_core: bool
-    """Recompute the attention core in the backward pass instead of keeping its L x L tensors."""
+    """Recompute attention after its projections in the backward pass, instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
     """Shared by all indexers (rotary.py); None without `gsa.indexer_rope`."""
 

@@ -96,7 +96,8 @@ class Indexer(MegatronModule):
         """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
 
         Args:
-            document_starts: int [B, L], for the mean keys of groups (`CoreOverChunks.local_document_starts`).
+            document_starts: int [B, L], for the mean keys of groups
+                (`AttentionOverChunks.local_document_starts`).
         """
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
@@ -161,8 +162,8 @@ class Indexer(MegatronModule):
 
 
 class _JoinedProduct(torch.autograd.Function):
-    """Multiplies hidden [L, B, d] by concatenated weights [rows, d] and returns [L, B, all rows]. The last weight is a
-    constant."""
+    """Multiplies hidden [L, B, d] by concatenated weights [rows, d] and returns [L, B, all rows]. The last weight is
+    padding and gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:

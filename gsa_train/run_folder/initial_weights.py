@@ -98,10 +98,8 @@ def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any
     Raises:
         ResumeError: the position is to be kept, and the checkpoint has no position.
     """
-    fields = {"text": "anew", "state": "fresh"}
-    asked = [
-        f"initial_{part}" for part in fields if getattr(config.checkpoint, f"initial_{part}") == "continue"
-    ]
+    fields = ("initial_text", "initial_state")
+    asked = [field for field in fields if getattr(config.checkpoint, field) == "continue"]
     if checkpoint is None or not asked:
         return None
     try:
@@ -111,7 +109,7 @@ def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any
     if "cursors" not in data:
         raise ResumeError(
             f"checkpoint.{asked[-1]} = continue: {checkpoint} has weights alone, and no position in a text; set "
-            f"checkpoint.{asked[-1]}={fields[asked[-1].removeprefix('initial_')]}"
+            f"checkpoint.{asked[-1]}=fresh"
         )
     return data
 

@@ -321,11 +321,10 @@ def open_batches(
         try:
             return TrainBatches(config, parallel, tokenizer, begins_at)
         except StateMismatch as error:
-            text = config.checkpoint.initial_state == "fresh"
-            field, other = ("initial_text", "anew") if text else ("initial_state", "fresh")
+            field = "initial_text" if config.checkpoint.initial_state == "fresh" else "initial_state"
             raise ResumeError(
                 f"checkpoint.{field} = continue: {config.checkpoint.initial_weights} cannot go on with this "
-                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.{field}={other}."
+                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.{field}=fresh."
             ) from error
     try:
         return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)

@@ -27,8 +27,9 @@ def encode_requests(
     """Encode requests. Contexts that are too long lose their beginning. An empty context becomes an EOS.
 
     Context and continuation are encoded separately, as in `ai2-olmo-eval`. Some tokenizers, such as sentencepiece's,
-    put a space in front of each text and would put one between the two. For these, the whole text is encoded. If it
-    begins with the context's tokens, the continuation has the tokens after them. Otherwise the context ends in white
+    put a space in front of each text, and would put a space between context and continuation. For these tokenizers the
+    whole text is encoded. If the encoded text begins with the context's tokens, the continuation has the tokens after
+    them. Otherwise the context ends in white
     space that becomes part of the next token, and that white space belongs to the continuation.
 
     Args:

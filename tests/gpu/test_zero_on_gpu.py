@@ -54,8 +54,8 @@ STRATEGIES = {
 
 
 def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], int, int]:
-    """Return loss, gradient norm and update norm of some steps; the optimizer's device memory; trained parameters. The
-    memory includes weights that the optimizer frees."""
+    """Return three results: loss, gradient norm and update norm of some steps, the optimizer's device memory, and the
+    trained parameters. Weights that the optimizer frees count as memory, too."""
     path = REPOSITORY / "configs" / "gsa_1.7b.yaml"
     config = load_config(path, [*MODEL, *overrides], world_size=1, need_data=False)
     parallel, phase = single_rank(), config.phases[-1]

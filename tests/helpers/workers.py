@@ -1,8 +1,9 @@
 """Forks workers of a test session after all tests are collected: `pytest --workers N`.
 
-Importing torch, megatron-core, transformers and all tests takes many CPU seconds. The session imports them once and its
-workers share them, unlike pytest-xdist's workers, which are separate interpreters. Each worker takes one file after the
-other, so that a file's shared fixtures are created once. Results go to the session, which prints and counts them.
+Importing torch, megatron-core, transformers and all tests takes many CPU seconds. The pytest session imports them once,
+and forks workers that share the imports. (The workers of pytest-xdist are separate interpreters.) A worker takes one
+test file after the other, so that the shared fixtures of a file are created once. The session receives the results,
+prints them and counts them.
 """
 
 import atexit

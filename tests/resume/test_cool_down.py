@@ -107,3 +107,8 @@ def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
         expected=2
     )
     assert "phases.0.train = all here, indexer in the checkpoint; set it so, or" in refused.output
+    data = start(
+        tmp_path, *continued, "data.seed=3", config=config_of(tmp_path, warm_up), name="other data"
+    ).wait(expected=2)
+    assert "checkpoint.initial_state = continue: " in data.output
+    assert "set checkpoint.initial_state=fresh." in data.output

@@ -29,8 +29,9 @@ def lost(found: Account) -> dict[str, float]:
 
 
 def killed_and_resumed() -> list[Line]:
-    """Return the log of a process killed at 1050, 4 s after its main thread's last progress, in step 22. It had logged
-    step 20 and saved at step 15. The next process begins at 1060 and continues after step 15."""
+    """Return the log of a killed process and of the next process. The kill is at second 1050 in step 22. The main
+    thread's last progress is 4 s earlier. The killed process had logged step 20 and saved step 15. The next process
+    begins at second 1060 and continues after step 15."""
     return [
         start(1000, 1005, 0, **{"import": 5.0}),
         line("steps", 1008, 1, **{"import": 5.0}, first_step=3.0),

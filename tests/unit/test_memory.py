@@ -140,8 +140,8 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
 
 
 def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
-    """Gradients of k and v are allocated after the segments' memory is free: 512 bytes per token with one bf16 head of
-    128."""
+    """Programs that share a key list store gradients in segments. The backward pass frees this memory before it
+    allocates the gradients of k and v, which take 512 bytes per token with one bf16 head of 128."""
     lengths, counted = (4096, 32768, 131072), {}
     for segments in (limits.segments_bytes, lambda *_: 0):
         monkeypatch.setattr(limits, "segments_bytes", segments)

@@ -175,7 +175,7 @@ def test_a_figure_stays_where_no_losses_are_recorded(
     assert figure.read_bytes() == b"as it was made of folders"
     assert "kept out/small.png: the losses of its runs are not recorded" in capsys.readouterr().out
     page = folder / "out" / "small.md"
-    assert "Their losses are not recorded, so the figure was made earlier" in page.read_text()
+    assert "The record has no losses of these runs. The figure was drawn earlier" in page.read_text()
     finish(folder, "two", 1, 30.0)
     assert main() == 0
     assert figure.read_bytes().startswith(b"\x89PNG")

@@ -71,10 +71,10 @@ def test_a_run_begins_with_the_other_arm_s_run_of_its_seed_and_reads_on(tmp_path
 def test_the_text_begins_again_where_an_arm_says_so(tmp_path: Path) -> None:
     arms = [
         {"name": "base"},
-        {"name": "late", "initial_weights": "base", "set": {"checkpoint.initial_text": "anew"}},
+        {"name": "late", "initial_weights": "base", "set": {"checkpoint.initial_text": "fresh"}},
     ]
     study = load(tmp_path, arms=arms)
-    assert of_arm(study, "late").config.checkpoint.initial_text == "anew"
+    assert of_arm(study, "late").config.checkpoint.initial_text == "fresh"
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,9 @@ REFUSED = {
     "visible keys": "causal keys",
     "words of a mask": "packed mask",
 }
-# Real uses: a value of checkpoint.initial_text, texts of a probe and of a request, this file's table.
-ALLOWED = [(f"gsa_train/config/{name}.py", "anew") for name in ("checkpoint", "checks")]
-ALLOWED += [(f"gsa_train/run_folder/{name}.py", "anew") for name in ("initial_weights", "resume")]
-ALLOWED += [("gsa_eval/convert/tokenizer.py", "behind"), ("docs/reference/config.md", "anew")]
-ALLOWED += [("tests/unit/test_study_weights.py", "anew")]
+# Real uses: an earlier value of a field, texts of a probe and of a request, this file's table.
+ALLOWED = [("gsa_train/config/other_names.py", "anew"), ("tests/unit/test_config.py", "anew")]
+ALLOWED += [("gsa_eval/convert/tokenizer.py", "behind")]
 ALLOWED += [
     ("tests/helpers/request_files.py", "of which"),
     *(("tests/unit/test_words.py", each) for each in REFUSED),

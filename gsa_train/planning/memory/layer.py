@@ -21,7 +21,7 @@ class Layer:
     attention: float
     """Attention outside its core, including the core's inputs."""
     core: float
-    """The attention core; recomputed with recompute=selective."""
+    """Attention after its projections; recomputed with recompute=selective."""
     feed_forward: float
     """The feed-forward layer with its input norm."""
     indexer: float

@@ -5,8 +5,8 @@ weights, micro-batches and random numbers. The loss, and the bits of each rank's
 be equal. The other check compares the weights of data-parallel replicas bit for bit. Both checks are exact because our
 kernels are deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
-Neither check finds an error that repeats. Neither finds an error in a shard of the distributed optimizer, which has no
-replica.
+The comparison of replicas and the second computation of a step both miss an error that repeats. They also miss an error
+in a shard of the distributed optimizer, because the shard has no replica.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ def _load_gate(gate, local, member, stride_gl, stride_gh, valid, D: tl.constexpr
 def _seen_keys(
     packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Return the range of keys, from a multiple of KEYS, that contains every key selected by the tile's queries. Keys
-    outside the range would not change a bit of the result."""
+    """Return a range of keys that contains every key selected by the tile's queries. The start of the range is rounded
+    down to a multiple of KEYS. Keys outside the range would not change a bit of the result."""
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1
     high = 0

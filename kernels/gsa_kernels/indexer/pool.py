@@ -51,9 +51,11 @@ def to_first_positions(keys: torch.Tensor, pool: int) -> torch.Tensor:
 
 
 def pooled(indexer: Indexer, geometry: Geometry) -> Indexer:
-    """The indexer as `select` and `indexer_loss` take it, from one without rotation whose keys are of single tokens.
+    """Return the indexer with the keys of groups, as `select` and `indexer_loss` take it.
 
     Args:
+        indexer: its keys are of single tokens. If it has a rotary embedding, each key is rotated by the angle of the
+            first token of its group in its document, so that the mean of the keys is the rotated mean.
         geometry: of whole sequences
     """
     pool = geometry.indexer_pool

@@ -16,8 +16,8 @@ from gsa_kernels.packed_mask import int32_words
 
 @dataclass
 class KeptHits:
-    """Keeps the transposed lists of all tiles, as `find_key_hits` returns them for rows of `max_count`. The indexer
-    loss computes them, and attention's backward pass reuses them."""
+    """Keeps the transposed key lists, which name for each key the list entries that hold it. `find_key_hits` computes
+    them for all tiles in the indexer loss. The backward pass of attention then uses them again."""
 
     of_all: Any = None
     """(TileRows, KeyHits) of triton_reduce_keys.py."""
