@@ -74,8 +74,8 @@ class OracleAttention:
                 f"form {form}: {budget.selected} keys are not a multiple of {form.keys}; give such a budget"
             )
         self.form, self.budget = form, budget
-        self.kept = 0.0
-        """Sum over calls of the mean attention mass that the selection keeps."""
+        self.kept = torch.zeros(())
+        """Sum over calls of the mean attention mass that the selection keeps. It stays on the device."""
         self.calls = 0
 
     def __call__(
@@ -96,16 +96,18 @@ class OracleAttention:
         keys, values = key[0], value[0]
         # A chunk begins where a group of queries begins.
         chunk = -(-CHUNK_QUERIES // self.form.queries) * self.form.queries
-        out, kept = [], 0.0
+        out, kept = [], torch.zeros((), device=query.device)
         for first in range(0, length, chunk):
-            rows = torch.arange(first, min(first + chunk, length), device=query.device)
-            probs = _probabilities(queries[:, :, rows], keys, rows, scaling)
+            until = min(first + chunk, length)  # later keys are in the future of the whole chunk
+            rows = torch.arange(first, until, device=query.device)
+            probs = _probabilities(queries[:, :, first:until], keys[:, :until], rows, scaling)
             selected = select(probs, rows, self.form, self.budget)
-            mass = probs * selected[:, None]
-            sums = mass.sum(-1, keepdim=True)
-            kept += float(sums.mean()) * len(rows)
-            out.append(torch.einsum("ngck,nkd->cngd", (mass / sums).to(values.dtype), values))
-        self.kept += kept / length
+            mass = probs.mul_(selected[:, None])
+            sums = mass.sum(-1)
+            kept += sums.mean() * len(rows)
+            added = torch.einsum("ngck,nkd->cngd", mass.to(values.dtype), values[:, :until])
+            out.append((added / sums.permute(2, 0, 1)[..., None]).to(values.dtype))
+        self.kept = self.kept + kept / length
         self.calls += 1
         return torch.cat(out).flatten(1, 2)[None], None
 
@@ -113,9 +115,9 @@ class OracleAttention:
 def _probabilities(
     queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    logits = torch.einsum("ngcd,nkd->ngck", queries, keys).float() * scaling
+    logits = torch.einsum("ngcd,nkd->ngck", queries, keys).float().mul_(scaling)
     places = torch.arange(keys.shape[1], device=keys.device)
-    return logits.masked_fill(places > rows[:, None], float("-inf")).softmax(-1)
+    return logits.masked_fill_(places > rows[:, None], float("-inf")).softmax(-1)
 
 
 def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) -> torch.Tensor:
@@ -175,5 +177,5 @@ def retrieve(
     return Retrieved(
         100 * sum(exact) / len(exact),
         sum(log_probabilities) / len(log_probabilities),
-        None if how is None else how.kept / how.calls,
+        None if how is None else float(how.kept) / how.calls,
     )
