@@ -84,7 +84,9 @@ def check_muon(config: Config) -> list[str]:
     if config.parallel.strategy != "deepspeed":
         return []
     wrong = "parallel.strategy = deepspeed shards flat groups of parameters, and Muon needs whole matrices"
-    return [problem_line("train.optimizer", "muon", wrong, "set it to adamw, or parallel.strategy to megatron")]
+    return [
+        problem_line("train.optimizer", "muon", wrong, "set it to adamw, or parallel.strategy to megatron")
+    ]
 
 
 def check_graphs(config: Config) -> list[str]:

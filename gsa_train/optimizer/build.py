@@ -50,7 +50,9 @@ class OptimizerKind:
     def new_state(self, parameter: torch.Tensor, is_matrix: bool = False) -> dict[str, torch.Tensor]:
         names = self.matrix_state if is_matrix and self.matrix_state is not None else self.state
         zeros = {name: parameter.new_zeros(parameter.shape) for name in names}
-        return zeros if is_matrix or self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
+        return (
+            zeros if is_matrix or self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
+        )
 
 
 def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:
@@ -87,7 +89,7 @@ def adamw_change(
 def muon(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:
     from gsa_train.optimizer.muon import Muon
 
-    return Muon(groups, train, lambda others: adamw(others, train, fused))
+    return Muon(groups, train, fused, lambda others: adamw(others, train, fused))
 
 
 def muon_change(

@@ -45,7 +45,11 @@ def keep_main_weights(
             (
                 part.parameter,
                 part.start,
-                {kind: each.clone() for kind, each in part.tensors.items() if whole_state or kind == MAIN_WEIGHT},
+                {
+                    kind: each.clone()
+                    for kind, each in part.tensors.items()
+                    if whole_state or kind == MAIN_WEIGHT
+                },
             )
             for part in phase_optimizer.state_parts()
         ],

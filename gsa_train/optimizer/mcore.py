@@ -258,7 +258,9 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
 def _describe_matrices(inner: Any, ddps: list[PhaseDataParallel], parallel: Parallel) -> None:
     """Set `matrices` of the groups that are updated as matrices. Collective."""
     data_group = inner.data_parallel_group if isinstance(inner, DistributedOptimizer) else None
-    parameters: list[Any] = [each for ddp in ddps for each in ddp.parameters() if hasattr(each, "matrix_rows")]
+    parameters: list[Any] = [
+        each for ddp in ddps for each in ddp.parameters() if hasattr(each, "matrix_rows")
+    ]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     mains = [_main_weight(inner, parameter) for parameter in trained]
     own = [(start, 0 if main is None else main.numel()) for main, start in mains]

@@ -101,35 +101,74 @@ class Matrices:
     """Ranks over which the optimizer state is sharded; None: this rank has all of it."""
     device: torch.device
 
+    @property
+    def rank(self) -> int:
+        return 0 if self.data_group is None else self.data_group.rank()
+
+    @property
+    def shared(self) -> list[int]:
+        """Returns the indices of the shards that are not whole, in the order of the model."""
+        found = [at for at, each in enumerate(self.shards) if each.parts[self.rank][1] < each.numel]
+        return sorted(found, key=lambda at: self.shards[at].number)
+
+    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole flat tensors from this rank's flat shards of `shared`. Collective over `data_group`, also for a
+        rank that shares nothing."""
+        if self.data_group is None or self.data_group.size() == 1:
+            return tensors
+        ranks = range(self.data_group.size())
+        parts = [self.shards[at].parts for at in self.shared]
+        lengths = [[each[other][1] * (other != self.rank) for each in parts] for other in ranks]
+        wanted = [[bool(length) for length in of_rank] for of_rank in lengths]
+        sent = [
+            [tensor for tensor, is_wanted in zip(tensors, each, strict=True) if is_wanted] for each in wanted
+        ]
+        received = [sum(of_rank) for of_rank in lengths]
+        arrived = torch.empty(sum(received), device=self.device)
+        dist.all_to_all_single(
+            arrived,
+            torch.cat([arrived[:0], *(tensor for to_rank in sent for tensor in to_rank)]),
+            received,
+            [sum(tensor.numel() for tensor in to_rank) for to_rank in sent],
+            group=self.data_group,
+        )
+        by_rank = [
+            part.split(of_rank) for part, of_rank in zip(arrived.split(received), lengths, strict=True)
+        ]
+        # A later rank holds a later range of the flat parameter.
+        return [
+            torch.cat([own if other == self.rank else by_rank[other][index] for other in ranks])
+            for index, own in enumerate(tensors)
+        ]
+
 
 class Muon(torch.optim.Optimizer):
     """Updates groups with the key `matrices` (a `Matrices`) by Muon, and passes the other groups to AdamW."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], train: TrainConfig, adamw: Callable[..., torch.optim.Optimizer]
+        self,
+        groups: list[dict[str, Any]],
+        train: TrainConfig,
+        fused: bool,
+        adamw: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     ) -> None:
-        """
-        Args:
-            adamw: builds an optimizer from groups.
-        """
         super().__init__(groups, {})
         self.beta, self.steps, self.rms = train.muon_momentum, train.muon_num_ns_steps, train.muon_update_rms
         others = [group for group in self.param_groups if "matrices" not in group]
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
             self.adamw.state = self.state
-        # norms.py sets these: the gradients' divisor and 1 to skip the update.
+        # The interface of torch's fused optimizers: the gradients' divisor, and 1 to skip the update (norms.py).
+        self._step_supports_amp_scaling = fused
         self.grad_scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
-        self._step_supports_amp_scaling = torch.cuda.is_available()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         assert closure is None
         if self.adamw is not None:
-            for name in ("grad_scale", "found_inf"):
-                if getattr(self, name) is not None:
-                    setattr(self.adamw, name, getattr(self, name))
+            if self._step_supports_amp_scaling:
+                self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
         for group in self.param_groups:
             if "matrices" in group:
@@ -138,56 +177,29 @@ class Muon(torch.optim.Optimizer):
     def _update_matrices(self, group: dict[str, Any]) -> None:
         matrices: Matrices = group["matrices"]
         applied: Any = 1.0 if self.found_inf is None else 1 - self.found_inf
-        gradients = [self._gradient(parameter) for parameter in group["params"]]
-        momenta = [self.state[parameter]["momentum_buffer"].view(-1) for parameter in group["params"]]
-        for momentum, gradient in zip(momenta, gradients, strict=True):
-            momentum.lerp_(gradient, (1 - self.beta) * applied)
-        directions = [
-            gradient.lerp(momentum, self.beta) for momentum, gradient in zip(momenta, gradients, strict=True)
-        ]
-        del gradients
-        gather_shared(directions, matrices)
-        rank = 0 if matrices.data_group is None else matrices.data_group.rank()
-        for parameter, shard in zip(group["params"], matrices.shards, strict=True):
-            start, length = shard.parts[rank]
-            update = shard.update(directions.pop(0), self.steps, self.rms)[start : start + length]
+        shared = matrices.shared
+        directions = dict(
+            zip(
+                shared,
+                matrices.gather([self._direction(group["params"][at], applied) for at in shared]),
+                strict=True,
+            )
+        )
+        for at, (parameter, shard) in enumerate(zip(group["params"], matrices.shards, strict=True)):
+            direction = directions.pop(at) if at in directions else self._direction(parameter, applied)
+            start, length = shard.parts[matrices.rank]
+            update = shard.update(direction, self.steps, self.rms)[start : start + length]
             weight = parameter.view(-1)
             change = (update + group["weight_decay"] * weight) * (group["lr"] * applied)
             weight.sub_(change)
             self.state[parameter]["squared_change"] = sum_of_squares([change], change.device)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        gradient = parameter.grad
-        assert gradient is not None
-        if self.grad_scale is None or self.found_inf is None:
-            return gradient.view(-1)
-        return torch.where(self.found_inf > 0, 0.0, gradient.view(-1) / self.grad_scale)
-
-
-def gather_shared(tensors: list[torch.Tensor], matrices: Matrices) -> None:
-    """Replace each flat shard of a matrix that other data-parallel ranks share by the whole flat matrix. Collective."""
-    group = matrices.data_group
-    if group is None or group.size() == 1:
-        return
-    rank, ranks = group.rank(), range(group.size())
-    numbered = sorted(range(len(tensors)), key=lambda at: matrices.shards[at].number)
-    shared = [at for at in numbered if matrices.shards[at].parts[rank][1] < matrices.shards[at].numel]
-    nothing = torch.empty(0, device=matrices.device)
-    sent = [
-        [tensors[at] for at in shared if other != rank and matrices.shards[at].parts[other][1]]
-        for other in ranks
-    ]
-    lengths = [[matrices.shards[at].parts[other][1] * (other != rank) for at in shared] for other in ranks]
-    received = [sum(of_rank) for of_rank in lengths]
-    arrived = nothing.new_empty(sum(received))
-    dist.all_to_all_single(
-        arrived,
-        torch.cat([nothing, *(each for to_rank in sent for each in to_rank)]),
-        received,
-        [sum(each.numel() for each in to_rank) for to_rank in sent],
-        group=group,
-    )
-    by_rank = [part.split(of_rank) for part, of_rank in zip(arrived.split(received), lengths, strict=True)]
-    for number, at in enumerate(shared):
-        # Ranges of later ranks follow in the flat parameter.
-        tensors[at] = torch.cat([tensors[at] if other == rank else by_rank[other][number] for other in ranks])
+    def _direction(self, parameter: torch.Tensor, applied: Any) -> torch.Tensor:
+        """Update the momentum, and return the flat shard of the direction."""
+        assert parameter.grad is not None
+        gradient = parameter.grad.view(-1)
+        if self.grad_scale is not None and self.found_inf is not None:
+            gradient = torch.where(self.found_inf > 0, 0.0, gradient / self.grad_scale)
+        momentum = self.state[parameter]["momentum_buffer"].view(-1)
+        momentum.lerp_(gradient, (1 - self.beta) * applied)
+        return gradient.lerp(momentum, self.beta)

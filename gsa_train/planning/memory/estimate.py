@@ -142,7 +142,9 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
     others = 0 if phase.train == "indexer" else count.embedding + count.output + count.norms + count.router
     value = 4 if config.train.precision == "fp32" else 2
-    state = _state_bytes(config.train, is_matrix=True) * (trained - others) + _state_bytes(config.train) * others
+    state = (
+        _state_bytes(config.train, is_matrix=True) * (trained - others) + _state_bytes(config.train) * others
+    )
     return value * count.total + state
 
 
