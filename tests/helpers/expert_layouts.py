@@ -98,6 +98,9 @@ NIGHTLY = {
     "tensor, whole experts, replicated optimizer",
     "interleaved x expert",
     "context x tensor x expert",
+    "muon, tensor x expert",
+    "muon, data x expert",
+    "muon, one by one",
 }
 """Cases that combine or extend the other cases."""
 
@@ -121,7 +124,7 @@ RESHARDED = {
     ),
     "one by one": Reshard({"tensor": 2}, [{"expert": 2, "distributed_optimizer": False}], ONE_BY_ONE),
 }
-NIGHTLY_RESHARDED = {"split experts", "one by one"}
+NIGHTLY_RESHARDED = {"split experts", "one by one", "muon"}
 BOUNDARIES = {"expert": {"expert": 2}, "tensor x expert": {**TENSOR_2_EXPERT_2, **INSTANCES, **OVERLAP}}
 NIGHTLY_BOUNDARIES = {"expert"}
 

@@ -79,7 +79,7 @@ G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": T
 """Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 MUON: dict[str, dict[str, Any]] = {**ALL_KEYS, "train": {"optimizer": "muon"}}
-"""Muon's update noise: small singular values of a gradient's rounding grow in the orthogonalization."""
+"""With OVERLAP the buckets are small, so that data-parallel ranks share most matrices."""
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
 """Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
@@ -174,7 +174,7 @@ CASES = {
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
     "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}),
-    "muon": Case({}, MUON, steps=MORE_STEPS),
+    "muon": Case(OVERLAP, MUON, steps=MORE_STEPS),
     "muon, tensor": Case({"tensor": 2, **OVERLAP}, MUON, PAIRS, MORE_STEPS),
     "muon, tensor, replicated optimizer": Case(
         {"tensor": 4, **REPLICATED}, {**MUON, "model": {"num_kv_heads": 4}}, PAIRS, MORE_STEPS
@@ -206,6 +206,8 @@ NIGHTLY = {
     "pipeline on all ranks, interleaved",
     "interleaved",
     "interleaved, overlapped",
+    "muon, tensor, replicated optimizer",
+    "muon, two optimizer instances",
     "deepspeed 1 x tensor, options",
     "deepspeed 2 in host memory, recomputed layers",
 }
