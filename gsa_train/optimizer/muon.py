@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.config import TrainConfig
-from gsa_train.optimizer.norms import sum_of_squares
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration, by Keller Jordan."""
@@ -192,7 +191,9 @@ class Muon(torch.optim.Optimizer):
             weight = parameter.view(-1)
             change = (update + group["weight_decay"] * weight) * (group["lr"] * applied)
             weight.sub_(change)
-            self.state[parameter]["squared_change"] = sum_of_squares([change], change.device)
+            self.state[parameter]["squared_change"] = (
+                torch.linalg.vector_norm(change, dtype=torch.float64) ** 2
+            )
 
     def _direction(self, parameter: torch.Tensor, applied: Any) -> torch.Tensor:
         """Update the momentum, and return the flat shard of the direction."""
