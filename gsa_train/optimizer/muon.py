@@ -163,7 +163,7 @@ class Muon(torch.optim.Optimizer):
         self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         if self.adamw is not None:
             if self._step_supports_amp_scaling:
