@@ -4,7 +4,8 @@ The estimate counts, tensor by tensor, what the layers keep (layer.py) and what 
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
 linear layers. The reference core is counted by its large tensors only. Tests compare the estimate with traces of the
 real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation, a logged
-step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
+(`max_memory_reserved`).
 
 The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
 have their largest length (selection.py). Experts are assumed to run as grouped products with even loads
