@@ -80,7 +80,8 @@ def wanted_state(
     wanted: dict[str, ShardedTensor] = {}
     for part in phase_optimizer.state_parts():
         like = entries[id(part.parameter)]
-        keys = {kind: f"{PREFIX}.{kind}.{like.key}" for kind in phase_optimizer.kind.state if moments}
+        names = phase_optimizer.kind.state_of(part.parameter) if moments else ()
+        keys = {kind: f"{PREFIX}.{kind}.{like.key}" for kind in names}
         missing = [key for key in keys.values() if key not in saved]
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")

@@ -37,7 +37,7 @@ from gsa_train.config.parallel import (
 )
 from gsa_train.config.phases import PhaseConfig, check_decay, check_kept_optimizer
 from gsa_train.config.sections import Config
-from gsa_train.config.train import check_graphs
+from gsa_train.config.train import check_graphs, check_muon
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -57,13 +57,15 @@ AT_LEAST_ZERO = frozenset(
 ABOVE_ZERO = frozenset(
     """
     model.rope_scaling.factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
-    model.rope_base model.rotary_percent model.norm_epsilon model.init_std train.adam_epsilon
+    model.rope_base model.rotary_percent model.norm_epsilon model.init_std train.adam_epsilon train.muon_update_rms
     parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
     monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     moe.routed_scale
     """.split()  # noqa: SIM905
 )
-FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
+FROM_ZERO_BELOW_ONE = frozenset(
+    {"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2", "train.muon_momentum"}
+)
 AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
 """Of what is counted one by one before a run starts."""
 LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load torch
@@ -89,6 +91,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_gates(config.gsa),
         *check_kernels(config),
         *check_graphs(config),
+        *check_muon(config),
         *check_layout(config, world_size),
         *check_moe(config, world_size),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),

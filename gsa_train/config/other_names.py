@@ -43,6 +43,8 @@ OTHER_NAMES = {
     "train.precision": "bf16 dtype mixed_precision_param",
     "train.grad_clip": "clip_grad max_norm gradient_clipping",
     "train.adam_epsilon": "adam_eps",
+    "train.muon_num_ns_steps": "ns_steps",
+    "train.muon_update_rms": "muon_extra_scale_factor",
     "train.recompute": "recompute_granularity activation_checkpointing activation_checkpoint",
     "data.train_dir": "data_path train_data_path dataset_path",
     "data.validation_dir": "valid_data_path",

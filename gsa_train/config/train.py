@@ -43,7 +43,16 @@ class TrainConfig:
     objective: str = "cross_entropy"
     """Loss of a token in training. Validation always scores the cross-entropy."""
     optimizer: str = "adamw"
-    """Optimizer that updates the weights."""
+    """Optimizer that updates the weights. `muon`: Muon for the matrices of attention, feed-forward layers, experts,
+    gates and indexer, and AdamW for embedding, output layer, routers, norms and biases. Learning rates and weight decay
+    are AdamW's."""
+    muon_momentum: float = 0.95
+    """Muon: decay per step of the momentum (Nesterov)."""
+    muon_num_ns_steps: int = 5
+    """Muon: Newton-Schulz iterations that orthogonalize a matrix."""
+    muon_update_rms: float = 0.2
+    """Muon: root mean square of an update at learning rate 1, near AdamW's. The orthogonalized matrix is multiplied by
+    this x sqrt(max(rows, columns))."""
     weight_decay: float = 0.1
     """Weight decay of the optimizer. Norms and biases have none."""
     adam_beta1: float = 0.9
@@ -57,6 +66,27 @@ class TrainConfig:
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps, counted from 1 as in the metrics, whose batches are read but not trained on. Step number and learning
     rate continue."""
+
+
+def check_muon(config: Config) -> list[str]:
+    """Return what excludes Muon, or its settings of another optimizer, a line each."""
+    train = config.train
+    if train.optimizer != "muon":
+        names = ("muon_momentum", "muon_num_ns_steps", "muon_update_rms")
+        changed = [(name, getattr(train, name)) for name in names]
+        return [
+            problem_line(
+                f"train.{name}", value, f"train.optimizer = {train.optimizer} ignores it", "leave it out"
+            )
+            for name, value in changed
+            if value != getattr(TrainConfig, name)
+        ]
+    if config.parallel.strategy != "deepspeed":
+        return []
+    wrong = "parallel.strategy = deepspeed shards flat groups of parameters, and Muon needs whole matrices"
+    return [
+        problem_line("train.optimizer", "muon", wrong, "set it to adamw, or parallel.strategy to megatron")
+    ]
 
 
 def check_graphs(config: Config) -> list[str]:

@@ -149,7 +149,7 @@ def head_gate_rows(config: GSATransformerConfig) -> int:
 
 def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> GateLogits:
     """Split [..., local rows] into the logits of each gate."""
-    rows = _rows_per_group(config)
+    rows = rows_per_group(config)
     parts = logits.unflatten(-1, (-1, sum(rows))).split(list(rows), -1)
     of_each = {position: part for position, part in zip(ON_HEADS, parts, strict=True) if part.shape[-1]}
     if unknown := [position for position in of_each if position not in GateLogits._fields]:
@@ -172,7 +172,7 @@ def gate_statistics(
     statistics = Statistics()
     if config.gsa.gate_activation not in ("sigmoid", "ns_sigmoid"):
         return statistics
-    rows = _rows_per_group(config)
+    rows = rows_per_group(config)
     gates = opening(logits.float(), config.gsa)
     numbers, edges = bins
     # Non-finite values fall into the last bin.
@@ -211,7 +211,7 @@ def _rows(config: GSATransformerConfig) -> list[int]:
     return [rows[position] for position in ON_HEADS]
 
 
-def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
+def rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
     """Return the rows of each per-head gate for one key-value head, or for all heads if they share the gate."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for rows in _rows(config))

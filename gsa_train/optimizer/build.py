@@ -37,10 +37,22 @@ class OptimizerKind:
     """Names of the optimizer's state tensors per parameter: fp32, in the parameter's shape, initially 0."""
     counter: str | None = None
     """Name of the 0-d tensor in each parameter's state that counts updates."""
+    matrix_state: tuple[str, ...] | None = None
+    """The state tensors of the hidden layers' matrices (gsa_train.model.mcore.matrices), if the optimizer updates them
+    as matrices. Their groups have the key `matrices` (`muon.Matrices`), and their states have no counter."""
 
-    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        zeros = {name: parameter.new_zeros(parameter.shape) for name in self.state}
-        return zeros if self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
+    def state_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of the state tensors of a parameter of the model."""
+        if self.matrix_state is not None and hasattr(parameter, "matrix_rows"):
+            return self.matrix_state
+        return self.state
+
+    def new_state(self, parameter: torch.Tensor, is_matrix: bool = False) -> dict[str, torch.Tensor]:
+        names = self.matrix_state if is_matrix and self.matrix_state is not None else self.state
+        zeros = {name: parameter.new_zeros(parameter.shape) for name in names}
+        return (
+            zeros if is_matrix or self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
+        )
 
 
 def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:
@@ -74,8 +86,26 @@ def adamw_change(
     return total * (lr / (1 - lr * decay)) ** 2
 
 
+def muon(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+    from gsa_train.optimizer.muon import Muon
+
+    return Muon(groups, train, fused, lambda others: adamw(others, train, fused))
+
+
+def muon_change(
+    states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
+) -> torch.Tensor:
+    import torch
+
+    if "matrices" not in group:
+        return adamw_change(states, group, parameters)
+    return torch.stack([state["squared_change"] for state in states]).sum()
+
+
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "adamw": OptimizerKind(adamw, adamw_change, state=("exp_avg", "exp_avg_sq"), counter="step"),
+    "adamw": OptimizerKind(adamw, adamw_change, ADAMW_STATE, "step"),
+    "muon": OptimizerKind(muon, muon_change, ADAMW_STATE, "step", matrix_state=("momentum_buffer",)),
 }
 
 

@@ -29,7 +29,7 @@ class StatePart:
     """First element."""
     length: int
     tensors: dict[str, torch.Tensor]
-    """The optimizer's own flat fp32 tensors: `OptimizerKind.state` and, if the model's weight is not fp32,
+    """The optimizer's own flat fp32 tensors: `OptimizerKind.state_of` and, if the model's weight is not fp32,
     MAIN_WEIGHT."""
 
     @property
@@ -128,7 +128,8 @@ class PhaseOptimizer(ABC):
         self.updates.fill_(count)
         if self.kind.counter is not None:
             for state in (state for each in self.updaters for state in each.state.values()):
-                state[self.kind.counter].fill_(count)
+                if self.kind.counter in state:  # not in the state of a matrix
+                    state[self.kind.counter].fill_(count)
 
     @abstractmethod
     def start_from_weights(self) -> None:

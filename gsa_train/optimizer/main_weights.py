@@ -27,8 +27,8 @@ class MainWeights:
     """Parameter, first element, flat fp32 tensors by kind."""
     groups: list[dist.ProcessGroup | None]
     """`PhaseOptimizer.state_group_of` for each entry of `trained`."""
-    kinds: tuple[str, ...]
-    """MAIN_WEIGHT and, if the next phase keeps the optimizer, `OptimizerKind.state`."""
+    kinds: list[tuple[str, ...]]
+    """For each entry of `trained`, MAIN_WEIGHT and, if the next phase keeps the optimizer, `OptimizerKind.state_of`."""
     updates: float | None
     """The step count, if the next phase keeps the optimizer."""
 
@@ -37,7 +37,6 @@ def keep_main_weights(
     model: Model, phase_optimizer: PhaseOptimizer, whole_state: bool = False
 ) -> MainWeights:
     """Copy the main weights, or the whole state. Call it before the optimizer is closed."""
-    kinds = (MAIN_WEIGHT, *(phase_optimizer.kind.state if whole_state else ()))
     parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return MainWeights(
@@ -46,12 +45,16 @@ def keep_main_weights(
             (
                 part.parameter,
                 part.start,
-                {kind: part.tensors[kind].clone() for kind in kinds if kind in part.tensors},
+                {
+                    kind: each.clone()
+                    for kind, each in part.tensors.items()
+                    if whole_state or kind == MAIN_WEIGHT
+                },
             )
             for part in phase_optimizer.state_parts()
         ],
         [phase_optimizer.state_group_of(parameter) for parameter in trained],
-        kinds,
+        [(MAIN_WEIGHT, *(phase_optimizer.kind.state_of(each) if whole_state else ())) for each in trained],
         float(phase_optimizer.updates) if whole_state else None,
     )
 
@@ -65,11 +68,11 @@ def carry_over(kept: MainWeights, phase_optimizer: PhaseOptimizer) -> None:
     after: dict[int, list[StatePart]] = defaultdict(list)
     for part in phase_optimizer.state_parts():
         after[id(part.parameter)].append(part)
-    for parameter, group in zip(kept.trained, kept.groups, strict=True):
+    for parameter, group, kinds in zip(kept.trained, kept.groups, kept.kinds, strict=True):
         if not parameter.requires_grad:
             continue
         elements = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3's tensor is empty
-        for kind in kept.kinds:
+        for kind in kinds:
             if kind == MAIN_WEIGHT and parameter.dtype == torch.float32:
                 continue
             whole = torch.zeros(elements, device=parameter.device)

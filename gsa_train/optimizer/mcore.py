@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize_model_grads
 from megatron.core.optimizer import (
@@ -30,9 +31,11 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.expert_mark import is_of_expert
 from gsa_train.optimizer.build import OptimizerKind, optimizer_kind
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
+from gsa_train.optimizer.muon import Matrices, MatrixShard
 from gsa_train.optimizer.norms import clipped_step, inner_optimizers, reduce_grad_norm, update_norm
 from gsa_train.phases import enter_phase, lr_multipliers
 from gsa_train.profiling.work_time import WorkTime
@@ -141,7 +144,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
                     main, start = _main_weight(inner, parameter)
                     if main is not None:
                         state = inner.optimizer.state[main]
-                        tensors = {name: state[name].view(-1) for name in self.kind.state}
+                        tensors = {name: state[name].view(-1) for name in self.kind.state_of(parameter)}
                         if parameter.dtype != torch.float32:
                             tensors[MAIN_WEIGHT] = main.detach().view(-1)
                         yield StatePart(parameter, start, main.numel(), tensors)
@@ -203,6 +206,7 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
         PhaseDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
         for number, module in enumerate(model.modules)
     ]
+    kind = optimizer_kind(train)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -216,10 +220,12 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
             overlap_param_gather=layout.overlap_param_gather and trains_base,
         ),
         ddps,
-        config_overrides=_group_overrides(phase),
+        config_overrides=_group_overrides(phase, kind),
     )
-    kind = optimizer_kind(train)
     _plug_in(optimizer, kind, train)
+    if kind.matrix_state is not None:
+        for inner in inner_optimizers(optimizer):
+            _describe_matrices(inner, ddps, model.parallel)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
     model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
     no_sync = [ddp.no_sync for ddp in ddps]
@@ -245,8 +251,40 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
         inner.optimizer = kind.build(groups, train, torch.cuda.is_available())
         for group, params in zip(inner.optimizer.param_groups, shards, strict=True):
             group["params"] = params
-        for parameter in (parameter for params in shards for parameter in params):
-            inner.optimizer.state[parameter].update(kind.new_state(parameter.data))
+            for parameter in params:
+                inner.optimizer.state[parameter].update(kind.new_state(parameter.data, "matrices" in group))
+
+
+def _describe_matrices(inner: Any, ddps: list[PhaseDataParallel], parallel: Parallel) -> None:
+    """Set `matrices` of the groups that are updated as matrices. Collective."""
+    data_group = inner.data_parallel_group if isinstance(inner, DistributedOptimizer) else None
+    parameters: list[Any] = [
+        each for ddp in ddps for each in ddp.parameters() if hasattr(each, "matrix_rows")
+    ]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    mains = [_main_weight(inner, parameter) for parameter in trained]
+    own = [(start, 0 if main is None else main.numel()) for main, start in mains]
+    parts: list[Any] = [own]
+    if data_group is not None:
+        parts = [None] * data_group.size()
+        dist.all_gather_object(parts, own, group=data_group)
+    shards = {}
+    for number, (parameter, (main, _)) in enumerate(zip(trained, mains, strict=True)):
+        tensor_group = parallel.groups.expt_tp if is_of_expert(parameter) else parallel.groups.tp
+        is_split = getattr(parameter, "tensor_model_parallel", False) and tensor_group.size() > 1
+        shards[id(main)] = MatrixShard(
+            number=number,
+            shape=tuple(parameter.shape),
+            rows=parameter.matrix_rows,
+            parts=[of_rank[number] for of_rank in parts],
+            tensor_group=tensor_group if is_split else None,
+            tensor_dim=parameter.partition_dim - parameter.dim() if is_split else -2,
+            dtype=parameter.dtype,
+        )
+    for group in inner.optimizer.param_groups:
+        if "matrices" in group:
+            own_shards = [shards[id(main)] for main in group["params"]]
+            group["matrices"] = Matrices(own_shards, data_group, parallel.device)
 
 
 def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
@@ -260,12 +298,14 @@ def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
         megatron_finalize_model_grads(*args, **kwargs)
 
 
-def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return overrides of megatron-core's parameter groups: no weight decay on vectors, and learning-rate
-    multipliers."""
+def _group_overrides(phase: PhaseConfig, kind: OptimizerKind) -> dict[ParamKey, ParamGroupOverride]:
+    """Return overrides of megatron-core's parameter groups: no weight decay on vectors, learning-rate multipliers, and
+    own groups of matrices if the optimizer updates them as such."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):
         if multipliers.get(group, 1.0) != 1.0:
             overrides[ParamKey(attr=attribute)] = ParamGroupOverride(lr_mult=multipliers[group])
+    if kind.matrix_state is not None:
+        overrides[ParamKey(attr="matrix_rows")] = ParamGroupOverride(matrices=True)
     return overrides

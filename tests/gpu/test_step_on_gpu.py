@@ -108,6 +108,7 @@ def worst_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         ("gsa_1.7b", 0, ()),
         ("gsa_1.7b", -1, ("gsa.indexer_loss_row_fraction=0.5", "train.recompute=full")),
         ("standard_1.7b", -1, ()),
+        ("gsa_1.7b", -1, ("train.optimizer=muon",)),
         ("gated_only_1.7b", -1, ("train.fused_ops=none",)),
     ],
 )
@@ -241,7 +242,7 @@ def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: 
         )  # The tolerance is an ulp of a norm's weight.
 
 
-@pytest.mark.parametrize("overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",)])
+@pytest.mark.parametrize("overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",), ("train.optimizer=muon",)])
 def test_steps_repeat_bit_for_bit(trainer: Callable[..., Trainer], overrides: tuple[str, ...]) -> None:
     runs = [trainer(config_of("gsa_1.7b", *overrides)) for _ in range(2)]
     for step in range(3):

@@ -76,6 +76,8 @@ parallel.strategy=deepspeed ; parallel.zero_stage=4 -> parallel.zero_stage = 4 |
 parallel.optimizer_instances=3 -> parallel.optimizer_instances = 3 | 8 data x context ranks
 parallel.optimizer_instances=2 ; parallel.distributed_optimizer=off ->
     parallel.optimizer_instances = 2 | parallel.distributed_optimizer = false | set it to 1
+train.optimizer=muon ; parallel.strategy=deepspeed -> train.optimizer = muon | whole matrices | set it to adamw, or
+train.muon_update_rms=0.4 -> train.muon_update_rms = 0.4 | train.optimizer = adamw ignores it | leave it out
 parallel.optimizer_instances=2 ; parallel.strategy=deepspeed ->
     parallel.optimizer_instances = 2 | parallel.strategy = deepspeed | set it to 1
 parallel.offload_optimizer=on -> parallel.offload_optimizer = true | parallel.strategy = megatron | to deepspeed

@@ -61,6 +61,8 @@ BIASED: dict[str, dict[str, Any]] = {
 DROPPING = {**BALANCED, "moe": {**BALANCED["moe"], "capacity_factor": 1.0}}
 """A capacity that drops about a third of the choices."""
 ONE_BY_ONE = {**BALANCED, "moe": {**BALANCED["moe"], "experts_impl": "sequential"}}
+MUON = {**BALANCED, "train": {"optimizer": "muon"}}
+MUON_ONE_BY_ONE = {**ONE_BY_ONE, "train": {"optimizer": "muon"}}
 TENSOR_2_EXPERT_2 = {"tensor": 2, "expert": 2}
 
 CASES = {
@@ -74,6 +76,10 @@ CASES = {
     "tensor, split experts": Case({"tensor": 2, "expert_tensor": 2}, BALANCED, PAIRS),
     "tensor, split experts one by one": Case({"tensor": 2, "expert_tensor": 2}, ONE_BY_ONE, PAIRS),
     "tensor x expert, split experts": Case({**TENSOR_2_EXPERT_2, "expert_tensor": 2}, DROPPING, PAIRS),
+    "muon, tensor x expert, split experts": Case({**TENSOR_2_EXPERT_2, "expert_tensor": 2}, MUON, PAIRS),
+    "muon, tensor x expert": Case({"tensor": 2, "expert": 2}, MUON, PAIRS),
+    "muon, data x expert": Case({"expert": 2}, MUON),
+    "muon, one by one": Case({"expert": 2}, MUON_ONE_BY_ONE),
     "tensor, whole experts, replicated optimizer": Case(
         {"tensor": 2, "distributed_optimizer": False}, BALANCED, PAIRS
     ),
@@ -92,6 +98,9 @@ NIGHTLY = {
     "tensor, whole experts, replicated optimizer",
     "interleaved x expert",
     "context x tensor x expert",
+    "muon, tensor x expert",
+    "muon, data x expert",
+    "muon, one by one",
 }
 """Cases that combine or extend the other cases."""
 
@@ -110,9 +119,12 @@ RESHARDED = {
         ],
         BIASED,
     ),
+    "muon": Reshard(
+        {"expert": 2}, [{"expert": 2}, {**TENSOR_2_EXPERT_2, "expert_tensor": 2}, {"tensor": 2}], MUON
+    ),
     "one by one": Reshard({"tensor": 2}, [{"expert": 2, "distributed_optimizer": False}], ONE_BY_ONE),
 }
-NIGHTLY_RESHARDED = {"split experts", "one by one"}
+NIGHTLY_RESHARDED = {"split experts", "one by one", "muon"}
 BOUNDARIES = {"expert": {"expert": 2}, "tensor x expert": {**TENSOR_2_EXPERT_2, **INSTANCES, **OVERLAP}}
 NIGHTLY_BOUNDARIES = {"expert"}
 

@@ -78,6 +78,8 @@ FREE_GATES: dict[str, dict[str, Any]] = {
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
 """Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
+MUON: dict[str, dict[str, Any]] = {**ALL_KEYS, "train": {"optimizer": "muon"}}
+"""With OVERLAP the buckets are small, so that data-parallel ranks share most matrices."""
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
 """Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
@@ -122,6 +124,7 @@ class Case:
                 "micro_batch_size": 1,
                 "global_batch_size": SEQUENCES,
                 "grad_clip": 1.0,
+                **self.sections.get("train", {}),
                 **train,
             },
             "parallel": self.parallel if parallel is None else parallel,
@@ -171,6 +174,13 @@ CASES = {
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
     "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}),
+    "muon": Case(OVERLAP, MUON, steps=MORE_STEPS),
+    "muon, tensor": Case({"tensor": 2, **OVERLAP}, MUON, PAIRS, MORE_STEPS),
+    "muon, tensor, replicated optimizer": Case(
+        {"tensor": 4, **REPLICATED}, {**MUON, "model": {"num_kv_heads": 4}}, PAIRS, MORE_STEPS
+    ),
+    "muon, pipeline": Case({"pipeline": 2}, MUON, steps=MORE_STEPS),
+    "muon, two optimizer instances": Case({**INSTANCES, **OVERLAP}, MUON, steps=MORE_STEPS),
     "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS),
     "deepspeed 2 in host memory, recomputed layers": Case(
         {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}
@@ -196,6 +206,8 @@ NIGHTLY = {
     "pipeline on all ranks, interleaved",
     "interleaved",
     "interleaved, overlapped",
+    "muon, tensor, replicated optimizer",
+    "muon, two optimizer instances",
     "deepspeed 1 x tensor, options",
     "deepspeed 2 in host memory, recomputed layers",
 }
@@ -249,6 +261,7 @@ RESHARDED = {
         {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
     ),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [ZERO_1, {"tensor": 2, **ZERO_3}]),
+    "muon": Reshard({"tensor": 2}, [{"tensor": 2}, {}, {"context": 2, "pipeline": 2, **REPLICATED}], MUON),
     # Three small matrices are divided over four ranks, each with 64 elements of the buffer.
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
 }

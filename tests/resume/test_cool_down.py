@@ -40,10 +40,14 @@ def numbers(run: Run, last: int) -> list[tuple[Any, ...]]:
     return [*steps, (found[-1],)]
 
 
-OPTIONS = [(), ("train.precision=bf16",), ("train.precision=bf16", "parallel.strategy=deepspeed")]
+OPTIONS = [
+    (),
+    ("train.precision=bf16", "train.optimizer=muon"),
+    ("train.precision=bf16", "parallel.strategy=deepspeed"),
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["as the config", "bf16", "bf16 with ZeRO"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["as the config", "bf16 with Muon", "bf16 with ZeRO"])
 def test_a_cool_down_from_a_checkpoint_and_one_in_a_phase_equal_the_planned_one(
     tmp_path: Path, options
 ) -> None:
@@ -70,8 +74,12 @@ def test_a_cool_down_from_a_checkpoint_and_one_in_a_phase_equal_the_planned_one(
     assert numbers(fresh, 4) != expected
 
 
-def test_a_kill_at_the_boundary_and_another_number_of_ranks_change_nothing(tmp_path: Path) -> None:
-    both, shared = config_of(tmp_path, PEAK, FOLLOWS), ("checkpoint.every_steps=3",)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_kill_at_the_boundary_and_another_number_of_ranks_change_nothing(
+    optimizer: str, tmp_path: Path
+) -> None:
+    both = config_of(tmp_path, PEAK, FOLLOWS)
+    shared = ("checkpoint.every_steps=3", f"train.optimizer={optimizer}")
     planned = train(tmp_path, *shared, config=config_of(tmp_path, PLANNED), name="planned")
     killed = start(tmp_path, *shared, "checkpoint.async_save=false", config=both, name="killed")
     killed.wait_until(lambda: killed.latest == "step_00000006")

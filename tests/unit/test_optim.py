@@ -128,12 +128,13 @@ def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Te
 @SHARDED
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=["sparse", "warm-up"])
-@pytest.mark.parametrize("why", ["spike", "nan"])
+@pytest.mark.parametrize(("why", "name"), [("spike", "adamw"), ("nan", "adamw"), ("nan", "muon")])
 def test_an_update_left_out_leaves_no_trace(
-    phase: PhaseConfig, precision: str, sharded: bool, why: str
+    phase: PhaseConfig, precision: str, sharded: bool, why: str, name: str
 ) -> None:
     """Weights, moments, step counts and variance averages keep their bits, so the next step is as without the batch."""
-    config = tiny_config([phase], train={"precision": precision}, parallel={"distributed_optimizer": sharded})
+    train = {"precision": precision, "optimizer": name}
+    config = tiny_config([phase], train=train, parallel={"distributed_optimizer": sharded})
     model, never = tiny_model(config), tiny_model(config)
     optimizer, its_own = build_optimizer(model, phase, config), build_optimizer(never, phase, config)
     for each, its in ((model, optimizer), (never, its_own)):
@@ -160,10 +161,10 @@ def test_an_update_left_out_leaves_no_trace(
 
 @SHARDED
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_update_norm_matches_the_change_in_the_weights(precision: str, sharded: bool) -> None:
-    config = tiny_config(
-        train={"precision": precision, "weight_decay": DECAY}, parallel={"distributed_optimizer": sharded}
-    )
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_update_norm_matches_the_change_in_the_weights(name: str, precision: str, sharded: bool) -> None:
+    train = {"precision": precision, "weight_decay": DECAY, "optimizer": name}
+    config = tiny_config(train=train, parallel={"distributed_optimizer": sharded})
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
 

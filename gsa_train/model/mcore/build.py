@@ -23,6 +23,7 @@ from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.mcore.config import GSATransformerConfig, to_mcore_config
 from gsa_train.model.mcore.init import initialize_weights
+from gsa_train.model.mcore.matrices import mark_matrices
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts, router_context
 from gsa_train.model.mcore.named_parts import NamedGPTModel
 from gsa_train.model.mcore.spec import decoder_spec
@@ -161,6 +162,7 @@ def _build_chunk(
     )
     chunk.to(parallel.device)
     initialize_weights(chunk, config, parallel)
+    mark_matrices(chunk, mcore_config)
     return chunk
 
 

@@ -3,8 +3,9 @@
 The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
 linear layers. The reference core is counted by its large tensors only. Tests compare the estimate with traces of the
-real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation or a logged
-step, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation, a logged
+step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
+(`max_memory_reserved`).
 
 The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
 have their largest length (selection.py). Experts are assumed to run as grouped products with even loads
@@ -111,8 +112,9 @@ def _parameters_and_state(
     """Returns the bytes of weights, gradients and optimizer state. Weights have the working precision, and gradients
     the precision of their reduction. Only parameters that the phase trains have gradients and optimizer state."""
     parallel, train = config.parallel, config.train
-    base, indexer = _parameters_per_rank(config, stage)
+    matrices, others, indexer = _parameters_per_rank(config, stage)
     experts = _expert_parameters_per_rank(config, stage)
+    base = matrices + others
     trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
     trained_experts = 0.0 if phase.train == "indexer" else experts
     ranks = data_parallel_size(config, world_size) * parallel.context
@@ -122,12 +124,14 @@ def _parameters_and_state(
         for count in (ranks, replicas)
     )
     zero_stage = parallel.zero_stage if parallel.strategy == "deepspeed" else 1
-    value, state = 4 if train.precision == "fp32" else 2, _state_bytes(train)
+    value, of_matrix = 4 if train.precision == "fp32" else 2, _state_bytes(train, is_matrix=True)
+    trained_others = 0.0 if phase.train == "indexer" else others
+    state = of_matrix * (trained - trained_others) + _state_bytes(train) * trained_others
     gradient = 4 if parallel.grad_reduce_dtype == "fp32" else 2
     return (
         value * (base + indexer + experts) / (shards if zero_stage == 3 else 1),
         gradient * (trained + trained_experts) / (shards if zero_stage > 1 else 1),
-        0.0 if parallel.offload_optimizer else state * (trained / shards + trained_experts / expert_shards),
+        0.0 if parallel.offload_optimizer else state / shards + of_matrix * trained_experts / expert_shards,
     )
 
 
@@ -137,39 +141,47 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
     count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
+    others = 0 if phase.train == "indexer" else count.embedding + count.output + count.norms + count.router
     value = 4 if config.train.precision == "fp32" else 2
-    return value * count.total + _state_bytes(config.train) * trained
+    state = (
+        _state_bytes(config.train, is_matrix=True) * (trained - others) + _state_bytes(config.train) * others
+    )
+    return value * count.total + state
 
 
-def _state_bytes(train: TrainConfig) -> int:
-    """Returns bytes for each trained parameter: the optimizer's fp32 state and, under bf16, the fp32 weight."""
-    return 4 * len(optimizer_kind(train).state) + (0 if train.precision == "fp32" else 4)
+def _state_bytes(train: TrainConfig, is_matrix: bool = False) -> int:
+    """Returns bytes for each trained parameter: the optimizer's fp32 state and, under bf16, the fp32 weight. Biases,
+    and the norms of an indexer, are counted with their matrices."""
+    kind = optimizer_kind(train)
+    names = kind.matrix_state if is_matrix and kind.matrix_state is not None else kind.state
+    return 4 * len(names) + (0 if train.precision == "fp32" else 4)
 
 
-def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
-    """Returns the parameters of the base without routed experts, and of the indexers, on one rank of a stage. Norms,
-    routers and indexers are replicated over tensor-parallel ranks. With tied embeddings the last stage holds a copy."""
+def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float, float]:
+    """Returns parameters on one rank of a stage: the matrices of hidden layers without routed experts, the rest of the
+    base, and the indexers. Norms, routers and indexers are replicated over tensor-parallel ranks. With tied embeddings
+    the last stage holds a copy."""
     parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
     held = stage_layers(config, stage)
     share = len(held) / config.model.num_layers
-    base = (count.attention + count.gates) / parallel.tensor * share
-    base += (count.norms - final_norm) * share
+    matrices = (count.attention + count.gates) / parallel.tensor * share
+    others = (count.norms - final_norm) * share
     mixtures, dense = _mixtures_among(held, config), config.model.num_layers - len(expert_layers(config))
     if dense:
-        base += count.mlp / parallel.tensor * (len(held) - mixtures) / dense
+        matrices += count.mlp / parallel.tensor * (len(held) - mixtures) / dense
     if mixtures:
-        of_mixtures = count.router + count.shared_experts / parallel.tensor
-        base += of_mixtures * mixtures / len(expert_layers(config))
+        matrices += count.shared_experts / parallel.tensor * mixtures / len(expert_layers(config))
+        others += count.router * mixtures / len(expert_layers(config))
     if is_first:
-        base += count.embedding / parallel.tensor
+        others += count.embedding / parallel.tensor
     if is_last:
         tied_copy = count.embedding if config.model.tie_embeddings and not is_first else 0
-        base += final_norm + (count.output + tied_copy) / parallel.tensor
+        others += final_norm + (count.output + tied_copy) / parallel.tensor
     indexers = indexer_layers(config.model, config.gsa)
     indexer = count.indexer / indexers * _indexers_among(held, config) if indexers else 0.0
-    return base, indexer
+    return matrices, others, indexer
 
 
 def _expert_parameters_per_rank(config: Config, stage: int) -> float:

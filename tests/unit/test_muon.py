@@ -1,0 +1,226 @@
+"""Tests Muon: its update against straight-line fp64, its state, and the interface of fused optimizers.
+
+tests/distributed compares layouts with one rank, and test_optim.py tests what holds for every optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.config import Config, TrainConfig
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.build import optimizer_kind
+from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.optimizer.muon import Matrices, MatrixShard, orthogonalize
+from gsa_train.planning.memory.estimate import checkpoint_bytes, estimate_memory
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import (
+    SPARSE,
+    named_weights,
+    random_batches,
+    single_rank,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+LR, DECAY, BETA = 1e-2, 0.3, 0.9
+TRAIN = {"optimizer": "muon", "muon_momentum": BETA, "weight_decay": DECAY}
+EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn_hidden_size": 8, "shared_expert_ffn_hidden_size": 8}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "GSA": {"model": {"qkv_bias": True}},
+    "gates on queries and keys": {"gsa": {"key_gate": True, "query_gate": True, "projection_gate": True}},
+    "gates of all heads": {"gsa": {"gate_sharing": "head_shared", "gate_granularity": "headwise"}},
+    "experts": {"moe": {**EXPERTS, "first_dense_layers": 1}},
+    "experts one by one": {"moe": {**EXPERTS, "experts_impl": "sequential"}},
+}
+
+
+def matrices_of(name: str, weight: torch.Tensor, config: Config) -> Iterator[torch.Tensor]:
+    """Yield the matrices of a parameter as lists of indices into its flat form, [rows, columns]; none for AdamW."""
+    index = torch.arange(weight.numel()).view(weight.shape)
+    heads, kv_heads, size = config.model.num_heads, config.model.num_kv_heads, config.model.head_dim
+    of_group = heads // kv_heads * size  # rows of queries for a key-value head
+    if weight.dim() == 1 or "decoder" not in name or "router" in name:
+        return
+    if "linear_qkv" in name:
+        sizes = (of_group, size, size)
+    elif "linear_gate" in name:  # values, outputs, keys, queries
+        sizes = (size, of_group, size, of_group) if config.gsa.key_gate else (size, of_group)
+    elif "head_gate" in name:
+        kv_heads, sizes = 1, (1, 1)
+    elif "linear_fc1" in name:
+        for expert in index.view(-1, *index.shape[-2:]):
+            yield from expert.chunk(2)
+        return
+    else:
+        yield from index.view(-1, *index.shape[-2:])
+        return
+    start = 0
+    for rows in sizes:
+        of_heads = range(start, len(index), sum(sizes))
+        yield torch.cat([index[first : first + rows] for first in of_heads])
+        assert len(of_heads) == kv_heads
+        start += rows
+
+
+class StraightLine:
+    """Trains one parameter in fp64."""
+
+    def __init__(self, name: str, weight: torch.Tensor, config: Config) -> None:
+        self.weight, self.matrices = weight.double(), list(matrices_of(name, weight, config))
+        self.first, self.second = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
+        self.decay = 0.0 if weight.dim() == 1 else DECAY
+        self.lr = LR * (SPARSE.indexer_lr_mult if ".indexer." in name else 1.0)
+
+    def step(self, gradient: torch.Tensor, number: int) -> None:
+        gradient = gradient.double()
+        if self.matrices:
+            self.first = BETA * self.first + (1 - BETA) * gradient
+            direction, update = BETA * self.first + (1 - BETA) * gradient, torch.zeros_like(self.weight)
+            for matrix in self.matrices:
+                x = direction.flatten()[matrix]
+                x = x / (x.square().sum().sqrt() + 1e-7)
+                for _ in range(5):
+                    small = x.T @ x
+                    x = 3.4445 * x - 4.7750 * x @ small + 2.0315 * x @ small @ small
+                update.view(-1)[matrix] = 0.2 * max(x.shape) ** 0.5 * x
+        else:
+            train = TrainConfig()
+            self.first = train.adam_beta1 * self.first + (1 - train.adam_beta1) * gradient
+            self.second = train.adam_beta2 * self.second + (1 - train.adam_beta2) * gradient**2
+            root = (self.second / (1 - train.adam_beta2**number)).sqrt() + train.adam_epsilon
+            update = self.first / (1 - train.adam_beta1**number) / root
+        self.weight = self.weight - self.lr * (update + self.decay * self.weight)
+
+
+def step_and_gradients(model: Model, optimizer: Any, config: Config, seed: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+
+    def copy() -> None:
+        found.update({name: each.main_grad.clone() for name, each in model.gpt.named_parameters()})  # type: ignore[attr-defined]
+
+    take_step(model, optimizer, random_batches(config, seed), config, LR, hold_update=copy)
+    return found
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_update_is_that_of_the_formula(name: str, sharded: bool) -> None:
+    config = tiny_config(train=TRAIN, parallel={"distributed_optimizer": sharded}, **MODELS[name])
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    lines = {each: StraightLine(each, weight, config) for each, weight in named_weights(model).items()}
+    assert {each for each, line in lines.items() if not line.matrices} == {
+        each
+        for each in lines
+        if each.endswith(("bias", "norm.weight", "norm_weight", "router.weight", "temperature"))
+        or not each.startswith("decoder.")
+    }
+    for number in range(1, 4):
+        before = {each: line.weight for each, line in lines.items()}
+        for each, gradient in step_and_gradients(model, optimizer, config, number).items():
+            lines[each].step(gradient, number)
+        for each, weight in named_weights(model).items():
+            change = lines[each].weight - before[each]
+            close = 1e-3 * change.square().mean().sqrt() + 1e-6 * before[each].abs().max()
+            assert (weight - lines[each].weight).abs().max() < close, (number, each)
+            lines[each].weight = weight.double()
+
+
+def test_singular_values_are_near_1() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((5, 64, 16), (16, 64), (1, 64), (64, 64)):
+        found = orthogonalize(torch.randn(shape, generator=generator), 5, torch.float32)
+        assert found.shape == shape
+        values = torch.linalg.svdvals(found)
+        assert ((values > 0.3) & (values < 1.3)).all()
+    assert not orthogonalize(torch.zeros(4, 8), 5, torch.float32).any()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
+def test_a_checkpoint_and_a_phase_that_keeps_the_optimizer_go_on_bit_for_bit(
+    sharded: bool, precision: str, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        train={**TRAIN, "precision": precision},
+        parallel={"distributed_optimizer": sharded},
+        **MODELS["experts"],
+    )
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for seed in range(2):
+        take_step(model, optimizer, random_batches(config, seed), config, LR)
+    folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
+    held = [set(part.tensors) - {"param"} for part in optimizer.state_parts()]
+    assert {frozenset(names) for names in held} == {
+        frozenset({"momentum_buffer"}),
+        frozenset({"exp_avg", "exp_avg_sq"}),
+    }
+    assert all(tensor.any() for part in optimizer.state_parts() for tensor in part.tensors.values())
+
+    loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))
+    resumed = build_optimizer(loaded, SPARSE, config)
+    load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=True)
+    kept = keep_main_weights(model, optimizer, whole_state=True)
+    close_optimizer(model, optimizer)
+    again = build_optimizer(model, SPARSE, config)
+    carry_over(kept, again)
+    for each, its in ((model, again), (loaded, resumed)):
+        assert its.updates == 2
+        norm = take_step(each, its, random_batches(config, 7), config, LR, measures=True).update_norm
+        assert norm is not None
+        assert norm > 0
+    for name, weight in named_weights(model).items():
+        assert torch.equal(weight, named_weights(loaded)[name]), name
+
+
+def test_the_dry_run_counts_one_moment_of_a_matrix_and_two_of_the_rest() -> None:
+    config = tiny_config(train={**TRAIN, "precision": "bf16"}, **MODELS["experts"])
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    tensors = [tensor for part in optimizer.state_parts() for tensor in part.tensors.values()]
+    state = 4 * sum(tensor.numel() for tensor in tensors)
+    vectors = [each for name, each in named_weights(model).items() if name.endswith("bias")]
+    miscounted = 4 * sum(each.numel() for each in vectors)  # biases are counted with their matrices
+    assert estimate_memory(config, SPARSE, 1, 0).optimizer == state - miscounted
+    weights = 2 * sum(each.numel() for each in named_weights(model).values())
+    assert checkpoint_bytes(config, SPARSE) == weights + state - miscounted
+
+
+def test_a_rejected_update_is_skipped_on_the_device() -> None:
+    """On GPUs divisor and verdict are tensors, as for torch's fused optimizers."""
+    shard = MatrixShard(0, (4, 6), (4,), [(0, 24)], None, -2, torch.float32)
+
+    def stepped(divisor: float | None, rejected: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        weight = torch.randn(24, generator=generator)
+        group = {"params": [torch.empty(0)], "lr": LR, "weight_decay": DECAY, "matrices": True}
+        muon: Any = optimizer_kind(TrainConfig(optimizer="muon")).build([group], TrainConfig(), False)
+        group |= {"params": [weight], "matrices": Matrices([shard], None, weight.device)}
+        muon.param_groups[0].update(group)
+        momentum = muon.state[weight]["momentum_buffer"] = torch.randn(24, generator=generator)
+        weight.grad = torch.randn(24, generator=generator) * (divisor or 1.0)
+        if rejected:
+            weight.grad[3] = torch.nan
+        if divisor is not None:
+            muon.grad_scale, muon.found_inf = torch.tensor(divisor), torch.tensor(float(rejected))
+        muon.step()
+        return weight, momentum
+
+    generator = torch.Generator().manual_seed(1)
+    untouched = [torch.randn(24, generator=generator) for _ in range(2)]
+    for found, expected in zip(stepped(4.0, True), untouched, strict=True):
+        assert torch.equal(found, expected)
+    for found, expected in zip(stepped(4.0, False), stepped(None, False), strict=True):
+        assert torch.equal(found, expected)
+    assert not torch.equal(stepped(4.0, False)[0], untouched[0])
