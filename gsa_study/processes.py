@@ -60,6 +60,10 @@ def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
                 f"{job.run.name} needs {job.devices} GPUs (parallel.tensor x context x pipeline of its config, times "
                 f"data_parallel of the study), and there are {len(gpus)}; make them fewer, or name more by --gpus"
             )
+        if gpus is not None and job.devices > 1 and len(set(gpus)) < len(gpus):
+            raise StudyError(
+                f"--gpus {','.join(gpus)}: {job.run.name} needs {job.devices} different GPUs; name each GPU once"
+            )
 
 
 def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Path) -> dict[str, str]:

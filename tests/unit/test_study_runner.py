@@ -272,6 +272,9 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     check_devices([wide], None)
     with pytest.raises(StudyError, match="one-seed1 needs 4 GPUs"):
         check_devices([wide], ["0", "1"])
+    with pytest.raises(StudyError, match="one-seed1 needs 4 different GPUs"):
+        check_devices([wide], ["0", "1", "0", "1"])
+    check_devices([dataclasses.replace(wide, devices=1)], ["0", "0"])
     for there, names in ((2, "0,2"), (0, "0"), (None, "-1"), (2, "x"), (2, "one")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
         with pytest.raises(StudyError, match=f"--gpus {names}: .* is no GPU of this machine"):
@@ -282,8 +285,9 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     check_devices([], None)
     assert command.gpus_at_hand("none") is None
     assert command.gpus_at_hand("1,0") == ["1", "0"]
-    with pytest.raises(StudyError, match="--gpus 1,1: name each GPU once"):
-        command.gpus_at_hand("1,1")
+    assert command.gpus_at_hand("1,1") == ["1", "1"]
+    with pytest.raises(StudyError, match="--gpus 1,: name the GPUs"):
+        command.gpus_at_hand("1,")
 
 
 def test_the_command_tells_failures_again_and_tries_them_again_when_asked(
