@@ -4,7 +4,6 @@ The limits use a clock that advances only in a hang (data_clock.py). Without a l
 test fails.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import prepare
 import pytest
 from data_clock import Clock, stopped_clock
 from data_corpus import document, write_corpus
@@ -70,9 +68,8 @@ class SilentFileSystem(MemoryFileSystem):
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         # The first request and sizes may hang separately.
-        self.server.answer(
-            "ls" if not detail else "ls of a folder below" if "chunk" in path else "ls with sizes"
-        )
+        method = "ls of a folder below" if "chunk" in path else "ls with sizes"
+        self.server.answer(method if detail else "ls")
         return super().ls(path, detail=detail, **options)
 
     def cat_ranges(self, *arguments: Any, **options: Any) -> Any:
@@ -122,7 +119,7 @@ def test_a_listing_that_never_ends(share, server, method, caplog):
         open_corpus(share, reading=QUICK)
 
 
-def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
+def test_a_connection_that_never_comes(share, server, caplog):
     server.silence("connect", hangs=1)
     assert len(open_text(share).shards) == 2
     assert caplog.messages == ["connection to 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"]
@@ -131,10 +128,15 @@ def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
     message = rf"'silent://text' cannot be connected to \(ReadError: {SILENCE}\); .*its server answers"
     with pytest.raises(DataFault, match=message):
         open_corpus(share, reading=QUICK)
-    server.silence("connect", hangs=1)
+
+
+@pytest.mark.parametrize("method", ["connect", "open"])
+def test_a_tokenizer_that_cannot_be_opened(share, server, tokenizer, method):
+    SilentFileSystem.clear_instance_cache()
+    server.silence(method, hangs=1)
     assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
     SilentFileSystem.clear_instance_cache()
-    server.silence("connect", hangs=2)
+    server.silence(method, hangs=2)
     with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
         Tokenizer("silent://t.model", reading=QUICK)
 
@@ -159,29 +161,6 @@ def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pyt
     monkeypatch.setattr(SilentFileSystem, "__init__", refused)
     with pytest.raises(DataFault, match=r"cannot be connected to .*SSHException\('no banner'\)"):
         open_corpus(share, reading=QUICK)
-
-
-def test_a_tokenizer_that_cannot_be_opened(share: str, server: Server, tokenizer: Tokenizer) -> None:
-    server.silence("open", hangs=1)
-    assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
-    server.silence("open", hangs=2)
-    with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
-        Tokenizer("silent://t.model", reading=QUICK)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """Opening a pipe for reading waits for a writer."""
-    os.mkfifo(tmp_path / "pipe.model")
-    with pytest.raises(TokenizerError, match=r"cannot be read \(.*pipe.model: is a pipe, no regular file"):
-        Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
-
-
-def test_prepare_says_which_folder_is_silent(share, server, tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("gsa_data.shards.Reading", lambda: QUICK)
-    server.silence("ls", hangs=2)
-    code = prepare.main(["tokenizer", "--shards", share, "--out", str(tmp_path / "t.model")])
-    assert code == 2
-    assert "error: --shards: data folder 'silent://text' cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,15 +214,15 @@ def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(share, monkeypatch):
-    whole_ls = SilentFileSystem.ls
-
-    def refused(self: Any, path: str, detail: bool = True, **options: Any) -> Any:
-        if "chunk1" in path:
-            raise PermissionError(13, "Permission denied", path)
-        return whole_ls(self, path, detail=detail, **options)
-
     fsspec.filesystem("silent").pipe("/text/chunk2/a.jsonl", b"{}")
     assert len(open_text(share).shards) == 3
+    whole_ls = SilentFileSystem.ls
+
+    def refused(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        if "chunk1" in path:
+            raise PermissionError(13, "Permission denied", path)
+        return whole_ls(self, path, *arguments, **options)
+
     monkeypatch.setattr(SilentFileSystem, "ls", refused)
     with pytest.raises(DataFault, match=r"Permission denied.*chunk1"):
         open_corpus(share, reading=QUICK)
