@@ -108,9 +108,7 @@ def test_the_tokenizer_gives_the_ids_of_training(gsa: tuple[Path, Path]) -> None
     assert theirs.eos_token_id == ours.eos_id
 
 
-def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(
-    gsa: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(gsa, tmp_path, monkeypatch):
     checkpoint, out = gsa
     with pytest.raises(ValueError, match=r"--out .*: exists and is not empty; give another folder"):
         export_hf(checkpoint, out)
@@ -178,12 +176,7 @@ def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:
         find_source(run / "nowhere", None, None)
 
 
-def test_the_command(
-    gsa: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command(gsa, tmp_path, monkeypatch, capsys):
     def run(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["export_hf.py", *words])
         return command.main()

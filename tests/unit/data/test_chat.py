@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +12,11 @@ from data_corpus import Run, read_run
 from gsa_data import DataFault, StreamConfig, Tokenizer
 from gsa_data.chat import ChatFolder, parse_chat_line, read_conversations
 from gsa_data.chat_template import ChatEncoder
-from gsa_data.content import changed_files, sample_contents
 from gsa_data.corpus import open_chat
 from gsa_data.documents import Document
 from gsa_data.faults import Reading, skipped_totals, warn_once
 from gsa_data.lanes import LONG_CONVERSATIONS
-from gsa_data.marks import INSIDE, TOKEN_ID, UNSCORED, mark
+from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.ngram import scored_pairs
 from gsa_data.pack import FILLER
 from gsa_data.stream import StateMismatch
@@ -68,13 +66,29 @@ def asked(*messages: object, **more: object) -> bytes:
         (b"[]", "missing_messages", "no object with the field messages"),
         (asked(), "missing_messages", "no list of messages"),
         (asked(USER, "b"), "bad_message", "message 2 is no object"),
-        (asked({"role": "human", "content": "a"}, ASSISTANT), "bad_message", "message 1 has role 'human', none of sys"),
+        (
+            asked({"role": "human", "content": "a"}, ASSISTANT),
+            "bad_message",
+            "message 1 has role 'human', none of sys",
+        ),
         (asked({"content": "a"}, ASSISTANT), "bad_message", "message 1 has role None"),
-        (asked({"role": "user", "content": [{}]}, ASSISTANT), "bad_message", "content that is no text, but list"),
+        (
+            asked({"role": "user", "content": [{}]}, ASSISTANT),
+            "bad_message",
+            "content that is no text, but list",
+        ),
         (asked(USER, ASSISTANT, tools="{"), "bad_message", "its tools are no JSON"),
         (asked(USER, ASSISTANT, tools={}), "bad_message", "its tools are no list of objects"),
-        (asked(USER, {**ASSISTANT, "meta": 1}).replace(b"1", DEEP), "bad_message", "be written as JSON (Recursion"),
-        (asked(USER, ASSISTANT, tools=[1]).replace(b"1", DEEP), "bad_message", "be written as JSON (Recursion"),
+        (
+            asked(USER, {**ASSISTANT, "meta": 1}).replace(b"1", DEEP),
+            "bad_message",
+            "be written as JSON (Recursion",
+        ),
+        (
+            asked(USER, ASSISTANT, tools=[1]).replace(b"1", DEEP),
+            "bad_message",
+            "be written as JSON (Recursion",
+        ),
         (asked(USER, {"role": "assistant", "content": " \n"}), "empty_text", "message 2 has no content"),
         (asked({"role": "user", "content": None}, ASSISTANT), "empty_text", "message 1 has no content"),
         (asked(USER), "no_assistant", "no message is the assistant's"),
@@ -89,7 +103,11 @@ def test_a_bad_line_is_named(text: bytes, fault: str, reason: str) -> None:
 
 
 def test_good_lines() -> None:
-    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
     kept = {"role": "assistant", "tool_calls": called["tool_calls"]}
     meta = {"redpajama_set_name": "A"}
     for line, messages, tools in (
@@ -104,7 +122,9 @@ def test_good_lines() -> None:
 
 
 def test_bad_lines_are_left_out_counted_and_logged(tmp_path, chat_tokenizer, caplog):
-    refuses = "{%- if messages[0].content == 'a' -%}{{- raise_exception('no a') -}}{%- endif -%}" + WITH_BLOCKS
+    refuses = (
+        "{%- if messages[0].content == 'a' -%}{{- raise_exception('no a') -}}{%- endif -%}" + WITH_BLOCKS
+    )
     lines = [asked(*conversation(n)) for n in range(20)]
     lines[7], lines[9], lines[11] = asked({"role": "human"}, ASSISTANT), asked(USER), asked(USER, ASSISTANT)
     (tmp_path / "s.jsonl").write_bytes(b"\n".join(lines))
@@ -193,7 +213,11 @@ def test_a_resume_in_the_middle_of_a_conversation_is_exact(folder, chat_tokenize
     whole = read_run(folder, chat_tokenizer, config, steps=6, global_batch_size=4)
     first = read_run(folder, chat_tokenizer, config, steps=2, global_batch_size=4)
     state = json.loads(json.dumps(first.state()))
-    cut = state["cursors"] if config.packing == "concatenate" else [row for pool in state["pools"] for row in pool]
+    cut = (
+        state["cursors"]
+        if config.packing == "concatenate"
+        else [row for pool in state["pools"] for row in pool]
+    )
     assert any(cursor[3] > 0 for cursor in cut)  # token_offset
     rest = read_run(folder, chat_tokenizer, config, 2, steps=4, global_batch_size=4, state=state)
     assert {**first.samples, **rest.samples} == whole.samples
@@ -212,8 +236,6 @@ def test_another_template_is_other_data(folder: ChatFolder, chat_tokenizer: Toke
     assert text.fingerprint != type(text)(text.root, text.shards).fingerprint
 
 
-
-
 def test_validation_counts_what_the_assistant_says(folder: ChatFolder, chat_tokenizer: Tokenizer) -> None:
     found = read_validation_set("v", folder, chat_tokenizer, 48, 10_000, READING, False, split_by_source=True)
     encoder = ChatEncoder(folder.template, chat_tokenizer)
@@ -223,5 +245,3 @@ def test_validation_counts_what_the_assistant_says(folder: ChatFolder, chat_toke
     assert found.text.scored_tokens == len(counted) < len(labels) / 2
     assert found.text.text_bytes == chat_tokenizer.token_bytes[counted].sum()
     assert sum(text.scored_tokens for text in found.by_source.values()) == len(counted)
-
-

@@ -46,7 +46,8 @@ HARD = [
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools"), [(HARD, None), (HARD, TOOLS), *((conversation(number), TOOLS) for number in range(3))]
+    ("messages", "tools"),
+    [(HARD, None), (HARD, TOOLS), *((conversation(number), TOOLS) for number in range(3))],
 )
 def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=chat_tokenizer.path)
@@ -132,7 +133,9 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
     assert text.startswith("<|im_start|><|im_start|>user")
 
 
-SEVERAL = json.dumps({"chat_template": [{"name": name, "template": PLAIN} for name in ("default", "tool_use")]})
+SEVERAL = json.dumps(
+    {"chat_template": [{"name": name, "template": PLAIN} for name in ("default", "tool_use")]}
+)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,10 @@ def test_templates_that_are_not_found(config, template, message, tmp_path, token
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (LOOPS + PLAIN, r"did not write a conversation of 4 messages within 0\.2 s .*; correct its loops, or"),
+        (
+            LOOPS + PLAIN,
+            r"did not write a conversation of 4 messages within 0\.2 s .*; correct its loops, or",
+        ),
         ("{{ 1 / 0 }}" + PLAIN, r"cannot write a conversation .*\(division by zero\)"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"cannot write a conversation .*recursion"),
         ("{% for %}", r"cannot write a conversation .*Expected"),

@@ -85,9 +85,7 @@ def outcome_of(folder: Path, tokenizer: Tokenizer, before: dict[str, Any] | None
         (write_datasets, "bit in .*"),  # of ids
     ],
 )
-def test_every_file_of_a_corpus(
-    write: Any, first_start_accepts: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_every_file_of_a_corpus(write, first_start_accepts, tokenizer, tmp_path):
     own, other, folder = (tmp_path / name for name in ("own", "other", "folder"))
     write(own, 0, tokenizer)
     write(other, 2, tokenizer)

@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import orjson
 import pytest
-from data_corpus import Run, document, held_by_parts, line, read_run, write_corpus, write_shard
+from data_corpus import Run, document, held_by_parts, line, write_corpus, write_shard
 
 import gsa_data.token_files
 from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
@@ -57,13 +57,6 @@ def test_a_part_holds_its_own_lines_only(tokenizer: Tokenizer, tmp_path: Path) -
 
 
 # The same as streaming
-
-
-def test_ranks_and_workers(corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder) -> None:
-    whole = read_run(corpus, tokenizer, CONFIG, steps=6)
-    mapped = read_run(tokens, tokenizer, replace(CONFIG, num_workers=2), world_size=2, steps=6)
-    assert mapped.samples == whole.samples
-    assert mapped.state() == whole.state()
 
 
 def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -128,9 +121,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
         prepare_tokens(str(tmp_path / "source"), tokenizer, tmp_path / "other", 1, Reading())
 
 
-def test_other_tokens_in_the_folder_are_kept(
-    corpus: Manifest, tokenizer: Tokenizer, copy: Path, sample_folder: Path
-) -> None:
+def test_other_tokens_in_the_folder_are_kept(corpus, tokenizer, copy, sample_folder):
     other = Tokenizer(str(sample_folder / "tokenizer.model"))
     with pytest.raises(DataFault, match=r"holds tokens with tokenizer_fingerprint=.*another --out"):
         prepare_tokens(corpus.root, other, copy, 1, Reading())

@@ -16,9 +16,8 @@ from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, 
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.indexed import HEADER, MAGIC
-from gsa_data.lanes import stable_hash
 from gsa_data.prepare_tokens import check_tokens, prepare_tokens
-from gsa_data.source_weights import NO_SOURCE, copies_in_epoch, document_offsets, tokens_by_source
+from gsa_data.source_weights import NO_SOURCE, tokens_by_source
 from gsa_data.token_files import MANIFEST_NAME, TokenFolder
 
 L = 32
@@ -61,34 +60,6 @@ def test_a_position_saved_before_there_were_weights(mixed: Manifest, tokenizer: 
 
 
 # Counts and mixture
-
-
-def test_over_any_epochs_a_document_comes_as_often_as_its_weight_says() -> None:
-    offsets = document_offsets(stable_hash("any"), np.arange(5000))
-    assert 0 <= offsets.min() < 0.01 < 0.99 < offsets.max() < 1
-    assert abs(offsets.mean() - 0.5) < 0.02
-    for weight in (0.0, 0.1, 0.3, 1 / 3, 0.5, 1.0, 1.7, 2.0, 13.25):
-        weights = np.full(5000, weight)
-        counts = np.array([copies_in_epoch(weights, offsets, epoch) for epoch in range(40)])
-        for first, last in ((0, 1), (0, 10), (3, 10), (0, 40)):
-            total = counts[first:last].sum(0)
-            expected = (last - first) * weight
-            assert np.abs(total - expected).max() < 1 + 1e-9
-            assert total.mean() == pytest.approx(expected, abs=0.03)
-
-
-@pytest.mark.parametrize("num_lanes", [2, 8])
-def test_a_lane_may_get_only_shards_of_weight_0_for_some_epochs(tokenizer, tmp_path, num_lanes):
-    for shard, source in enumerate(("Web", "Books", "Code", "Wiki")):
-        numbers = range(12 * shard, 12 * (shard + 1))
-        write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(number), source) for number in numbers])
-    corpus = build_manifest(str(tmp_path))
-    config = replace(CONFIG, num_lanes=num_lanes, source_weights={"Web": 0.0, "Books": 0.0, "Code": 0.0})
-    whole = read_run(corpus, tokenizer, config, steps=60)
-    first = read_run(corpus, tokenizer, config, steps=19)
-    rest = read_run(corpus, tokenizer, config, world_size=2, steps=41, state=first.state())
-    assert {**first.samples, **rest.samples} == whole.samples
-    assert rest.state() == whole.state()
 
 
 # What is refused

@@ -127,9 +127,7 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
     assert found[LAYER].histogram == bins.bincount(minlength=GATE_BINS).tolist()
 
 
-def test_selections_sinks_and_gates_match_training(
-    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selections_sinks_and_gates_match_training(run, monkeypatch):
     """The test compares with training's core and statistics on the same tokens."""
     model, _, run_dir = run
     evaluated = load_evaluated_model(Source(run=run_dir), execution=Execution(attention="eager"))
@@ -177,12 +175,7 @@ def files_of(run_dir: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_the_command_writes_pictures_that_the_report_shows(
-    run: tuple[Any, Any, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_writes_pictures_that_the_report_shows(run, monkeypatch, tmp_path, capsys):
     run_dir = run[2]
     before = files_of(run_dir)
     assert analyzed(monkeypatch, "--run", run_dir, "--name", "own", "--head", 3, "--max-tokens", 60) == 0
@@ -215,12 +208,7 @@ def test_the_command_writes_pictures_that_the_report_shows(
     assert "exists; give another name, or remove the folder" in capsys.readouterr().err
 
 
-def test_wrong_use(
-    run: tuple[Any, Any, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_use(run, tmp_path, monkeypatch, capsys):
     exported = export_hf(run[2] / "checkpoints" / "step_00000003", tmp_path / "hf").folder
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.txt").write_text("")

@@ -106,9 +106,7 @@ def test_the_run_says_the_same(across: bool, run: tuple[Any, Any, Path], tmp_pat
     assert found["bits_per_byte"] == pytest.approx(expected["validation_bits_per_byte"], rel=1e-5)
 
 
-def test_the_runs_own_text_is_read_as_the_run_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runs_own_text_is_read_as_the_run_reads_it(tmp_path, monkeypatch):
     """The text has another field, and the documents that are too long for it are left out."""
     place = tmp_path / "validation"
     place.mkdir()
@@ -127,9 +125,7 @@ def test_the_runs_own_text_is_read_as_the_run_reads_it(
     assert results(run_dir, "other")["data"]["validation"]["loss"] != pytest.approx(expected, rel=1e-5)
 
 
-def test_a_runs_conversations_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_conversations_are_refused(tmp_path, monkeypatch, capsys):
     chat = SAMPLE.with_name("sample_chat")
     data = {"validation_dir": str(chat / "validation"), "chat_template": str(chat / "chat_template.jinja")}
     config = evaluated_config(data={**data, "format": "chat", "packing": "best_fit"})
@@ -140,20 +136,13 @@ def test_a_runs_conversations_are_refused(
     assert not (run_dir / "evaluations").exists()
 
 
-def test_a_wrong_mode_of_wandb_is_refused_before_anything_is_scored(
-    run: tuple[Any, Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_mode_of_wandb_is_refused_before_anything_is_scored(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     assert evaluated(monkeypatch, "--run", run[2], "--name", "x", "--out", tmp_path, "--wandb", "auto") == 2
     assert not (tmp_path / "x").exists()
 
 
-def test_the_command_scores_the_runs_validation_and_touches_nothing(
-    run: tuple[Any, Any, Path],
-    exported: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exported, monkeypatch, capsys):
     _, config, run_dir = run
     before = hashes(run_dir)
     assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 0
@@ -183,9 +172,7 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(
     assert "give another name, or remove the folder" in capsys.readouterr().err
 
 
-def test_what_was_finished_is_shown_when_the_rest_fails(
-    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys):
     """An hour of scores survives an error in the next text, and a full disk."""
     good = (
         "--run",
@@ -233,9 +220,7 @@ def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_windows_equal_a_plain_loop(
-    batch_size: int, run: tuple[Any, Any, Path], exported: Path, tmp_path: Path
-) -> None:
+def test_windows_equal_a_plain_loop(batch_size, run, exported, tmp_path):
     """Documents of C4 are as published, each separate; some are shorter than a window."""
     texts = ["The tower stood. " * 9, "Short.", "def f(x):\n    return x + 1\n" * 5]
     content = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in texts)
@@ -265,9 +250,7 @@ def test_windows_equal_a_plain_loop(
     assert sum(each["tokens"] for each in found["loss_by_position"]) == count
 
 
-def test_wikitext_is_articles_and_its_perplexity_is_of_words(
-    run: tuple[Any, Any, Path], exported: Path, tmp_path: Path
-) -> None:
+def test_wikitext_is_articles_and_its_perplexity_is_of_words(run, exported, tmp_path):
     (tmp_path / "wiki.test.tokens").write_text(WIKI, encoding="utf-8")
     articles = wikitext_articles(tmp_path)
     assert [article.split()[1] for article in articles[-2:]] == ["Valkyria", "Tower"]
@@ -400,12 +383,7 @@ def test_settings_out_of_bounds_are_refused(setting: str, said: str) -> None:
         apply_settings(blocks, [setting])
 
 
-def test_wrong_use(
-    run: tuple[Any, Any, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_use(run, tmp_path, monkeypatch, capsys):
     latin = tmp_path / "wiki.test.tokens"
     latin.write_bytes(b" = caf\xe9 = \n")
     checkpoint = run[2] / "checkpoints" / "step_00000003"

@@ -72,9 +72,7 @@ LAYER = "model.layers.0."
         ),
     ],
 )
-def test_layers_of_other_classes_are_called(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_of_other_classes_are_called(path, monkeypatch, caplog):
     """Adapters and quantisation create such layers. The model's forward pass runs, and the log says why."""
     caplog.set_level("INFO", "gsa_hf")
     model = make_model("sparse")
@@ -145,9 +143,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
         ("groups of keys", 2, 3),
     ],
 )
-def test_products_of_few_rows_give_the_same_tokens(
-    name: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_few_rows_give_the_same_tokens(name, count, new, monkeypatch):
     model = make_model(name)
     wanted = [row[:new] for row in by_transformers(model, new)[:count]]
     if name != "dense":

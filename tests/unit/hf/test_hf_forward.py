@@ -85,9 +85,7 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_attention_and_indexer_loss_match_the_loops(
-    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_and_indexer_loss_match_the_loops(name, attention, monkeypatch):
     monkeypatch.setitem(MODELS, "variant", {**VARIANTS[name], "num_hidden_layers": 1})
     if VARIANTS[name].get("layer_types"):
         monkeypatch.setitem(MODELS["variant"], "layer_types", [DENSE_LAYER])

@@ -83,9 +83,7 @@ def steps(
     ],
     ids=["dense-and-sparse", "reuse", "blocks", "blocks-dynamic", "gates"],
 )
-def test_prompt_and_decoding(
-    changes: dict[str, Any], kind: str, prompt: int, length: int, swap_at: int | None
-) -> None:
+def test_prompt_and_decoding(changes, kind, prompt, length, swap_at):
     """The batch has padding in front, and the first sequence enters its third block. A static cache keeps selections of
     blocks, but not when sequences change places."""
     model = model_of(**changes)
@@ -104,9 +102,7 @@ def test_prompt_and_decoding(
     [({"index_topk_freq": 2}, 27), ({**BLOCKS, "num_hidden_layers": 1}, 37)],
     ids=["reuse", "blocks"],
 )
-def test_short_inputs_attend_to_all_keys(
-    changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_inputs_attend_to_all_keys(changes, length, monkeypatch):
     """A prompt with fewer keys than the limit uses dense attention and computes no scores. Tokens decoded after it pass
     the limit as after a longer prompt."""
     model = model_of(**changes, dense_below=24, k_max=8)

@@ -134,9 +134,7 @@ def test_the_indexers_learn() -> None:
         ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout is 0.1; load the model with 0"),
     ],
 )
-def test_what_cannot_be_replaced(
-    name: str, changes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_replaced(name, changes, options, message):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512}
     config = AutoConfig.for_model("gpt2", **sizes) if name == "gpt2" else copy.deepcopy(HOSTS[name])
     for field, value in changes.items():

@@ -216,9 +216,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", unk_token="w0", padding_side="left")
 
 
-def test_serve_loads_a_folder_by_the_script_of_the_page(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_loads_a_folder_by_the_script_of_the_page(tokenizer, tmp_path, monkeypatch):
     serving = pytest.importorskip("transformers.cli.serving.model_manager")
     tiny_model(attention="sdpa").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
