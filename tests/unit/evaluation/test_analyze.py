@@ -16,16 +16,11 @@ from gsa_eval.attention_pictures import draw_keys, draw_maps, pooled
 from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_eval.commands import analyze as command
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_eval.report.page import write_report
 from gsa_hf.gates_gsa import gate_heads
-from gsa_kernels.packed_mask import unpack_mask
-from gsa_train.data.batches import MicroBatch
-from gsa_train.model.probes import query_sample
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 from helpers.run_logs import refuse_constant
-from helpers.single_rank import read_stats, token_losses
 
 LENGTH = 80
 LAYER = 1
@@ -125,40 +120,6 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
     assert found[LAYER].means == pytest.approx(means, rel=1e-5)
     bins = (opened.flatten() * GATE_BINS).long().clamp(max=GATE_BINS - 1)
     assert found[LAYER].histogram == bins.bincount(minlength=GATE_BINS).tolist()
-
-
-def test_selections_sinks_and_gates_match_training(run, monkeypatch):
-    """The test compares with training's core and statistics on the same tokens."""
-    model, _, run_dir = run
-    evaluated = load_evaluated_model(Source(run=run_dir), execution=Execution(attention="eager"))
-    encoded = evaluated.tokenizer.encode(TEXT).tolist()
-    assert len(encoded) > LENGTH
-    found = [record_attention(evaluated.model, encoded, layer, 0) for layer in (0, 1)]
-    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
-    tokens = torch.tensor([encoded])
-    batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
-    kept = []
-    for attention in model.attentions:
-        over_chunks = attention.over_chunks
-
-        def recorded(*arguments: Any, select: Any = over_chunks.select) -> Any:
-            kept.append(unpack_mask((selections := select(*arguments))[0].packed_mask, len(encoded)))
-            return selections
-
-        monkeypatch.setattr(over_chunks, "select", recorded)
-    token_losses(model, batch, measuring=True, evaluating=True)
-    stats = read_stats(model)
-    for layer, selection in enumerate(kept):
-        maps, record = found[layer].maps, found[layer]
-        assert maps is not None
-        assert maps.selected is not None
-        assert torch.equal(maps.selected, selection[0])
-        assert record.keys[layer] == selection[0].sum(-1).tolist()
-        for head, share in enumerate(record.sink[layer]):
-            assert share == pytest.approx(stats[f"head_first_token_attention/{head:02d}"][layer], rel=1e-5)
-        for gate, of_layers in (("output", record.output_gates), ("value", record.value_gates)):
-            means = of_layers[layer].means
-            assert sum(means) / len(means) == pytest.approx(stats[f"{gate}_gate_mean"][layer], rel=1e-5)
 
 
 # --- the command -----------------------------------------------------------------------------------------

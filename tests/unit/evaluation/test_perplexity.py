@@ -24,9 +24,9 @@ from gsa_eval import evaluate as whole
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.evaluated_model import Source, load_evaluated_model
-from gsa_eval.perplexity import by_position, score_text, token_losses
+from gsa_eval.perplexity import by_position, score_text
 from gsa_eval.settings import apply_settings
-from gsa_eval.text import Piece, TextOptions, read_text, wikitext_articles, windows
+from gsa_eval.text import TextOptions, read_text, wikitext_articles, windows
 from gsa_hf import GSAConfig
 from gsa_train.data.batches import read_validation_sets
 from gsa_train.validation.perplexity import evaluate
@@ -204,21 +204,6 @@ def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys
         assert said.endswith(f"{folder} was not written; these results were finished\n")
 
 
-def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = sorted((run[2]).rglob("*"))
-    with monkeypatch.context() as patched:
-        patched.setattr("gsa_eval.results.table", lambda results: "")
-        patched.setattr("pathlib.Path.rename", killed)
-        with pytest.raises(SystemExit, match="130"):
-            evaluated(monkeypatch, "--run", run[2], "--name", "killed")
-    left = {path for path in set(run[2].rglob("*")) - set(before) if path.name != "evaluations"}
-    assert left == set()
-    assert evaluated(monkeypatch, "--run", run[2], "--name", "killed") == 0
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_windows_equal_a_plain_loop(batch_size, run, exported, tmp_path):
     """Documents of C4 are as published, each separate; some are shorter than a window."""
@@ -353,15 +338,6 @@ def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, 
     }.items():
         with pytest.raises(Exception, match=message):
             apply_settings(config, [setting])
-
-
-def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
-    text = Piece(np.arange(5, 30, dtype=np.int32), np.ones(24, bool), np.arange(24))
-    losses = []
-    for settings in (["gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64"], ["gsa.attention=dense"]):
-        model = load_evaluated_model(Source(run=run[2]), settings).model
-        losses.append(next(iter(token_losses(model, [text], 1))).nats)
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
