@@ -1,7 +1,6 @@
 """Compares evaluation by the fused kernels with plain torch, in Triton's interpreter or on a GPU."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import pytest
 pytest.importorskip("triton")
 
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
-from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text
 from gsa_eval.text import Piece, Text
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
@@ -34,22 +32,9 @@ def test_scores_of_packed_documents_and_of_windows(subjects: list[EvaluatedModel
         Piece(tokens[:21], np.arange(20) > 3, np.arange(20)),
         Piece(tokens[30:42], np.ones(11, bool), np.arange(11)),
     ]
-    found: list[dict[str, Any]] = []
-    for evaluated in subjects:
-        found.append(score_text(evaluated.model, Text(pieces, 100), batch_size=3))
+    found = [score_text(evaluated.model, Text(pieces, 100), batch_size=3) for evaluated in subjects]
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert found[0]["tokens"] == 18 + 16 + 11
-
-
-def test_continuations_of_prompts_of_several_lengths(subjects: list[EvaluatedModel]) -> None:
-    prompts = [[7, 9, 11, 13, 15, 17, 19, 21], [30, 40, 50]]
-    found = [
-        continue_prompts(evaluated.model, evaluated.tokenizer, prompts, 3, batch_size=2)
-        for evaluated in subjects
-    ]
-    alone = [continue_prompts(subjects[1].model, subjects[1].tokenizer, [prompt], 3)[0] for prompt in prompts]
-    assert found[0] == found[1] == alone
-    assert all(found[0])
 
 
 def test_the_choice_is_in_the_results(subjects: list[EvaluatedModel], tmp_path: Path) -> None:

@@ -79,13 +79,14 @@ def test_where_both_models_can_they_agree(runs, monkeypatch):
         "fewer keys": ["gsa.k_base=3", "gsa.local_window=2", "gsa.adaptive_k=off"],
         "yarn": ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=2", "model.rope_base=5000"],
     }
-    of_hf = {
-        name: loss_of(load_evaluated_model(Source(run=folder), words)) for name, words in settings.items()
-    }
+
+    def losses() -> dict[str, float]:
+        models = {name: load_evaluated_model(Source(run=folder), words) for name, words in settings.items()}
+        return {name: loss_of(model) for name, model in models.items()}
+
+    of_hf = losses()
     monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
-    found = {
-        name: loss_of(load_evaluated_model(Source(run=folder), words)) for name, words in settings.items()
-    }
+    found = losses()
     assert found == {name: pytest.approx(loss, rel=1e-5) for name, loss in of_hf.items()}
     assert len({round(loss, 5) for loss in found.values()}) == len(settings)
 
