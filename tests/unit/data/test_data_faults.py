@@ -156,18 +156,18 @@ def test_reads_that_fail_are_tried_again_and_then_reported(root, monkeypatch, na
     fault = FAILURES[name]
     manifest, counters = build_manifest(str(root)), Counter[str]()
     expected = read_documents(manifest, NAME, QUICK, Counter())
-    with stopped_clock(monkeypatch) as clock:
-        break_reads(monkeypatch, [fault, fault], clock)
-        assert read_documents(manifest, NAME, QUICK, counters) == expected
-        assert counters == Counter(shards_read=1, read_retries=2)
+    clock = stopped_clock(monkeypatch)
+    break_reads(monkeypatch, [fault, fault], clock)
+    assert read_documents(manifest, NAME, QUICK, counters) == expected
+    assert counters == Counter(shards_read=1, read_retries=2)
 
-        break_reads(monkeypatch, [fault] * 100, clock)
-        with pytest.raises(DataFault, match=r"s1\.jsonl\.zst cannot be read after 2 retries"):
-            read_documents(manifest, NAME, QUICK, counters)
-        counters.clear()
-        assert read_documents(manifest, NAME, SKIPPING, counters) == []
-        assert counters == Counter(shards_unreadable=1, read_retries=2)
-        assert clock.now == (8 * QUICK.timeout_seconds if fault == "hangs" else 0)
+    break_reads(monkeypatch, [fault] * 100, clock)
+    with pytest.raises(DataFault, match=r"s1\.jsonl\.zst cannot be read after 2 retries"):
+        read_documents(manifest, NAME, QUICK, counters)
+    counters.clear()
+    assert read_documents(manifest, NAME, SKIPPING, counters) == []
+    assert counters == Counter(shards_unreadable=1, read_retries=2)
+    assert clock.now == (8 * QUICK.timeout_seconds if fault == "hangs" else 0)
 
 
 def test_other_errors_of_a_read_are_not_hidden(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

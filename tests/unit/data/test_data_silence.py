@@ -1,13 +1,13 @@
 """Tests a share whose server is gone, so that no call returns: every access has a limit, retries and a message.
 
-The limits use a clock that advances only in a hang (data_clock.py). Without a limit such a call would block until the
-test fails.
+The limits use a clock that advances only in a hang (data_clock.py). Without a limit the hang itself is raised.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -17,10 +17,10 @@ from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from test_data_indexed import write_indexed
 
-from gsa_data import DataFault, Manifest, Tokenizer, indexed, token_files
+from gsa_data import DataFault, Manifest, Tokenizer, fetch, indexed, token_files
 from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
-from gsa_data.fetch import ReadError, in_time, patiently
+from gsa_data.fetch import Pulse, ReadError, in_time
 from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import TokenizerError
 
@@ -82,12 +82,11 @@ class SilentFileSystem(MemoryFileSystem):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
     SilentFileSystem.clear_instance_cache()
-    with stopped_clock(monkeypatch) as clock:
-        SilentFileSystem.server = Server(clock)
-        yield SilentFileSystem.server
+    SilentFileSystem.server = Server(stopped_clock(monkeypatch))
+    return SilentFileSystem.server
 
 
 @pytest.fixture
@@ -141,8 +140,10 @@ def test_a_tokenizer_that_cannot_be_opened(share, server, tokenizer, method):
         Tokenizer("silent://t.model", reading=QUICK)
 
 
-def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
+def test_one_connection_is_kept(share, server, tokenizer, monkeypatch):
     """Reads share it, although every read has its own thread."""
+    monkeypatch.setattr(fetch, "threading", threading)
+    monkeypatch.setattr(fetch, "time", time)
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)
@@ -152,13 +153,8 @@ def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer
 
 
 def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class SSHException(Exception):
-        __module__ = "paramiko.ssh_exception"
-
-    def refused(*_: Any) -> None:
-        raise SSHException("no banner")
-
-    monkeypatch.setattr(SilentFileSystem, "__init__", refused)
+    error = type("SSHException", (Exception,), {"__module__": "paramiko.ssh_exception"})("no banner")
+    monkeypatch.setattr(SilentFileSystem, "__init__", Mock(side_effect=error))
     with pytest.raises(DataFault, match=r"cannot be connected to .*SSHException\('no banner'\)"):
         open_corpus(share, reading=QUICK)
 
@@ -199,18 +195,26 @@ def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeyp
             open_corpus(str(tmp_path / "tokens"), reading=QUICK)
 
 
-def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
-    def twelve_beats(pulse: Any) -> str:
-        for _ in range(12):
-            server.clock.stand_still(0.15)
-            pulse.beat()
-        return "done"
+@pytest.mark.parametrize("beats", [True, False])
+def test_what_shows_signs_of_life_may_take_long(beats, server, monkeypatch):
+    """The action takes 1.8 s, and its pulse beats every 0.15 s, or never."""
+    pulse, left, clock = Pulse(), iter(range(12)), server.clock
 
-    counters: Counter[str] = Counter()
-    assert patiently(twelve_beats, "the whole", QUICK, counters) == "done"
-    assert not counters
+    class Slow(fetch.threading.Thread):  # type: ignore[misc, name-defined] - the clock's Action
+        def is_alive(self) -> bool:
+            return next(left, None) is not None
+
+        def join(self, timeout: float) -> None:
+            clock.now += 0.15
+            if beats:
+                pulse.beat()
+
+    monkeypatch.setattr(fetch.threading, "Thread", Slow)
+    if beats:
+        assert in_time(lambda: "done", 0.2, pulse) == "done"
+        return
     with pytest.raises(ReadError, match="no answer within"):
-        in_time(server.clock.stand_still, 0.05)
+        in_time(lambda: "done", 0.2, pulse)
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(share, monkeypatch):
