@@ -3,6 +3,8 @@
 The limits use a clock that advances only in a hang (data_clock.py). Without a limit the hang itself is raised.
 """
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -25,60 +25,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+NAMES = {
+    **{f"w_{name}": f"{name}_proj.weight" for name in "qkvo"},
+    "w_vg": "value_gate_proj.weight",
+    "b_vg": "value_gate_proj.bias",
+    "w_og": "output_gate_proj.weight",
+    "b_og": "output_gate_proj.bias",
+    "w_iq": "indexer.wq.weight",
+    "w_ik": "indexer.wk.weight",
+    "w_iw": "indexer.weights_proj.weight",
+    "b_j": "indexer.score_bias",
+    "c_j": "indexer.weights_proj.bias",
+}
+"""Names of the loops' weights in a layer."""
+NO_INDEXER = {"w_iq": (8, 32), "w_ik": (8, 32), "w_iw": (1, 32), "b_j": (1,), "c_j": (1,)}
+"""Shapes for a dense layer, because the loops always compute scores."""
+SAME = (
+    *("value_gate", "output_gate", "indexer_activation", "adaptive_k", "dense_below", "indexer_rope"),
+    *("local_window", "selection_block"),
+)
+"""Fields that the loops name as the config does."""
+
+
 def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compute the first layer's attention by loops, from its input [L, d]."""
     config, attention = model.config, model.model.layers[0].self_attn
-    indexer = attention.indexer
-    names = {
-        "w_q": "q_proj.weight",
-        "w_k": "k_proj.weight",
-        "w_v": "v_proj.weight",
-        "w_o": "o_proj.weight",
-        "w_vg": "value_gate_proj.weight",
-        "b_vg": "value_gate_proj.bias",
-        "w_og": "output_gate_proj.weight",
-        "b_og": "output_gate_proj.bias",
-        "w_iq": "indexer.wq.weight",
-        "w_ik": "indexer.wk.weight",
-        "w_iw": "indexer.weights_proj.weight",
-        "b_j": "indexer.score_bias",
-        "c_j": "indexer.weights_proj.bias",
-    }
-    state = attention.state_dict()
-    weights = {key: state[name].double() for key, name in names.items() if name in state}
-    if indexer is None:  # the loops always compute scores
-        weights |= {
-            "w_iq": torch.zeros(8, 32).double(),
-            "w_ik": torch.zeros(8, 32).double(),
-            "w_iw": torch.zeros(1, 32).double(),
-            "b_j": torch.zeros(1).double(),
-            "c_j": torch.zeros(1).double(),
-        }
-    rope = config.rope_parameters
+    indexer, state, rope = attention.indexer, attention.state_dict(), config.rope_parameters
+    weights = {key: state[name].double() for key, name in NAMES.items() if name in state}
+    more: dict[str, Any] = {"attention": "sparse"}
+    if indexer is None:
+        weights |= {key: torch.zeros(shape).double() for key, shape in NO_INDEXER.items()}
+        more = {"attention": "dense", "variance_ema": 0.0, "inverse_temperature": 1.0}
+    else:
+        temperature = torch.as_tensor(indexer.inverse_temperature()).detach()
+        more |= {"variance_ema": float(indexer.variance_ema), "inverse_temperature": float(temperature)}
     options = LayerOptions(
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
         1 if indexer is None else config.index_n_heads,
-        config.index_head_dim,
-        config.index_topk,
-        config.k_min,
-        config.k_max,
-        attention="dense" if indexer is None else "sparse",
-        value_gate=config.value_gate,
-        output_gate=config.output_gate,
-        indexer_activation=config.indexer_activation,
-        adaptive_k=config.adaptive_k,
-        variance_ema=0.0 if indexer is None else float(indexer.variance_ema),
+        *(config.index_head_dim, config.index_topk, config.k_min, config.k_max),
         rope_base=rope["rope_theta"],
         yarn=Yarn(4.0, 16, 0.1 * math.log(4) + 1, 3.0, 0.2) if rope["rope_type"] == "yarn" else None,
-        dense_below=config.dense_below,
-        indexer_rope=config.indexer_rope,
-        local_window=config.local_window,
-        selection_block=config.selection_block,
-        inverse_temperature=1.0
-        if indexer is None
-        else float(torch.as_tensor(indexer.inverse_temperature()).detach()),
+        **{name: getattr(config, name) for name in SAME},
+        **more,
     )
     return gsa_layer(hidden.double(), weights, options)
 
