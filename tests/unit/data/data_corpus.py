@@ -82,10 +82,6 @@ class Run:
             stream.close()
 
 
-def mismatches(run: Run, reference: Run) -> int:
-    return sum(tokens != reference.samples[sample] for sample, tokens in run.samples.items())
-
-
 def read_run(
     manifest: Manifest,
     tokenizer: Tokenizer,

@@ -5,7 +5,7 @@ import pytest
 from data_corpus import write_shard
 
 from gsa_data import DataFault, build_manifest
-from gsa_data.documents import Document, parse_line, parse_row, read_documents
+from gsa_data.documents import Document, parse_line, read_documents
 from gsa_data.faults import Reading
 
 
@@ -39,22 +39,6 @@ def test_text_field_and_longest_document() -> None:
     assert parse_line(b'{"content": "a", "text": 1}', "content") == Document(b"a", "")
     assert parse_line('{"text": "éé"}'.encode(), max_document_bytes=4) == Document("éé".encode(), "")
     assert parse_line('{"text": "ééx"}'.encode(), max_document_bytes=4) == "huge_document"
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ((b"a", b"X"), Document(b"a", "X")),
-        ((b"a", None), Document(b"a", "")),
-        ((None, b"X"), "missing_text"),
-        ((b"\xff", None), "bad_utf8"),
-        ((b"\xed\xa0\x80", None), "bad_utf8"),  # a lone surrogate
-        ((" \u3000".encode(), None), "empty_text"),
-        ((b"12345", None), "huge_document"),
-    ],
-)
-def test_parse_row(row: tuple[bytes | None, bytes | None], expected: Document | str) -> None:
-    assert parse_row(*row, max_document_bytes=4) == expected
 
 
 def test_too_many_bad_lines_make_a_bad_shard(tmp_path: Path) -> None:

@@ -142,16 +142,28 @@ def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(tmp_path, name, monke
 
 
 def test_parquet_sources_and_bad_rows(tmp_path: Path) -> None:
-    binary = pa.array([b"good", b"\xff\xfe", None, b" \n", b"also good"])
-    text = pa.Array.from_buffers(pa.string(), 5, binary.buffers())  # without a guarantee of UTF-8
-    sources: list[str | None] = ["X", None, "Y", None, None]
-    meta = [{"redpajama_set_name": source} if number != 1 else None for number, source in enumerate(sources)]
+    rows = {
+        b"good": Document(b"good", "X"),
+        b"\xff\xfe": "bad_utf8",
+        b"\xed\xa0\x80": "bad_utf8",  # a lone surrogate
+        None: "missing_text",
+        " \u3000\n".encode(): "empty_text",
+        b"a" * 50: "huge_document",
+        b"also good": Document(b"also good", ""),
+    }
+    text = pa.Array.from_buffers(pa.string(), len(rows), pa.array([*rows]).buffers())  # perhaps no UTF-8
+    meta = [
+        {"redpajama_set_name": "X"},
+        None,
+        {"redpajama_set_name": "Y"},
+        {"redpajama_set_name": None},
+        *[None] * 3,
+    ]
     (tmp_path / "s.parquet").write_bytes(parquet({"text": text, "meta": meta}))
     manifest = build_manifest(str(tmp_path))
-    assert documents_of(manifest, "s.parquet", max_bad_line_fraction=0.5) == [
-        Document(b"good", "X"), "bad_utf8", "missing_text", "empty_text", Document(b"also good", ""),
-    ]  # fmt: skip
-    with pytest.raises(DataFault, match=r"2 bad lines of 5 \(bad_utf8 1, empty_text 1, missing_text 1"):
+    limits = {"max_document_bytes": 49, "max_bad_line_fraction": 0.5}
+    assert documents_of(manifest, "s.parquet", **limits) == [*rows.values()]
+    with pytest.raises(DataFault, match=r"3 bad lines of 7 \(bad_utf8 2, empty_text 1, missing_text 1"):
         documents_of(manifest, "s.parquet")
 
 
@@ -161,23 +173,17 @@ def named(values: Any) -> Any:
 
 def test_parquet_columns_of_sources() -> None:
     names, texts = pa.array(["X", None]), ["a", "b"]
-    for columns in (
-        {"meta": named(names)},
-        {"meta": named(names.cast(pa.large_string()))},
-        {"meta": named(names.dictionary_encode())},
-        {"meta.redpajama_set_name": names},  # flat, as pandas.json_normalize writes it
-        {"meta.redpajama_set_name": names.dictionary_encode(), "meta": ["1", "2"]},
+    for columns, sources in (
+        ({"meta": named(names)}, [b"X", None]),
+        ({"meta.redpajama_set_name": names}, [b"X", None]),  # flat, as pandas.json_normalize writes it
+        ({"meta.redpajama_set_name": names, "meta": ["1", "2"]}, [b"X", None]),
+        ({"meta": named(pa.array([1, 2]))}, [None, None]),  # as from JSON lines
+        ({"meta": named(pa.nulls(2))}, [None, None]),
+        ({"meta": ["1", "2"]}, [None, None]),
+        ({"meta.redpajama_set_name": [0.5, 2.0]}, [None, None]),
     ):
         rows = parquet_rows(parquet({"text": texts, **columns}), "text", "s")
-        assert rows == ([(b"a", b"X"), (b"b", None)], "")
-    for columns in (
-        {"meta": named(pa.array([1, 2]))},
-        {"meta": named(pa.nulls(2))},
-        {"meta": ["1", "2"]},
-        {"meta.redpajama_set_name": [0.5, 2.0]},
-    ):
-        rows = parquet_rows(parquet({"text": texts, **columns}), "text", "s")
-        assert rows == ([(b"a", None), (b"b", None)], "")  # as from JSON lines
+        assert rows == ([*zip((b"a", b"b"), sources, strict=True)], "")
 
 
 def test_parquet_columns_of_one_name() -> None:

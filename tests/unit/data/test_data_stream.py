@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_corpus import Run, line, mismatches, read_run, write_corpus, write_shard
+from data_corpus import Run, line, read_run, write_corpus, write_shard
 
 from gsa_data import (
     BlockStream,
@@ -102,38 +102,28 @@ def test_lanes_of_a_small_corpus_are_about_equally_long(sample_folder: Path, tok
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [((1, 0), (1, 0)), ((2, 2), (4, 1)), ((4, 1), (2, 0)), ((1, 0), (4, 2)), ((8, 1), (1, 2))],
+    "runs",
+    [
+        # Fields of each run: ranks, workers, steps, samples per step.
+        *[[(1, 0, 5, 16), (1, 0, 7, 16)], [(2, 2, 5, 16), (4, 1, 7, 16)], [(4, 1, 5, 16), (2, 0, 7, 16)]],
+        *[[(1, 0, 5, 16), (4, 2, 7, 16)], [(8, 1, 5, 16), (1, 2, 7, 16)]],
+        [(3, 2, 4, 18), (7, 0, 5, 14), (5, 1, 5, 10)],  # readers share lanes
+    ],
     ids=str,
 )
-def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, before, after):
-    first = Run(corpus, tokenizer, replace(CONFIG, num_workers=before[1]), before[0])
-    for _ in range(5):
-        first.step(16)
-    state = copy.deepcopy(first.state())
-    first.step(16)  # these are trained but never saved, because the run dies
-    first.close()
-    assert mismatches(first, reference) == 0
-
-    config = replace(CONFIG, num_workers=after[1])
-    second = read_run(corpus, tokenizer, config, after[0], steps=7, state=state)
-    assert sorted(second.samples) == list(range(5 * 16, 12 * 16))
-    assert mismatches(second, reference) == 0
-    assert second.state() == reference.state()  # counters count nothing twice
-
-
-# Any number of ranks
-
-
-def test_readers_that_share_lanes_keep_order_state_and_counters(corpus, tokenizer, reference):
-    """Six readers of eight lanes, and then seven ranks, start from a sample number that neither divides."""
-    first = read_run(corpus, tokenizer, replace(CONFIG, num_workers=2), 3, steps=4, global_batch_size=18)
-    second = read_run(corpus, tokenizer, CONFIG, 7, steps=5, global_batch_size=14, state=first.state())
-    third = read_run(
-        corpus, tokenizer, replace(CONFIG, num_workers=1), 5, 5, global_batch_size=10, state=second.state()
-    )
-    assert first.samples | second.samples | third.samples == reference.samples
-    assert third.state() == reference.state()
+def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, runs):
+    samples: dict[int, list[int]] = {}
+    state = None
+    for ranks, workers, steps, size in runs:
+        run = Run(corpus, tokenizer, replace(CONFIG, num_workers=workers), ranks, state)
+        for _ in range(steps):
+            run.step(size)
+        state = copy.deepcopy(run.state())
+        samples |= run.samples
+        run.step(size)  # these are trained but never saved, because the run dies
+        run.close()
+    assert samples == reference.samples
+    assert state == reference.state()  # counters count nothing twice
 
 
 def test_a_shared_lane_needs_the_rank_that_had_its_last_block(corpus: Manifest, tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gsa_eval.analyze import _write_numbers, given_text
-from gsa_eval.attention_pictures import draw_keys, draw_maps, pooled
+from gsa_eval.attention_pictures import draw_maps, pooled
 from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_eval.commands import analyze as command
 from gsa_eval.convert.export_hf import export_hf
@@ -235,23 +235,8 @@ def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:
     assert content == {"recall": "NaN", "gates": [{"means": ["NaN", 0.5], "histogram": [1]}]}
 
 
-def test_pictures_say_what_they_show() -> None:
-    length = 600
-    causal = torch.ones(length, length).tril()
-    full = causal / causal.sum(-1, keepdim=True)
-    selected = (causal > 0) & (torch.arange(length) < 40)
-    weights = selected / selected.sum(-1, keepdim=True)
-    sparse = HeadMaps(weights, full, causal, selected, indexer_layer=4)
-    figure = draw_maps(sparse, ["a"] * length, "Attention of layer 5, head 0\nrun")
-    titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
-    assert len(titles) == 3
-    assert all("a cell is the mean of 3 x 3" in title for title in titles)
-    assert "layer 4's indexer" in titles[1]
-    assert f"1 to 40 a query:\nthey have {sparse.recall:.0%} of the attention" in titles[2]
+def test_labels_show_tokens_that_are_marks() -> None:
     few = torch.ones(3, 3).tril() / torch.tensor([[1.0], [2.0], [3.0]])
     figure = draw_maps(HeadMaps(few, few), ["$x$", " a", "\n"], "Attention")
     (ax,) = (ax for ax in figure.axes if ax.get_title())
     assert [label.get_text() for label in ax.get_xticklabels()] == [r"\$x\$", "\u2423a", "\u21b5"]
-    figure = draw_keys([None, [1, 2, 2], [1, 2, 3]], "Keys")
-    lines = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
-    assert lines["selected keys, mean of the layers"] == [1, 2, 2.5]

@@ -339,9 +339,7 @@ def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, monkeypatch):
     with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
         prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
     monkeypatch.setattr(NAMING, lambda **_: TaskManager(include_defaults=False))
-    with pytest.raises(
-        TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no such"
-    ):
+    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no"):
         prepare_tasks(["no_such_task"], tokenizer, LENGTH, 0)
 
 

@@ -24,10 +24,10 @@ from gsa_data.validation import read_validation_set
 from gsa_eval import evaluate as whole
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.evaluated_model import Source, load_evaluated_model
+from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_eval.perplexity import by_position, score_text
 from gsa_eval.settings import apply_settings
-from gsa_eval.text import TextOptions, read_text, wikitext_articles, windows
+from gsa_eval.text import TextOptions, read_text, wikitext_articles
 from gsa_hf import GSAConfig
 from gsa_train.data.batches import read_validation_sets
 from gsa_train.validation.perplexity import evaluate
@@ -256,19 +256,6 @@ def test_wikitext_is_articles_and_its_perplexity_is_of_words(run, exported, tmp_
         read_text(f"wikitext:{SAMPLE / 'README.md'}", tokenizer, options)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(4, 4), (4, 1), (7, 3), (64, 64)])
-def test_windows_score_each_token_once_with_the_context_that_there_is(length: int, stride: int) -> None:
-    document = np.arange(1, 20, dtype=np.int32)
-    scored = []
-    for piece in windows(document, 0, length, stride):
-        assert len(piece.scored) == len(piece.tokens) - 1 <= length
-        labels = piece.tokens[1:][piece.scored]
-        scored += labels.tolist()
-        if labels[0] > length:
-            assert np.flatnonzero(piece.scored)[0] >= length - stride
-    assert scored == document.tolist()
-
-
 def test_buckets_of_positions() -> None:
     found = by_position(np.array([1.0, 2.0, 4.0, 8.0]), np.array([1, 16, 17, 33]))
     assert [(each["from"], each["to"], each["loss"], each["tokens"]) for each in found] == [
@@ -356,6 +343,8 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
     ):
         assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="attention fused: give one of gsa, sdpa, eager"):
+        load_evaluated_model(Source(run=run[2]), execution=Execution(attention="fused"))
     with pytest.raises(ValueError, match="give letters"):
         whole.result_folder("../x", run[2], None)
     with pytest.raises(ValueError, match="give --out DIR"):
