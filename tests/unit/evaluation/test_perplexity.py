@@ -349,5 +349,12 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
         whole.result_folder("../x", run[2], None)
     with pytest.raises(ValueError, match="give --out DIR"):
         whole.result_folder("x", None, None)
-    with pytest.raises(SystemExit):
-        command.parse(["--run", "x", "--name", "y", "--max-tokens", "0"])
+    for option, value, most in (
+        ("--max-tokens", "0", 2**31 - 1),
+        ("--ruler", "1000000000000", 2**24),
+        ("--ruler-samples", "1000000000000", 10_000),
+        ("--context-length", "9" * 5000, 2**31 - 1),
+    ):
+        with pytest.raises(SystemExit):
+            command.parse(["--run", "x", "--name", "y", option, value])
+        assert f"give a whole number from 1 to {most}" in capsys.readouterr().err
