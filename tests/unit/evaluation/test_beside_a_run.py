@@ -2,7 +2,6 @@
 also cover what a kill at any moment leaves."""
 
 import dataclasses
-import hashlib
 import os
 import shutil
 import signal
@@ -28,7 +27,7 @@ from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import run_state
-from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model
+from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, files_of_run
 from helpers.single_rank import single_rank
 
 
@@ -215,19 +214,11 @@ KILLS: dict[str, Any] = {
 }
 
 
-def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Return hash and time of every file of the run."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "evaluations" not in path.parts]
-    return {
-        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files
-    }
-
-
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
     words = ["--run", str(run.folder), "--name", "first", "--max-tokens", str(2 * LENGTH)]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
-    before, evaluations = contents(run.folder), run.folder / "evaluations"
+    before, evaluations = files_of_run(run.folder), run.folder / "evaluations"
     if (child := os.fork()) == 0:
         try:
             owner, name, how = KILLS[moment]
@@ -251,4 +242,4 @@ def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
     assert {path.name for path in evaluations.iterdir()} == {"first"}
     written = {path.name for path in (evaluations / "first").iterdir()}
     assert written == {"results.json", "table.md", "perplexity_by_position.png"}
-    assert contents(run.folder) == before
+    assert files_of_run(run.folder) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import hashlib
 import json
 import math
 import re
@@ -31,7 +30,15 @@ from gsa_eval.text import TextOptions, read_text, wikitext_articles
 from gsa_hf import GSAConfig
 from gsa_train.data.batches import read_validation_sets
 from gsa_train.validation.perplexity import evaluate
-from helpers.evaluated import LENGTH, SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
+from helpers.evaluated import (
+    LENGTH,
+    SAMPLE,
+    TOKENIZER,
+    evaluated_config,
+    evaluated_model,
+    files_of_run,
+    save_run,
+)
 from helpers.single_rank import single_rank
 
 BLOCKS = 5
@@ -75,14 +82,6 @@ def straight_line(folder: Path, sequences: list[tuple[list[int], int]]) -> float
         for place in range(first, len(tokens) - 1):
             total -= float(logits[place].log_softmax(-1)[tokens[place + 1]])
     return total
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file() and "evaluations" not in path.parts
-    }
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -145,7 +144,7 @@ def test_a_wrong_mode_of_wandb_is_refused_before_anything_is_scored(run, tmp_pat
 
 def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exported, monkeypatch, capsys):
     _, config, run_dir = run
-    before = hashes(run_dir)
+    before = files_of_run(run_dir)
     assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 0
     assert "| validation |" in capsys.readouterr().out
     assert evaluated(monkeypatch, "--run", run_dir, "--step", 3, "--name", "sparser", "gsa.k_base=3") == 0
@@ -160,7 +159,7 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exporte
     )
     place = ("--out", run_dir / "evaluations")
     assert evaluated(monkeypatch, "--hf", exported, "--name", "hf", *place, *words) == 0
-    assert hashes(run_dir) == before
+    assert files_of_run(run_dir) == before
 
     own = results(run_dir, "own")
     about = own["model"]
