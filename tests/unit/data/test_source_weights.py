@@ -79,7 +79,7 @@ def test_unknown_and_empty_sources(mixed, tokens, tokenizer, tmp_path):
         with_weights(mixed, tokenizer, **nothing).next_blocks(1)
     with pytest.raises(DataFault, match=r"no usable document in 100 epochs of .* larger weights"):
         with_weights(mixed, tokenizer, **dict.fromkeys(nothing, 1e-9)).next_blocks(1)
-    for shard in range(120):  # so many that it cannot be chance
+    for shard in range(120):  # more than chance leaves out
         write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(shard), "Web")])
     one_lane = replace(CONFIG, num_lanes=1, source_weights=nothing)
     with pytest.raises(DataFault, match=r"no usable document in 4 epochs of .* with source_weights"):
