@@ -5,10 +5,10 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.client import IncompleteRead
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import DEFAULT, Mock
 
 import psutil
@@ -110,32 +110,24 @@ def test_a_bad_line_is_left_out_counted_and_logged(root, tokenizer, bad, counter
 # Reads that fail or never end
 
 
-class Broken:
-    """Simulates a file whose first reads raise an error, end early, or never end."""
-
-    def __init__(self, file: Any, plan: list[Any], clock: Clock | None) -> None:
-        self.file, self.plan, self.size, self.clock = file, plan, file.size, clock
-
-    def read(self, count: int) -> bytes:
-        fault = self.plan.pop(0) if self.plan else None
-        if isinstance(fault, BaseException):
-            raise fault
-        if fault == "hangs":
-            assert self.clock is not None
-            self.clock.stand_still()
-        if fault == "short":
-            return b""
-        return bytes(self.file.read(count))
-
-    def close(self) -> None:
-        self.file.close()
-
-
 def break_reads(monkeypatch: pytest.MonkeyPatch, plan: list[Any], clock: Clock | None = None) -> None:
+    """Let the first reads of all files raise an error, end early, or never end."""
     whole_open = LocalFileSystem.open
 
-    def open_broken(*arguments: Any, **options: Any) -> Broken:
-        return Broken(whole_open(*arguments, **options), plan, clock)
+    def open_broken(*arguments: Any, **options: Any) -> Any:
+        file = whole_open(*arguments, **options)
+        whole_read = file.read
+
+        def read(count: int) -> bytes:
+            fault = plan.pop(0) if plan else None
+            if isinstance(fault, BaseException):
+                raise fault
+            if fault == "hangs" and clock is not None:
+                clock.stand_still()
+            return b"" if fault == "short" else bytes(whole_read(count))
+
+        file.read = read
+        return file
 
     monkeypatch.setattr(LocalFileSystem, "open", open_broken)
 
@@ -196,8 +188,7 @@ def test_waits_are_bounded() -> None:
 # Readers that die or hang
 
 
-@dataclass
-class Readers:
+class Readers(NamedTuple):
     blocks: BlockStream
     workers: list[psutil.Process]
     iterator: Any
@@ -219,8 +210,7 @@ def readers(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
     blocks.next_blocks(4)
     workers = [child for child in psutil.Process().children() if child not in before]
     assert len(workers) >= 2
-    (iterator,) = iterators
-    yield Readers(blocks, workers, iterator)
+    yield Readers(blocks, workers, *iterators)
     blocks.close()
 
 

@@ -19,7 +19,7 @@ from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from test_data_indexed import write_indexed
 
-from gsa_data import DataFault, Manifest, Tokenizer, fetch, indexed, token_files
+from gsa_data import DataFault, Manifest, Tokenizer, fetch
 from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.fetch import Pulse, ReadError, in_time
@@ -166,35 +166,31 @@ def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pyt
     [("tokens", "stat"), ("tokens", "fromfile"), ("indexed", "stat"), ("indexed", "memmap")],
 )
 def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeypatch, kind, function):
+    folder = tmp_path / "folder"
     if kind == "tokens":
         write_corpus(tmp_path / "text", num_shards=1, documents_per_shard=20)
-        prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, Reading())
-        module: Any = token_files
+        prepare_tokens(str(tmp_path / "text"), tokenizer, folder, 1, Reading())
     else:
-        (tmp_path / "tokens").mkdir()
-        write_indexed(tmp_path / "tokens", "a", [tokenizer.encode(document(number)) for number in range(20)])
-        module = indexed
-    silent = server.before(function, Path.stat if function == "stat" else getattr(np, function))
-    monkeypatch.setattr(Path if function == "stat" else module.np, function, silent)
-    counters: Counter[str] = Counter()
+        folder.mkdir()
+        write_indexed(folder, "a", [tokenizer.encode(document(number)) for number in range(20)])
+    owner = Path if function == "stat" else np
+    monkeypatch.setattr(owner, function, server.before(function, getattr(owner, function)))
 
-    def open_shard() -> int:
-        corpus = open_corpus(str(tmp_path / "tokens"), reading=QUICK)
+    def open_shard(hangs: int, counters: Counter[str]) -> int:
+        corpus = open_corpus(str(folder), reading=QUICK)
         assert not isinstance(corpus, Manifest)
-        shard = corpus.manifest.shards[0][0]
-        server.silence(function, hangs=server.hangs or hangs)
-        return len(shard_reader(corpus, tokenizer, QUICK).open(shard, 0, 1, counters))
+        server.silence(function, hangs)
+        return len(shard_reader(corpus, tokenizer, QUICK).open(corpus.manifest.shards[0][0], 0, 1, counters))
 
-    hangs = 1
-    assert open_shard() == 20
+    counters: Counter[str] = Counter()
+    assert open_shard(1, counters) == 20
     assert (server.hangs, counters["read_retries"]) == (0, 1)
-    hangs = 2
     with pytest.raises(DataFault, match=rf"cannot be read .*{SILENCE}"):
-        open_shard()
-    server.silence("stat", hangs=2)
+        open_shard(2, counters)
     if function == "stat":
+        server.silence("stat", hangs=2)
         with pytest.raises(DataFault, match=rf"data folder .* cannot be read .*{SILENCE}"):
-            open_corpus(str(tmp_path / "tokens"), reading=QUICK)
+            open_corpus(str(folder), reading=QUICK)
 
 
 @pytest.mark.parametrize("beats", [True, False])
