@@ -96,12 +96,11 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-def phase_config(imported: Config, phases: list[Any], **gsa: Any) -> Config:
-    section = dataclasses.replace(imported.gsa, **gsa)
-    train = dataclasses.replace(tiny_config().train, seq_len_tokens=imported.train.seq_len_tokens)
-    return dataclasses.replace(
-        tiny_config(phases), model=imported.model, gsa=section, data=imported.data, train=train
-    )
+def phase_config(imported: Config, phases: list[Any]) -> Config:
+    tiny = tiny_config(phases)
+    train = dataclasses.replace(tiny.train, seq_len_tokens=imported.train.seq_len_tokens)
+    sections = {"model": imported.model, "gsa": imported.gsa, "data": imported.data, "train": train}
+    return dataclasses.replace(tiny, **sections)
 
 
 @pytest.mark.parametrize("name", DENSE_MODELS)

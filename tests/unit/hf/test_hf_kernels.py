@@ -43,9 +43,8 @@ def padded(length: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def a_cache(model: Any, kind: str) -> Cache:
-    return (
-        StaticCache(model.config, max_cache_len=40) if kind == "static" else DynamicCache(config=model.config)
-    )
+    static = kind == "static"
+    return StaticCache(model.config, max_cache_len=40) if static else DynamicCache(config=model.config)
 
 
 def steps(
@@ -173,9 +172,8 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
 @pytest.mark.parametrize("changes", [{}, BLOCKS], ids=["queries", "blocks"])
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
     """The sequences have padding in front or at the end."""
-    model = model_of(
-        **changes, num_hidden_layers=1, indexer_loss_coef=1.0, indexer_temperature="learned"
-    ).train()
+    learned = {"indexer_loss_coef": 1.0, "indexer_temperature": "learned"}
+    model = model_of(**changes, num_hidden_layers=1, **learned).train()
     tokens, mask = padded(20, 3)
     mask[0, 17:] = 0
     labels = tokens.masked_fill(mask == 0, -100)

@@ -121,9 +121,8 @@ def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
     }
     files = {name: str(tmp_path / name) for name in ("tokens", "logits", "generated")}
     torch.save(tokens, files["tokens"])
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")
-    }
+    left_out = ("PYTHONPATH", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     # -S and only the package folders: the .pth of an editable installation would find this repository.
     packages = [path for path in sys.path if path.endswith("site-packages")]

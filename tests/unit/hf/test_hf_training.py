@@ -188,11 +188,9 @@ def test_masked_labels_and_the_mean_over_a_step() -> None:
     for row, wanted in zip(rows, labels, strict=True):
         outputs = model(row, labels=wanted, num_items_in_batch=count)
         share = int((wanted[:, 1:] != -100).sum()) / count
-        text = (
-            torch.nn.functional.cross_entropy(outputs.logits[0, :-1], wanted[0, 1:], reduction="sum") / count
-        )
+        text = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], wanted[0, 1:], reduction="sum")
         losses.append(outputs.loss)
-        parts.append(text + share * outputs.indexer_loss)
+        parts.append(text / count + share * outputs.indexer_loss)
     torch.testing.assert_close(torch.stack(losses), torch.stack(parts))
 
 
