@@ -128,10 +128,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index of a list": (index_alone([NORM]), UNNAMED),
     "an index of nothing": (index_alone({}), UNNAMED),
     "an index that leads to the folder": (index_alone({NORM: ".."}), "which leads out of the folder"),
-    "an index that leads out of it": (
-        index_alone({NORM: "../model.safetensors"}),
-        "which leads out of the folder",
-    ),
+    "an index that leads out of it": (index_alone({NORM: "../model"}), "which leads out of the folder"),
 }
 
 

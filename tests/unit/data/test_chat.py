@@ -66,29 +66,13 @@ def asked(*messages: object, **more: object) -> bytes:
         (b"[]", "missing_messages", "no object with the field messages"),
         (asked(), "missing_messages", "no list of messages"),
         (asked(USER, "b"), "bad_message", "message 2 is no object"),
-        (
-            asked({"role": "human", "content": "a"}, ASSISTANT),
-            "bad_message",
-            "message 1 has role 'human', none of sys",
-        ),
+        (asked({**USER, "role": "human"}, ASSISTANT), "bad_message", "message 1 has role 'human', none of"),
         (asked({"content": "a"}, ASSISTANT), "bad_message", "message 1 has role None"),
-        (
-            asked({"role": "user", "content": [{}]}, ASSISTANT),
-            "bad_message",
-            "content that is no text, but list",
-        ),
+        (asked({**USER, "content": [{}]}, ASSISTANT), "bad_message", "content that is no text, but list"),
         (asked(USER, ASSISTANT, tools="{"), "bad_message", "its tools are no JSON"),
         (asked(USER, ASSISTANT, tools={}), "bad_message", "its tools are no list of objects"),
-        (
-            asked(USER, {**ASSISTANT, "meta": 1}).replace(b"1", DEEP),
-            "bad_message",
-            "be written as JSON (Recursion",
-        ),
-        (
-            asked(USER, ASSISTANT, tools=[1]).replace(b"1", DEEP),
-            "bad_message",
-            "be written as JSON (Recursion",
-        ),
+        (asked(USER, {**ASSISTANT, "meta": 1}).replace(b"1", DEEP), "bad_message", "as JSON (Recursion"),
+        (asked(USER, ASSISTANT, tools=[1]).replace(b"1", DEEP), "bad_message", "as JSON (Recursion"),
         (asked(USER, {"role": "assistant", "content": " \n"}), "empty_text", "message 2 has no content"),
         (asked({"role": "user", "content": None}, ASSISTANT), "empty_text", "message 1 has no content"),
         (asked(USER), "no_assistant", "no message is the assistant's"),
@@ -103,12 +87,8 @@ def test_a_bad_line_is_named(text: bytes, fault: str, reason: str) -> None:
 
 
 def test_good_lines() -> None:
-    called = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-    }
-    kept = {"role": "assistant", "tool_calls": called["tool_calls"]}
+    kept = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    called = {**kept, "content": None}
     meta = {"redpajama_set_name": "A"}
     for line, messages, tools in (
         (asked({**USER, "name": None}, ASSISTANT, tools=None, meta=meta), [USER, ASSISTANT], None),

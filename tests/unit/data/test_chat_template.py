@@ -160,10 +160,7 @@ def test_templates_that_are_not_found(config, template, message, tmp_path, token
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            LOOPS + PLAIN,
-            r"did not write a conversation of 4 messages within 0\.2 s .*; correct its loops, or",
-        ),
+        (LOOPS + PLAIN, r"a conversation of 4 messages within 0\.2 s .*; correct its loops, or"),
         ("{{ 1 / 0 }}" + PLAIN, r"cannot write a conversation .*\(division by zero\)"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"cannot write a conversation .*recursion"),
         ("{% for %}", r"cannot write a conversation .*Expected"),
@@ -174,8 +171,8 @@ def test_templates_that_are_not_found(config, template, message, tmp_path, token
         ("{{ strftime_now('%d') }}" + PLAIN, r"writes the day of the run"),
         (FORGETS, r"writes message \d or those before it otherwise .* put \{% generation %\}"),
         (
-            WITH_BLOCKS.replace("{%- if message.role == 'assistant'", "{%- if loop.last"),
-            r"blocks do not hold all that the assistant says",
+            WITH_BLOCKS.replace("if message.role == 'assistant'", "if loop.last"),
+            r"blocks do not hold all that the assistant",
         ),
     ],
 )

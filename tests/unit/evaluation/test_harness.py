@@ -276,10 +276,8 @@ def test_tasks_from_files(models, tasks, monkeypatch):
     found = results["tasks"]
     assert found["n-samples"]["colours"]["effective"] == 2
     assert "| colours " in (run / "evaluations" / "tasks" / "table.md").read_text()
-    wanted, manager = (
-        [load_yaml(task, resolve_func=True) for task in tasks],
-        TaskManager(include_defaults=False),
-    )
+    wanted = [load_yaml(task, resolve_func=True) for task in tasks]
+    manager = TaskManager(include_defaults=False)
     expected = simple_evaluate(theirs, tasks=wanted, task_manager=manager, limit=2, log_samples=False)
     assert set(found["results"]) == {"colours", "continues"}
     for task, scores in found["results"].items():

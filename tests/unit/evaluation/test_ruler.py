@@ -58,10 +58,8 @@ def read(question: str, prompt: str) -> str:
         keys = re.split(", | and ", match[1])
         return " ".join(value for key, value in re.findall(r"of (\S+) is (\S+)\.", body) if key in keys)
     if match := re.search(r"have the value (\d+)", question):
-        names, copied = (
-            re.findall(rf"VAR (\w+) = {match[1]}\.", body),
-            re.findall(r"VAR (\w+) = VAR (\w+)\.", body),
-        )
+        names = re.findall(rf"VAR (\w+) = {match[1]}\.", body)
+        copied = re.findall(r"VAR (\w+) = VAR (\w+)\.", body)
         for _ in range(5):
             names += [after for after, before in copied if before in names]
         return " ".join(names)

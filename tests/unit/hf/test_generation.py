@@ -65,11 +65,7 @@ LAYER = "model.layers.0."
     "path",
     [
         *("lm_head", "model.embed_tokens", "model.norm", LAYER + "mlp", LAYER + "mlp.down_proj"),
-        *(
-            LAYER + "self_attn.q_proj",
-            LAYER + "self_attn.indexer.wq",
-            LAYER + "self_attn.indexer.weights_proj",
-        ),
+        *(LAYER + f"self_attn.{name}" for name in ("q_proj", "indexer.wq", "indexer.weights_proj")),
     ],
 )
 def test_layers_of_other_classes_are_called(path, monkeypatch, caplog):
@@ -208,8 +204,8 @@ def test_which_products_are_taken() -> None:
         decoding.FusedDecoder(make_model("dense"), products="row")
     with pytest.raises(ValueError, match="do not take a batch of 17, of at most 16"):
         decoding.FusedDecoder(make_model("dense"), products="rows").open(17, 16)
+    model = make_model("norms, no head weights", attn_implementation="gsa")
     with pytest.raises(ValueError, match="do not take norms of the indexer"):
-        model = make_model("norms, no head weights", attn_implementation="gsa")
         decoding.FusedDecoder(model, products="rows").open(1, 64)
     with pytest.raises(ValueError, match="do not take products of 100 columns"):
         decoding.FusedDecoder(make_model("dense", intermediate_size=100), products="rows").open(1, 16)
