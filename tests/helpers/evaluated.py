@@ -65,3 +65,9 @@ def save_run(model: Model, config: Config, folder: Path) -> Path:
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "phase": "sparse", "loss": 7.5}) + "\n")
     (folder / "summary.json").write_text("{}")
     return folder
+
+
+def files_of_run(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Return content and time of each file of a run, except files of evaluations and analyses."""
+    own = [path for path in folder.rglob("*") if not {"evaluations", "analysis"} & {*path.parts}]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in own if path.is_file()}

@@ -84,9 +84,7 @@ def test_no_token_in_front_that_training_did_not_have(tmp_path: Path) -> None:
     path = make_tokenizer(tmp_path)
     adding = TokenizersTokenizer.from_file(str(path))
     bos = adding.token_to_id("<|im_start|>")
-    adding.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
-    )
+    adding.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", bos)])
     adding.save(str(path))
     tokenizer = Tokenizer(str(path))
     expected = tokenizer.encode("key").tolist()

@@ -6,14 +6,14 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 import gsa_hf
-from gsa_data.tokenize import Tokenizer
 from gsa_eval.commands import export_hf as command
 from gsa_eval.convert.export_hf import export_hf, find_source
 from gsa_eval.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF, to_hf_config
@@ -100,24 +100,12 @@ def test_the_folder_is_all_that_transformers_asks_for(gsa: tuple[Path, Path]) ->
     assert "library_name: transformers" in card
 
 
-def test_the_tokenizer_gives_the_ids_of_training(gsa: tuple[Path, Path]) -> None:
-    theirs, ours = AutoTokenizer.from_pretrained(gsa[1]), Tokenizer(TOKENIZER)
-    text = "\n\n  def naïve(x):\n\t\treturn '日本 😀'  # \u00a0 \x00 end   \n"
-    assert theirs(text)["input_ids"] == ours.encode(text).tolist()
-    assert theirs.decode(theirs(text)["input_ids"]) == text
-    assert theirs.eos_token_id == ours.eos_id
-
-
-def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(
-    gsa: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(gsa, tmp_path, monkeypatch):
     checkpoint, out = gsa
     with pytest.raises(ValueError, match=r"--out .*: exists and is not empty; give another folder"):
         export_hf(checkpoint, out)
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
+    killed = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("gsa_eval.convert.export_hf.write_shards", killed)
     with pytest.raises(KeyboardInterrupt):
         export_hf(checkpoint, tmp_path / "new")
@@ -157,9 +145,8 @@ def test_every_field_of_the_model_has_been_thought_of() -> None:
 def test_a_value_that_transformers_has_not_is_refused_in_one_line() -> None:
     config = config_of("GSA")
     config = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, indexer_activation="softplus"))
-    with pytest.raises(
-        ValueError, match=r"^the model of transformers .* 'indexer_activation' .* got softplus$"
-    ):
+    message = r"^the model of transformers .* 'indexer_activation' .* got softplus$"
+    with pytest.raises(ValueError, match=message):
         to_hf_config(config)
 
 
@@ -168,52 +155,34 @@ def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:
     run = checkpoint.parents[1]
     assert find_source(run, None, None) == find_source(run, 1, None) == (checkpoint, run)
     assert find_source(None, None, checkpoint) == (checkpoint, None)
-    with pytest.raises(ValueError, match=r"--step 7: no complete checkpoint there; steps that have one: 1"):
-        find_source(run, 7, None)
-    with pytest.raises(ValueError, match=r"--checkpoint .*: no complete checkpoint there"):
-        find_source(None, None, checkpoint.parents[2])
-    with pytest.raises(ValueError, match=r"--checkpoint .*nowhere: no such folder; give a step_\* folder"):
-        find_source(None, None, run / "nowhere")
-    with pytest.raises(ValueError, match=r"--run .*nowhere: no such folder; give a run's folder"):
-        find_source(run / "nowhere", None, None)
+    for place, message in (
+        ((run, 7, None), r"--step 7: no complete checkpoint there; steps that have one: 1"),
+        ((None, None, checkpoint.parents[2]), r"--checkpoint .*: no complete checkpoint there"),
+        ((None, None, run / "nowhere"), r"--checkpoint .*nowhere: no such folder; give a step_\* folder"),
+        ((run / "nowhere", None, None), r"--run .*nowhere: no such folder; give a run's folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_source(*place)
 
 
-def test_the_command(
-    gsa: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command(gsa, tmp_path, monkeypatch, capsys):
     def run(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["export_hf.py", *words])
         return command.main()
 
     checkpoint, out = gsa
-    assert (
-        run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "new"), "--max-shard-size", "1MB") == 0
-    )
+    place = ("--checkpoint", str(checkpoint), "--out")
+    assert run(*place, str(tmp_path / "new"), "--max-shard-size", "1MB") == 0
     assert "tensors" in capsys.readouterr().out
-    assert run("--checkpoint", str(checkpoint), "--out", str(out)) == 2
+    assert run(*place, str(out)) == 2
     assert "not empty" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-
-        def full(*_: object) -> None:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-        patch.setattr("gsa_eval.convert.safetensors_folder.save_file", full)
-        assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "full")) == 2
-        assert re.search(
-            r"model.safetensors cannot be written: .*No space left.*; make room", capsys.readouterr().err
-        )
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr("gsa_eval.convert.safetensors_folder.save_file", Mock(side_effect=full))
+    assert run(*place, str(tmp_path / "full")) == 2
+    said = r"model.safetensors cannot be written: .*No space left.*; make room"
+    assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "full").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr("gsa_eval.convert.PACKAGES", ("no_such_package",))
-        assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other")) == 2
-    assert (
-        "no_such_package is not installed; run in the checkout: pip install '.[hf]'"
-        in capsys.readouterr().err
-    )
     for wrong in (["--max-shard-size", "much"], ["--step", "1"], ["--dtype", "fp8"]):
         with pytest.raises(SystemExit) as end:
-            run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other"), *wrong)
+            run(*place, str(tmp_path / "other"), *wrong)
         assert end.value.code == 2

@@ -23,10 +23,8 @@ def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
     monkeypatch.setattr(convert, "PACKAGES", ("sys", "a_package_that_is_not_there"))
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
     assert command.main() == 2
-    said = (
-        "the package a_package_that_is_not_there is not installed; run in the checkout: pip install '.[hf]'\n"
-    )
-    assert capsys.readouterr().err == said
+    said = "the package a_package_that_is_not_there is not installed; run in the checkout: "
+    assert capsys.readouterr().err == f"{said}pip install '.[hf]'\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -90,6 +91,9 @@ def index_alone(weight_map: object) -> Callable[[Path], None]:
 
 NESTED = "[" * 100_000 + "]" * 100_000
 NORM = "model.norm.weight"
+INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+SPECIAL = "special_tokens_map.json"
+UNNAMED = "weight_map names no file for each tensor"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a gate that the weights have": (config(output_gate=False), "output_gate_proj"),
     "a gate that they have not": (config(key_gate=True), "key_gate_proj"),
@@ -105,49 +109,26 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe for a config": (pipe("config.json"), "config.json: is a pipe, no regular file"),
     "a pipe for weights": (pipe("model.safetensors"), "model.safetensors: is a pipe"),
     "a pipe for a tokenizer": (pipe("tokenizer.model"), "tokenizer.model: is a pipe"),
-    "a pipe for a file of transformers alone": (
-        pipe("special_tokens_map.json"),
-        "tokens_map.json: is a pipe",
-    ),
+    "a pipe for a file of transformers alone": (pipe(SPECIAL), f"{SPECIAL}: is a pipe"),
     "a nested config": (content("config.json", f'{{"a": {NESTED}}}'), "nested more than 64 levels deep"),
-    "a nested file of transformers": (
-        content("generation_config.json", NESTED),
-        "generation_config.json is dam",
-    ),
-    "a nested index": (
-        content("model.safetensors.index.json", NESTED),
-        "index.json is damaged: lists and objects",
-    ),
+    "a nested file of transformers": (content(GENERATION, NESTED), f"{GENERATION} is damaged"),
+    "a nested index": (content(INDEX, NESTED), "index.json is damaged: lists and objects"),
     "infinity": (config(rms_norm_eps=float("inf")), "config.json: rms_norm_eps is not finite"),
-    "NaN as transformers writes it": (
-        config(rms_norm_eps={"__float__": "NaN"}),
-        "rms_norm_eps is not finite",
-    ),
-    "layers without end": (
-        config(num_hidden_layers=10**11, layer_types=None),
-        "num_hidden_layers = 100000000000: mo",
-    ),
+    "NaN by transformers": (config(rms_norm_eps={"__float__": "NaN"}), "rms_norm_eps is not finite"),
+    "layers without end": (config(num_hidden_layers=10**11, layer_types=None), "num_hidden_layers = 1000000"),
     "a size of 100 bits": (config(hidden_size=10**30), "hidden_size has more than 62 bits"),
     "a dtype of nothing": (config(dtype=[]), "config.json: "),
-    "weights of another name": (
-        config(transformers_weights="other.safetensors"),
-        "transformers_weights = other",
-    ),
+    "weights of another name": (config(transformers_weights="other"), "transformers_weights = other"),
     "quantised weights": (config(quantization_config={"quant_method": "fp8"}), "quantization_config = "),
-    "NaN in the weights": (
-        weights(lambda all: all[NORM].fill_(float("nan"))),
-        f"{NORM} holds NaN or infinity",
-    ),
+    "NaN in the weights": (weights(lambda all: all[NORM].fill_(math.nan)), f"{NORM} holds NaN or infinity"),
     "integers": (weights(lambda all: all.update({NORM: all[NORM].int()})), f"{NORM} has dtype int32"),
-    "another output layer, tied": (
-        config(tie_word_embeddings=True),
-        "tie_word_embeddings = true, but lm_head.weight",
-    ),
+    "another output layer, tied": (config(tie_word_embeddings=True), "true, but lm_head.weight"),
     "a part of the weights before the index": (in_shards, "the weights"),
-    "an index of numbers": (index_alone({NORM: 3}), "weight_map names no file for each tensor"),
-    "an index of a list": (index_alone([NORM]), "weight_map names no file for each tensor"),
-    "an index of nothing": (index_alone({}), "weight_map names no file for each tensor"),
+    "an index of numbers": (index_alone({NORM: 3}), UNNAMED),
+    "an index of a list": (index_alone([NORM]), UNNAMED),
+    "an index of nothing": (index_alone({}), UNNAMED),
     "an index that leads to the folder": (index_alone({NORM: ".."}), "which leads out of the folder"),
+    "an index that leads out of it": (index_alone({NORM: "../model"}), "which leads out of the folder"),
 }
 
 
@@ -223,9 +204,8 @@ def test_an_end_of_documents_that_is_no_text_is_refused(whole: Path, tmp_path: P
 def test_of_two_sets_of_weights_the_one_that_transformers_reads_counts(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "hf")
     tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: 0 * each for name, each in tensors.items()}, folder / "shard.safetensors", {"format": "pt"}
-    )
+    zeros = {name: 0 * each for name, each in tensors.items()}
+    save_file(zeros, folder / "shard.safetensors", {"format": "pt"})
     index(dict.fromkeys(tensors, "shard.safetensors"))(folder)
     found = read_hf_config(folder, [GSAConfig.model_type])
     model = read_gsa_model(folder, found, found, "sdpa")

@@ -57,9 +57,8 @@ class Run:
         world_size: int = 1,
         state: dict[str, Any] | None = None,
     ) -> None:
-        self.streams = [
-            BlockStream(manifest, tokenizer, config, rank, world_size, state) for rank in range(world_size)
-        ]
+        ranks = range(world_size)
+        self.streams = [BlockStream(manifest, tokenizer, config, rank, len(ranks), state) for rank in ranks]
         self.samples: dict[int, list[int]] = {}
 
     def step(self, global_batch_size: int, micro_batch_size: int = 1) -> None:
@@ -80,10 +79,6 @@ class Run:
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
-
-
-def mismatches(run: Run, reference: Run) -> int:
-    return sum(tokens != reference.samples[sample] for sample, tokens in run.samples.items())
 
 
 def read_run(

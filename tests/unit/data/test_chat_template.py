@@ -1,9 +1,11 @@
 """Tests chat templates: which tokens are the assistant's, where a template is found, and which are rejected."""
 
+import itertools
 import json
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +33,6 @@ def warns_again() -> None:
     warn_once.cache_clear()
 
 
-def scored(tokenizer: Tokenizer, marked: np.ndarray) -> str:
-    return tokenizer.decode((marked & TOKEN_ID)[(marked & UNSCORED) == 0])
-
-
 # What is the assistant's
 
 
@@ -47,17 +45,15 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("messages", [HARD, *map(conversation, range(4))])
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [(HARD, None), (HARD, TOOLS), *((conversation(number), TOOLS) for number in range(3))],
+)
 def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=chat_tokenizer.path)
-    expected = theirs.apply_chat_template(
-        messages,
-        tools=tools,
-        chat_template=WITH_BLOCKS,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    asked = {"tools": tools, "chat_template": WITH_BLOCKS}
+    masked = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = theirs.apply_chat_template(messages, **asked, **masked)
     marked, text_bytes = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer).encode(messages, tools)
     assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
     assert (marked & TOKEN_ID).tolist() == [*expected["input_ids"], chat_tokenizer.eos_id]
@@ -65,24 +61,19 @@ def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
     assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"]), True]
     inside = np.flatnonzero(marked & INSIDE)
     assert inside.tolist() == [n for n, t in enumerate(expected["input_ids"]) if t == chat_tokenizer.eos_id]
-    text = theirs.apply_chat_template(messages, tools=tools, chat_template=WITH_BLOCKS, tokenize=False)
+    text = theirs.apply_chat_template(messages, **asked, tokenize=False)
     assert text_bytes == len(text.encode())
 
 
 def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer: Tokenizer) -> None:
     """The tokens equal a block around the message and its end, plus the newline after it."""
-    by_prefix = ChatEncoder(template(PLAIN), chat_tokenizer)
-    by_block = ChatEncoder(
-        template(WITH_BLOCKS.replace("<|im_end|>' -}}{%- endg", "<|im_end|>\n' -}}{%- endg")), chat_tokenizer
-    )
-    for number in range(6):
+    newline = WITH_BLOCKS.replace("<|im_end|>' -}}{%- endg", "<|im_end|>\n' -}}{%- endg")
+    for source, number in itertools.product((PLAIN, newline), range(6)):
         messages = conversation(number)
-        found = by_prefix.encode(messages, None)[0]
+        marked = ChatEncoder(template(source), chat_tokenizer).encode(messages, None)[0]
+        scored = chat_tokenizer.decode((marked & TOKEN_ID)[(marked & UNSCORED) == 0])
         answers = [each["content"] + "<|im_end|>\n" for each in messages if each["role"] == "assistant"]
-        assert scored(chat_tokenizer, found) == "".join(answers) + "<|endoftext|>"
-        expected = by_block.encode(messages, None)[0]
-        text = scored(chat_tokenizer, expected)
-        assert text == "".join(answers) + "<|endoftext|>"
+        assert scored == "".join(answers) + "<|endoftext|>"
 
 
 def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(chat_tokenizer):
@@ -123,12 +114,12 @@ def test_sentencepiece_encodes_conversations_as_transformers_does(tmp_path: Path
 
 
 def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_tokenizer: Tokenizer) -> None:
-    copy = tmp_path / "tokenizer.json"
+    copy, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     copy.write_bytes(tokenizer_file.read_bytes())
     with pytest.raises(TokenizerError, match=r"no chat template beside it .* name a Jinja file"):
         find_chat_template(str(copy), "", READING)
-    config = {"chat_template": PLAIN, "bos_token": {"content": "<|im_start|>"}, "pad_token": None}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    named = {"bos_token": {"content": "<|im_start|>"}, "pad_token": None}
+    config.write_text(json.dumps({"chat_template": PLAIN, **named}))
     found = find_chat_template(str(copy), "", READING)
     assert (found.source, found.special_tokens) == (PLAIN, {"bos_token": "<|im_start|>"})
     (tmp_path / "chat_template.jinja").write_text(WITH_BLOCKS)
@@ -139,34 +130,37 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
     mine = find_chat_template(str(copy), str(tmp_path / "mine.jinja"), READING)
     text = ChatEncoder(mine, chat_tokenizer).render(conversation(1), None)[0]
     assert text.startswith("<|im_start|><|im_start|>user")
-    (tmp_path / "chat_template.jinja").unlink()
-    several = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": PLAIN}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-    with pytest.raises(TokenizerError, match=r"several chat templates \(default, tool_use\); write the one"):
-        find_chat_template(str(copy), "", READING)
-    with pytest.raises(TokenizerError, match="chat template 'gone' does not exist; give a Jinja file"):
-        find_chat_template(str(copy), "gone", READING)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not JSON"):
-        find_chat_template(str(copy), "", READING)
-    (tmp_path / "tokenizer_config.json").write_text("[" * 10_000 + "]" * 10_000)
-    with pytest.raises(
-        TokenizerError, match=r"tokenizer_config\.json is not JSON .*nested more than 64 levels deep"
-    ):
-        find_chat_template(str(copy), "", READING)
-    (tmp_path / "tokenizer_config.json").unlink()
-    os.mkfifo(tmp_path / "tokenizer_config.json")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: is a pipe"):
-        find_chat_template(str(copy), "", READING)
+
+
+NAMED = [{"name": name, "template": PLAIN} for name in ("default", "tool_use")]
+SEVERAL = json.dumps({"chat_template": NAMED})
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "message"),
+    [
+        (SEVERAL, "", r"several chat templates \(default, tool_use\); write the one"),
+        (SEVERAL, "gone", "chat template 'gone' does not exist; give a Jinja file"),
+        ("{", "", r"tokenizer_config\.json is not JSON"),
+        ("[" * 10_000 + "]" * 10_000, "", r"config\.json is not JSON .*nested more than 64 levels deep"),
+        (None, "", r"tokenizer_config\.json: is a pipe"),
+    ],
+)
+def test_templates_that_are_not_found(config, template, message, tmp_path, tokenizer_file):
+    copy = tmp_path / "tokenizer.json"
+    copy.write_bytes(tokenizer_file.read_bytes())
+    if config is None:
+        os.mkfifo(tmp_path / "tokenizer_config.json")
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(TokenizerError, match=message):
+        find_chat_template(str(copy), template, READING)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            LOOPS + PLAIN,
-            r"did not write a conversation of 4 messages within 0\.2 s .*; correct its loops, or name",
-        ),
+        (LOOPS + PLAIN, r"a conversation of 4 messages within 0\.2 s .*; correct its loops, or"),
         ("{{ 1 / 0 }}" + PLAIN, r"cannot write a conversation .*\(division by zero\)"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"cannot write a conversation .*recursion"),
         ("{% for %}", r"cannot write a conversation .*Expected"),
@@ -177,8 +171,8 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
         ("{{ strftime_now('%d') }}" + PLAIN, r"writes the day of the run"),
         (FORGETS, r"writes message \d or those before it otherwise .* put \{% generation %\}"),
         (
-            WITH_BLOCKS.replace("{%- if message.role == 'assistant'", "{%- if loop.last"),
-            r"blocks do not hold all that the assistant says",
+            WITH_BLOCKS.replace("if message.role == 'assistant'", "if loop.last"),
+            r"blocks do not hold all that the assistant",
         ),
     ],
 )
@@ -204,42 +198,39 @@ def test_a_block_without_the_end_of_its_turn_is_warned_of(chat_tokenizer, caplog
     assert caplog.text == ""
 
 
+def lines_of(folder: Path, source: str, tokenizer: Tokenizer, *chats: list[dict[str, str]]) -> Any:
+    write_chats(folder / "s.jsonl", chats)
+    reader = ChatReader(open_chat(str(folder), template(source)), tokenizer, READING)
+    return reader.open("s.jsonl", 0, 1, Counter())
+
+
+def said(user: str, assistant: str = "b") -> list[dict[str, str]]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
 def test_a_conversation_that_takes_for_ever_names_its_line(tmp_path, chat_tokenizer, monkeypatch):
     loops = "{% if messages[0].content == 'long' %}" + LOOPS + "{% endif %}"
-    answer = {"role": "assistant", "content": "b"}
-    write_chats(tmp_path / "s.jsonl", [[{"role": "user", "content": text}, answer] for text in ("a", "long")])
-    reader = ChatReader(open_chat(str(tmp_path), template(loops + WITH_BLOCKS)), chat_tokenizer, READING)
-    lines = reader.open("s.jsonl", 0, 1, Counter())
+    lines = lines_of(tmp_path, loops + WITH_BLOCKS, chat_tokenizer, said("a"), said("long"))
     assert not isinstance(lines[0], str)
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     with pytest.raises(DataFault, match=r"s\.jsonl, line 2: chat template chat\.jinja did not write"):
         lines[1]
 
 
-@pytest.mark.parametrize(
-    "wrong", ["{{ 7 / 0 }}", "{{ 7 % 0 }}", "{{ 'a' * 10**15 }}", "{{ f() }}", "{{ 10.0 ** 999 }}"]
-)
+@pytest.mark.parametrize("wrong", ["{{ 7 / 0 }}", "{{ 'a' * 10**15 }}", "{{ f() }}", "{{ 10.0 ** 999 }}"])
 def test_any_error_of_a_template_leaves_out_the_conversation(tmp_path, chat_tokenizer, caplog, wrong):
-    source = (
-        "{% macro f() %}{{ f() }}{% endmacro %}{% if messages[0].content == 'x' %}" + wrong + "{% endif %}"
-    )
-    answer = {"role": "assistant", "content": "b"}
-    write_chats(tmp_path / "s.jsonl", [[{"role": "user", "content": text}, answer] for text in ("a", "x")])
-    reader = ChatReader(open_chat(str(tmp_path), template(source + PLAIN)), chat_tokenizer, READING)
-    lines = reader.open("s.jsonl", 0, 1, Counter())
+    recursive = "{% macro f() %}{{ f() }}{% endmacro %}{% if messages[0].content == 'x' %}"
+    source = recursive + wrong + "{% endif %}" + PLAIN
+    lines = lines_of(tmp_path, source, chat_tokenizer, said("a"), said("x"))
     assert not isinstance(lines[0], str)
     assert lines[1] == "template_refused"
     assert "s.jsonl, line 2: left out, as chat template chat.jinja refuses it (" in caplog.text
 
 
 def test_a_conversation_that_is_written_otherwise_later_names_its_line(tmp_path, chat_tokenizer):
-    forgets_thoughts = PLAIN.replace(
-        "message.content", "(message.content if loop.last else message.content.split('~')[-1])"
-    )
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "thought~b"}
-    write_chats(tmp_path / "s.jsonl", [[user, answer], [user, answer, user, answer]])
-    reader = ChatReader(open_chat(str(tmp_path), template(forgets_thoughts)), chat_tokenizer, READING)
-    lines = reader.open("s.jsonl", 0, 1, Counter())
+    kept = "(message.content if loop.last else message.content.split('~')[-1])"
+    chats = said("a", "thought~b"), said("a", "thought~b") * 2
+    lines = lines_of(tmp_path, PLAIN.replace("message.content", kept), chat_tokenizer, *chats)
     assert not isinstance(lines[0], str)
     with pytest.raises(DataFault, match=r"s\.jsonl, line 2: chat template chat\.jinja writes message 2"):
         lines[1]

@@ -249,9 +249,8 @@ def read(
         for rank, stream in enumerate(streams):
             places = itertools.count(done + (rank - done) % ranks, ranks)
             samples |= zip(places, stream.next_blocks(per_rank).tolist(), strict=False)
-    return samples, eval(
-        repr(merge_states([stream.local_state() for stream in streams])), {"__builtins__": {}}
-    )
+    merged = merge_states([stream.local_state() for stream in streams])
+    return samples, eval(repr(merged), {"__builtins__": {}})
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])

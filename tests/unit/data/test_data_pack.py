@@ -1,56 +1,128 @@
+"""Tests masks of packed documents, and counts and reports of packing; test_data_oracle.py compares blocks with an
+oracle."""
+
 import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import verify
+from data_corpus import read_run
 
-from gsa_data.pack import Cursor, document_ids, document_starts, loss_mask, pack
+from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer
+from gsa_data.best_fit import best_fit, packing_shares
+from gsa_data.ngram import scored_pairs
+from gsa_data.pack import FILLER, LANE_START, Cursor, document_ids, document_starts, loss_mask
+from gsa_data.stream import StateMismatch
 
 EOS = 2
-
-
-@pytest.mark.parametrize("seq_len_tokens", [1, 2, 5, 16, 100])
-def test_each_token_is_a_label_once_and_cursors_point_at_the_next_block(seq_len_tokens: int) -> None:
-    rng = random.Random(seq_len_tokens)
-    documents = [
-        np.array([rng.randrange(3, 99) for _ in range(rng.randrange(0, 40))] + [EOS], np.int32)
-        for _ in range(60)
-    ]
-    stream = np.concatenate(documents).tolist()
-    starts = np.cumsum([0] + [len(document) for document in documents])
-    pieces = [(Cursor(0, 1, number, 0), document) for number, document in enumerate(documents)]
-
-    blocks = list(pack(pieces, seq_len_tokens))
-
-    assert len(blocks) == (len(stream) - 1) // seq_len_tokens
-    for number, (block, cursor) in enumerate(blocks):
-        begin = number * seq_len_tokens
-        assert block.dtype == np.int32
-        assert block.tolist() == stream[begin : begin + seq_len_tokens + 1]
-        assert starts[cursor.document] + cursor.token_offset == begin + seq_len_tokens
-        assert cursor.token_offset < len(documents[cursor.document])
+CONFIG = StreamConfig(
+    seq_len_tokens=48, num_lanes=12, seed=7, prefetch_blocks=24, packing="best_fit", packing_pool_documents=6
+)
 
 
 @pytest.mark.parametrize("attend_across_documents", [True, False])
-def test_document_ids_and_loss_mask_by_brute_force(attend_across_documents: bool) -> None:
+def test_documents_and_loss_mask_by_brute_force(attend_across_documents: bool) -> None:
     tokens = torch.randint(0, 5, (40, 23), generator=torch.Generator().manual_seed(0))
     tokens[0] = EOS
-    ids = document_ids(tokens, EOS)
-    mask = loss_mask(tokens, EOS, attend_across_documents)
-    assert ids.dtype == torch.int32
-    assert mask.dtype == torch.float32
-    for row, row_ids, row_mask in zip(tokens.tolist(), ids.tolist(), mask.tolist(), strict=True):
-        document = 0
-        for token, found_id, found_mask in zip(row, row_ids, row_mask, strict=True):
-            assert found_id == document
-            assert found_mask == (0.0 if token == EOS and not attend_across_documents else 1.0)
-            document += token == EOS
-
-
-def test_document_starts() -> None:
-    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2]], dtype=torch.int32)
-    expected = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]], dtype=torch.int32)
+    ids, mask = document_ids(tokens, EOS), loss_mask(tokens, EOS, attend_across_documents)
     starts = document_starts(ids)
-    assert torch.equal(starts, expected)
-    assert starts.dtype == torch.int32
-    assert torch.equal(document_starts(ids, query_start=3), expected[:, 3:])
+    assert (ids.dtype, mask.dtype, starts.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert torch.equal(document_starts(ids, query_start=3), starts[:, 3:])
+    for row, row_ids, row_starts, row_mask in zip(tokens, ids, starts, mask, strict=True):
+        document = start = 0
+        for place, token in enumerate(row.tolist()):
+            assert (row_ids[place], row_starts[place]) == (document, start)
+            assert row_mask[place] == (0.0 if token == EOS and not attend_across_documents else 1.0)
+            if token == EOS:
+                document, start = document + 1, place + 1
+
+
+def unequal_documents(seed: int, longest: int) -> Iterator[list[int]]:
+    """Yield documents endlessly, whose tokens other than EOS occur in only one document."""
+    rng = random.Random(seed)
+    number = 100
+    while True:
+        length = rng.randrange(1, longest)
+        yield [*range(number, number + length), EOS]
+        number += length
+
+
+def test_statistics_of_best_fit_are_counted() -> None:
+    texts = list(zip(range(3000), unequal_documents(5, 300), strict=False))
+    pieces = ((Cursor(0, 0, place, 0), np.array(text, np.int32)) for place, text in texts)
+    made = best_fit(pieces, LANE_START, [], 0, 64, 20)
+    found = [block for block, _ in zip(made, range(400), strict=False)]
+    counters = sum((Counter(block.counters) for block in found), Counter[str]())
+    blocks = [block.tokens.tolist() for block in found]
+    shares = packing_shares(counters)
+    assert shares["filler_share"] == sum(block[1:].count(FILLER) for block in blocks) / (400 * 64)
+    seen = {token for block in blocks for token in block}
+    placed = [text for _, text in texts if text[0] in seen]
+    assert counters["packed_documents"] == len(placed)
+    assert shares["cut_share"] == sum(len(text) > 65 for text in placed) / len(placed)
+    ends = sum(block[1:].count(EOS) for block in blocks)
+    assert counters["packed_pieces"] == ends + sum(block[-1] not in (EOS, FILLER) for block in blocks)
+    assert packing_shares({})["filler_share"] is None
+
+
+def test_verify_counts_parts_of_documents_by_hand() -> None:
+    lanes = [[65, 66, 200], [3]]
+    assert verify.best_fit_parts(lanes, 64).tolist() == [65, 64, 2, 64, 64, 64, 8, 3]
+    assert verify.concatenated_parts([[65, 66], [3]], 64).tolist() == [64, 1, 63, 3, 3]
+    assert verify.sparse_share(np.array([65, 64, 2]), 60) == 9 / 131
+    # The second document lies in sequences 1 and 2 of its lane, the third in 2 to 5; each label has a place.
+    assert verify.concatenated(lanes, 64) == (0.0, 2 / 4, (1 + 2 + 4 + 1) * 64 / (65 + 66 + 200 + 3))
+
+
+@pytest.mark.timeout(60)  # it once took documents from an empty lane forever
+def test_an_empty_lane_changes_no_report() -> None:
+    with_empty, alone = [[70, 5], [], [9]], [[70, 5], [9]]
+    assert verify.best_fitted(with_empty, 64, 4) == verify.best_fitted(alone, 64, 4)
+    assert verify.concatenated(with_empty, 64) == verify.concatenated(alone, 64)
+
+
+def test_the_report_of_verify(corpus, tokenizer, capsys):
+    arguments = ["--tokenizer", tokenizer.path, "--seq-len", "64", "--num-lanes", "2", "--pool", "5"]
+    arguments += ["--k-base", "16"]
+    assert verify.main([corpus.root, *arguments]) == 0
+    printed = capsys.readouterr().out
+    rows = dict(re.findall(r"^(concatenate|best_fit, pool of 5) +(.*)$", printed, re.MULTILINE))
+    lanes = verify.lane_lengths(corpus, tokenizer, 2)
+    assert sum(map(len, lanes)) == 200
+    _, cut, parts = verify.concatenated(lanes, 64)
+    sparse = verify.sparse_share(verify.concatenated_parts(lanes, 64), 16)
+    assert rows["concatenate"].split() == ["0.00%", f"{cut:.1%}", f"{parts:.2f}", f"{sparse:.1%}"]
+    assert rows["best_fit, pool of 5"]
+    assert "more than k_base = 16 keys; 75.0% across documents" in printed
+    assert ("WARNING" in printed) == (sparse < 0.5)
+    assert verify.main([corpus.root, *arguments[:-1], "64"]) == 0  # each query selects all its keys
+    assert "WARNING by concatenate (0.0%) and best_fit, pool of 5 (0.0%) fewer" in capsys.readouterr().out
+    assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 2
+
+
+def test_packing_is_fixed_for_a_run(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    plain = replace(CONFIG, packing="concatenate")
+    state = read_run(corpus, tokenizer, plain, steps=1).state()
+    BlockStream(corpus, tokenizer, replace(plain, packing_pool_documents=9), 0, 1, state)  # unused there
+    message = "packing=concatenate, but this run has packing=best_fit; set packing=con"
+    with pytest.raises(StateMismatch, match=message):
+        BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
+    state = read_run(corpus, tokenizer, CONFIG, steps=1).state()
+    message = "packing_pool_documents=6, but this run has packing_pool_documents=7"
+    with pytest.raises(StateMismatch, match=message):
+        BlockStream(corpus, tokenizer, replace(CONFIG, packing_pool_documents=7), 0, 1, state)
+
+
+def test_ngrams_leave_filler_out() -> None:
+    block = np.array([[5, 6, EOS, 7, EOS, FILLER, FILLER]], np.int32)
+    for across, expected in (
+        (False, [(5, 6), (6, EOS), (7, EOS)]),
+        (True, [(5, 6), (6, EOS), (EOS, 7), (7, EOS)]),
+    ):
+        inputs, labels = scored_pairs(block, EOS, across)
+        assert list(zip(inputs.tolist(), labels.tolist(), strict=True)) == expected

@@ -12,27 +12,19 @@ from typing import Any
 import psutil
 import pytest
 
-from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer
+from gsa_data import BlockStream, DataFault, StreamConfig
 from gsa_data.rank_samples import group_blocks_of
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 
 
-@pytest.mark.parametrize(
-    ("seq_len_tokens", "num_workers", "prefetch_blocks", "blocks"),
-    [
-        (4096, 0, 64, 1),
-        (4096, 2, 64, 16),
-        (4096, 8, 64, 8),
-        (131072, 2, 64, 1),
-        (32, 2, 24, 12),
-        (32, 8, 4, 1),
-    ],
-)
-def test_workers_send_about_64k_tokens_at_once(seq_len_tokens, num_workers, prefetch_blocks, blocks):
+def test_workers_send_about_64k_tokens_at_once() -> None:
     """Workers send no more blocks than they may read ahead. Without workers, blocks are read on demand."""
-    config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
-    assert group_blocks_of(config) == blocks
+    for length, workers, prefetch_blocks, blocks in (
+        (4096, 0, 64, 1), (4096, 2, 64, 16), (4096, 8, 64, 8), (131072, 2, 64, 1), (32, 2, 24, 12), (32, 8, 4, 1)
+    ):  # fmt: skip
+        config = StreamConfig(length, 8, 0, num_workers=workers, prefetch_blocks=prefetch_blocks)
+        assert group_blocks_of(config) == blocks
 
 
 def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, tokenizer):
@@ -47,25 +39,17 @@ def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, t
     assert len(workers() - before) == 2
     asked = [stream.next_blocks(8) for stream in streams[1:]]
     assert (asked[0] == asked[1]).all()
-    for stream in streams:
+    for stream in streams * 2:
         stream.close()
     assert workers() <= before
-    with pytest.raises(ValueError, match="closed"):
-        streams[0].start()
+    assert streams[1].consumed_samples == 8
+    for use in (streams[0].start, lambda: streams[1].next_blocks(1)):
+        with pytest.raises(ValueError, match="closed"):
+            use()
 
 
 def workers() -> set[int | None]:
     return {child.pid for child in multiprocessing.active_children()}
-
-
-def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    stream = BlockStream(corpus, tokenizer, replace(CONFIG, num_workers=1), 0, 1)
-    stream.next_blocks(2)
-    stream.close()
-    stream.close()
-    assert stream.consumed_samples == 2
-    with pytest.raises(ValueError, match="closed"):
-        stream.next_blocks(1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections import Counter
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
@@ -25,10 +24,9 @@ def shard(tmp_path: Path) -> Path:
     return path
 
 
-def read(root: Path, on_bad_shard: Any = "fail", **options: Any) -> tuple[list[bytes], Counter[str]]:
+def read(root: Path, reading: Reading = FAIL) -> tuple[list[bytes], Counter[str]]:
     counters: Counter[str] = Counter()
-    manifest = build_manifest(str(root))
-    return read_lines(manifest, "chunk1/s0.jsonl.zst", Reading(on_bad_shard, **options), counters), counters
+    return read_lines(build_manifest(str(root)), "chunk1/s0.jsonl.zst", reading, counters), counters
 
 
 def test_manifest_is_sorted_and_moves_with_its_folder(tmp_path: Path) -> None:
@@ -68,14 +66,11 @@ class SilentHandler(SimpleHTTPRequestHandler):
 
 
 def test_reads_all_lines_of_all_frames(shard: Path) -> None:
+    """Also without a newline at the end, and with windows of 2 GiB of text, as `zstd --long=31` writes them."""
     assert read(shard.parents[1]) == (LINES, Counter(shards_read=1))
-    frames = [b"\n".join(LINES[:7]) + b"\n", b"\n".join(LINES[7:])]  # without a newline at the end
+    frames = [b"\n".join(LINES[:7]) + b"\n", b"\n".join(LINES[7:])]
     shard.write_bytes(b"".join(map(zstandard.compress, frames)))
     assert read(shard.parents[1])[0] == LINES
-
-
-def test_windows_of_any_length(shard: Path) -> None:
-    """`zstd --long=31` writes such windows, of 2 GiB of text."""
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     shard.write_bytes(packer.compress(b"\n".join(LINES)) + packer.flush())
@@ -85,7 +80,7 @@ def test_windows_of_any_length(shard: Path) -> None:
 def test_truncated_shard_keeps_the_whole_lines_of_earlier_frames(shard: Path) -> None:
     first, second = b"\n".join(LINES[:100]) + b"\n" + LINES[100][:9], LINES[100][9:] + b"\n"
     shard.write_bytes(zstandard.compress(first) + zstandard.compress(second)[:-3])
-    assert read(shard.parents[1], "skip")[0] == LINES[:100]
+    assert read(shard.parents[1], SKIP)[0] == LINES[:100]
 
 
 def test_shard_that_changed_since_the_manifest(shard: Path) -> None:

@@ -1,28 +1,28 @@
 """Tests a share whose server is gone, so that no call returns: every access has a limit, retries and a message.
 
-The limits use a clock that advances only in a hang (data_clock.py). Without a limit such a call would block until the
-test fails.
+The limits use a clock that advances only in a hang (data_clock.py). Without a limit the hang itself is raised.
 """
 
-import os
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
-import prepare
 import pytest
 from data_clock import Clock, stopped_clock
 from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from test_data_indexed import write_indexed
 
-from gsa_data import DataFault, Manifest, Tokenizer, indexed, token_files
+from gsa_data import DataFault, Manifest, Tokenizer, fetch
 from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
-from gsa_data.fetch import ReadError, in_time, patiently
+from gsa_data.fetch import Pulse, ReadError, in_time
 from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import TokenizerError
 
@@ -70,9 +70,8 @@ class SilentFileSystem(MemoryFileSystem):
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         # The first request and sizes may hang separately.
-        self.server.answer(
-            "ls" if not detail else "ls of a folder below" if "chunk" in path else "ls with sizes"
-        )
+        method = "ls of a folder below" if "chunk" in path else "ls with sizes"
+        self.server.answer(method if detail else "ls")
         return super().ls(path, detail=detail, **options)
 
     def cat_ranges(self, *arguments: Any, **options: Any) -> Any:
@@ -85,12 +84,11 @@ class SilentFileSystem(MemoryFileSystem):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
     SilentFileSystem.clear_instance_cache()
-    with stopped_clock(monkeypatch) as clock:
-        SilentFileSystem.server = Server(clock)
-        yield SilentFileSystem.server
+    SilentFileSystem.server = Server(stopped_clock(monkeypatch))
+    return SilentFileSystem.server
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ def test_a_listing_that_never_ends(share, server, method, caplog):
         open_corpus(share, reading=QUICK)
 
 
-def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
+def test_a_connection_that_never_comes(share, server, caplog):
     server.silence("connect", hangs=1)
     assert len(open_text(share).shards) == 2
     assert caplog.messages == ["connection to 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"]
@@ -131,16 +129,23 @@ def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
     message = rf"'silent://text' cannot be connected to \(ReadError: {SILENCE}\); .*its server answers"
     with pytest.raises(DataFault, match=message):
         open_corpus(share, reading=QUICK)
-    server.silence("connect", hangs=1)
+
+
+@pytest.mark.parametrize("method", ["connect", "open"])
+def test_a_tokenizer_that_cannot_be_opened(share, server, tokenizer, method):
+    SilentFileSystem.clear_instance_cache()
+    server.silence(method, hangs=1)
     assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
     SilentFileSystem.clear_instance_cache()
-    server.silence("connect", hangs=2)
+    server.silence(method, hangs=2)
     with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
         Tokenizer("silent://t.model", reading=QUICK)
 
 
-def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
+def test_one_connection_is_kept(share, server, tokenizer, monkeypatch):
     """Reads share it, although every read has its own thread."""
+    monkeypatch.setattr(fetch, "threading", threading)
+    monkeypatch.setattr(fetch, "time", time)
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)
@@ -150,38 +155,10 @@ def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer
 
 
 def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class SSHException(Exception):
-        __module__ = "paramiko.ssh_exception"
-
-    def refused(*_: Any) -> None:
-        raise SSHException("no banner")
-
-    monkeypatch.setattr(SilentFileSystem, "__init__", refused)
+    error = type("SSHException", (Exception,), {"__module__": "paramiko.ssh_exception"})("no banner")
+    monkeypatch.setattr(SilentFileSystem, "__init__", Mock(side_effect=error))
     with pytest.raises(DataFault, match=r"cannot be connected to .*SSHException\('no banner'\)"):
         open_corpus(share, reading=QUICK)
-
-
-def test_a_tokenizer_that_cannot_be_opened(share: str, server: Server, tokenizer: Tokenizer) -> None:
-    server.silence("open", hangs=1)
-    assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
-    server.silence("open", hangs=2)
-    with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
-        Tokenizer("silent://t.model", reading=QUICK)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """Opening a pipe for reading waits for a writer."""
-    os.mkfifo(tmp_path / "pipe.model")
-    with pytest.raises(TokenizerError, match=r"cannot be read \(.*pipe.model: is a pipe, no regular file"):
-        Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
-
-
-def test_prepare_says_which_folder_is_silent(share, server, tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("gsa_data.shards.Reading", lambda: QUICK)
-    server.silence("ls", hangs=2)
-    code = prepare.main(["tokenizer", "--shards", share, "--out", str(tmp_path / "t.model")])
-    assert code == 2
-    assert "error: --shards: data folder 'silent://text' cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -189,61 +166,65 @@ def test_prepare_says_which_folder_is_silent(share, server, tokenizer, tmp_path,
     [("tokens", "stat"), ("tokens", "fromfile"), ("indexed", "stat"), ("indexed", "memmap")],
 )
 def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeypatch, kind, function):
+    folder = tmp_path / "folder"
     if kind == "tokens":
         write_corpus(tmp_path / "text", num_shards=1, documents_per_shard=20)
-        prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, Reading())
-        module: Any = token_files
+        prepare_tokens(str(tmp_path / "text"), tokenizer, folder, 1, Reading())
     else:
-        (tmp_path / "tokens").mkdir()
-        write_indexed(tmp_path / "tokens", "a", [tokenizer.encode(document(number)) for number in range(20)])
-        module = indexed
-    silent = server.before(function, Path.stat if function == "stat" else getattr(np, function))
-    monkeypatch.setattr(Path if function == "stat" else module.np, function, silent)
-    counters: Counter[str] = Counter()
+        folder.mkdir()
+        write_indexed(folder, "a", [tokenizer.encode(document(number)) for number in range(20)])
+    owner = Path if function == "stat" else np
+    monkeypatch.setattr(owner, function, server.before(function, getattr(owner, function)))
 
-    def open_shard() -> int:
-        corpus = open_corpus(str(tmp_path / "tokens"), reading=QUICK)
+    def open_shard(hangs: int, counters: Counter[str]) -> int:
+        corpus = open_corpus(str(folder), reading=QUICK)
         assert not isinstance(corpus, Manifest)
-        shard = corpus.manifest.shards[0][0]
-        server.silence(function, hangs=server.hangs or hangs)
-        return len(shard_reader(corpus, tokenizer, QUICK).open(shard, 0, 1, counters))
-
-    hangs = 1
-    assert open_shard() == 20
-    assert (server.hangs, counters["read_retries"]) == (0, 1)
-    hangs = 2
-    with pytest.raises(DataFault, match=rf"cannot be read .*{SILENCE}"):
-        open_shard()
-    server.silence("stat", hangs=2)
-    if function == "stat":
-        with pytest.raises(DataFault, match=rf"data folder .* cannot be read .*{SILENCE}"):
-            open_corpus(str(tmp_path / "tokens"), reading=QUICK)
-
-
-def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
-    def twelve_beats(pulse: Any) -> str:
-        for _ in range(12):
-            server.clock.stand_still(0.15)
-            pulse.beat()
-        return "done"
+        server.silence(function, hangs)
+        return len(shard_reader(corpus, tokenizer, QUICK).open(corpus.manifest.shards[0][0], 0, 1, counters))
 
     counters: Counter[str] = Counter()
-    assert patiently(twelve_beats, "the whole", QUICK, counters) == "done"
-    assert not counters
+    assert open_shard(1, counters) == 20
+    assert (server.hangs, counters["read_retries"]) == (0, 1)
+    with pytest.raises(DataFault, match=rf"cannot be read .*{SILENCE}"):
+        open_shard(2, counters)
+    if function == "stat":
+        server.silence("stat", hangs=2)
+        with pytest.raises(DataFault, match=rf"data folder .* cannot be read .*{SILENCE}"):
+            open_corpus(str(folder), reading=QUICK)
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_what_shows_signs_of_life_may_take_long(beats, server, monkeypatch):
+    """The action takes 1.8 s, and its pulse beats every 0.15 s, or never."""
+    pulse, left, clock = Pulse(), iter(range(12)), server.clock
+
+    class Slow(fetch.threading.Thread):  # type: ignore[misc, name-defined] - the clock's Action
+        def is_alive(self) -> bool:
+            return next(left, None) is not None
+
+        def join(self, timeout: float) -> None:
+            clock.now += 0.15
+            if beats:
+                pulse.beat()
+
+    monkeypatch.setattr(fetch.threading, "Thread", Slow)
+    if beats:
+        assert in_time(lambda: "done", 0.2, pulse) == "done"
+        return
     with pytest.raises(ReadError, match="no answer within"):
-        in_time(server.clock.stand_still, 0.05)
+        in_time(lambda: "done", 0.2, pulse)
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(share, monkeypatch):
-    whole_ls = SilentFileSystem.ls
-
-    def refused(self: Any, path: str, detail: bool = True, **options: Any) -> Any:
-        if "chunk1" in path:
-            raise PermissionError(13, "Permission denied", path)
-        return whole_ls(self, path, detail=detail, **options)
-
     fsspec.filesystem("silent").pipe("/text/chunk2/a.jsonl", b"{}")
     assert len(open_text(share).shards) == 3
+    whole_ls = SilentFileSystem.ls
+
+    def refused(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        if "chunk1" in path:
+            raise PermissionError(13, "Permission denied", path)
+        return whole_ls(self, path, *arguments, **options)
+
     monkeypatch.setattr(SilentFileSystem, "ls", refused)
     with pytest.raises(DataFault, match=r"Permission denied.*chunk1"):
         open_corpus(share, reading=QUICK)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_corpus import Run, document, line, mismatches, read_run, write_corpus, write_shard
+from data_corpus import Run, line, read_run, write_shard
 
 from gsa_data import (
     BlockStream,
@@ -20,13 +21,11 @@ from gsa_data import (
     build_manifest,
     merge_states,
     replay_blocks,
-    validation_blocks,
 )
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import Cursor
 from gsa_data.reader import TextReader
 from gsa_data.stream import StateMismatch
-from gsa_data.validation import MOST_THREADS
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 
@@ -45,43 +44,40 @@ def lane_reader(manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig) 
 # The order
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 1), (1, 2), (2, 0), (4, 2)])
 def test_order_and_state_do_not_depend_on_ranks_or_workers(
-    corpus: Manifest, tokenizer: Tokenizer, reference: Run, world_size: int, num_workers: int
-) -> None:
+    corpus, tokenizer, reference, world_size, num_workers
+):
     run = read_run(corpus, tokenizer, replace(CONFIG, num_workers=num_workers), world_size, steps=12)
     assert run.samples == reference.samples
     assert run.state() == reference.state()  # cursors and counters do not include what workers read ahead
 
 
 def test_the_checksum_of_a_step_names_its_text_and_order(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    def checksums(config: StreamConfig, world_size: int, steps: int = 3) -> list[int]:
-        run = Run(corpus, tokenizer, config, world_size)
-        assert [stream.checksum() for stream in run.streams] == [0] * world_size
+    def checksums(world_size: int = 1, **changes: Any) -> list[int]:
+        run = Run(corpus, tokenizer, replace(CONFIG, **changes), world_size)
         found = []
-        for _ in range(steps):
-            for stream in run.streams:
-                stream.next_blocks(16 // world_size)
+        for _ in range(3):
+            run.step(16, micro_batch_size=16 // world_size)
             found.append(sum(stream.checksum() for stream in run.streams))
         run.close()
         return found
 
-    expected = checksums(CONFIG, 1)
+    expected = checksums()
     assert len(set(expected)) == 3
-    assert checksums(CONFIG, 4) == checksums(replace(CONFIG, num_workers=2), 2) == expected
-    assert all(a != b for a, b in zip(checksums(replace(CONFIG, seed=8), 1), expected, strict=True))
+    assert checksums(4) == checksums(2, num_workers=2) == expected
+    assert not set(checksums(seed=8)) & set(expected)
 
     stream = BlockStream(corpus, tokenizer, CONFIG, 0, 1)
+    assert stream.checksum() == 0
     blocks = stream.next_blocks(16)
-    for change in ("another token", "two sequences swapped"):
-        before = blocks.copy()
-        if change == "another token":
-            blocks[3, 5] += 1
-        else:
-            blocks[[3, 9]] = blocks[[9, 3]]
-        assert stream.checksum() != expected[0], change
-        blocks[:] = before
+    whole = blocks.copy()
+    blocks[3, 5] += 1
+    assert stream.checksum() != expected[0]
+    blocks[:] = whole
+    blocks[[3, 9]] = blocks[[9, 3]]
+    assert stream.checksum() != expected[0]
+    blocks[:] = whole
     assert stream.checksum() == expected[0]
 
 
@@ -89,11 +85,7 @@ def test_order_is_fixed_for_ever(corpus: Manifest, tokenizer: Tokenizer) -> None
     """A saved run must resume on other machines and versions; a change here needs a new ORDER_VERSION."""
     units = lane_reader(corpus, tokenizer, CONFIG).units(epoch=3)
     assert len(units) == 5 * 7
-    assert [tuple(unit) for unit in units[:3]] == [
-        ("chunk1/s4.jsonl.zst", 1),
-        ("chunk1/s0.jsonl.zst", 1),
-        ("chunk1/s1.jsonl.zst", 1),
-    ]
+    assert [tuple(unit) for unit in units[:3]] == [(f"chunk1/s{shard}.jsonl.zst", 1) for shard in (4, 0, 1)]
     pieces = lane_reader(corpus, tokenizer, CONFIG).pieces(0, Cursor(3, 0, 0, 0))
     first = [tokenizer.decode(tokens[:-1]).split(">")[0] for _, tokens in itertools.islice(pieces, 5)]
     assert ",".join(first) == "<175,<168,<189,<161,<196"
@@ -110,74 +102,49 @@ def test_lanes_of_a_small_corpus_are_about_equally_long(sample_folder: Path, tok
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [((1, 0), (1, 0)), ((2, 2), (4, 1)), ((4, 1), (2, 0)), ((1, 0), (4, 2)), ((8, 1), (1, 2))],
+    "runs",
+    [
+        # Fields of each run: ranks, workers, steps, samples per step.
+        *[[(1, 0, 5, 16), (1, 0, 7, 16)], [(2, 2, 5, 16), (4, 1, 7, 16)], [(4, 1, 5, 16), (2, 0, 7, 16)]],
+        *[[(1, 0, 5, 16), (4, 2, 7, 16)], [(8, 1, 5, 16), (1, 2, 7, 16)]],
+        [(3, 2, 4, 18), (7, 0, 5, 14), (5, 1, 5, 10)],  # readers share lanes
+    ],
     ids=str,
 )
-def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, before, after):
-    first = Run(corpus, tokenizer, replace(CONFIG, num_workers=before[1]), before[0])
-    for _ in range(5):
-        first.step(16)
-    state = copy.deepcopy(first.state())
-    first.step(16)  # these are trained but never saved, because the run dies
-    first.close()
-    assert mismatches(first, reference) == 0
-
-    config = replace(CONFIG, num_workers=after[1])
-    second = read_run(corpus, tokenizer, config, after[0], steps=7, state=state)
-    assert sorted(second.samples) == list(range(5 * 16, 12 * 16))
-    assert mismatches(second, reference) == 0
-    assert second.state() == reference.state()  # counters count nothing twice
-
-
-# Any number of ranks
-
-
-def test_readers_that_share_lanes_keep_order_state_and_counters(corpus, tokenizer, reference):
-    """Six readers of eight lanes, and then seven ranks, start from a sample number that neither divides."""
-    first = read_run(corpus, tokenizer, replace(CONFIG, num_workers=2), 3, steps=4, global_batch_size=18)
-    second = read_run(corpus, tokenizer, CONFIG, 7, steps=5, global_batch_size=14, state=first.state())
-    third = read_run(
-        corpus, tokenizer, replace(CONFIG, num_workers=1), 5, 5, global_batch_size=10, state=second.state()
-    )
-    assert first.samples | second.samples | third.samples == reference.samples
-    assert third.state() == reference.state()
+def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, runs):
+    samples: dict[int, list[int]] = {}
+    state = None
+    for ranks, workers, steps, size in runs:
+        run = Run(corpus, tokenizer, replace(CONFIG, num_workers=workers), ranks, state)
+        for _ in range(steps):
+            run.step(size)
+        state = copy.deepcopy(run.state())
+        samples |= run.samples
+        run.step(size)  # these are trained but never saved, because the run dies
+        run.close()
+    assert samples == reference.samples
+    assert state == reference.state()  # counters count nothing twice
 
 
 def test_a_shared_lane_needs_the_rank_that_had_its_last_block(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    run = read_run(corpus, tokenizer, CONFIG, 3, steps=2, global_batch_size=12)
+    run = Run(corpus, tokenizer, CONFIG, world_size=3)
+    run.step(24)
     states = [stream.local_state() for stream in run.streams]
     for missing in range(3):
         with pytest.raises(ValueError, match=r"[56] of 8 lanes present; pass the states of all ranks"):
             merge_states(states[:missing] + states[missing + 1 :])
     assert merge_states(states[::-1]) == merge_states(states)
-
-
-def test_zeroed_cursors_are_refused(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    state = read_run(corpus, tokenizer, CONFIG, steps=1).state()
-    state["cursors"] = [[0, 0, 0, 0]] * CONFIG.num_lanes
-    with pytest.raises(ValueError, match="data state is damaged: lane 0"):
-        BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
+    run.streams[1].next_blocks(1)
+    with pytest.raises(ValueError, match=r"disagree on consumed_samples \(24 and 27\)"):
+        run.state()
 
 
 # What is refused
 
 
-def test_state_of_another_run_is_refused(corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    state = read_run(corpus, tokenizer, CONFIG, steps=1).state()
-    write_corpus(tmp_path, num_shards=5, documents_per_shard=39)
-    other_corpus = build_manifest(str(tmp_path))
-    with pytest.raises(
-        ValueError, match=rf"{corpus.fingerprint}.*{other_corpus.fingerprint}; point the data"
-    ):
-        BlockStream(other_corpus, tokenizer, CONFIG, 0, 1, state)
-    for change, field in (({"num_lanes": 16}, "num_lanes=8"), ({"seed": 8}, "seed=7")):
-        config = replace(CONFIG, **change)
-        with pytest.raises(ValueError, match=rf"saved with {field}, but this run has .*; set {field}"):
-            BlockStream(corpus, tokenizer, config, 0, 1, state)
-    with pytest.raises(ValueError, match="set shuffle_documents=True"):
-        BlockStream(corpus, tokenizer, replace(CONFIG, shuffle_documents=False), 0, 1, state)
-    state["tokenizer_fingerprint"] = "0123"
+def test_the_state_of_another_tokenizer_is_refused(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    """Other fields are in unit/test_resume_data.py."""
+    state = read_run(corpus, tokenizer, CONFIG, steps=1).state() | {"tokenizer_fingerprint": "0123"}
     with pytest.raises(ValueError, match=r"tokenizer_fingerprint=0123.*use that run's tokenizer file"):
         BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
 
@@ -187,30 +154,17 @@ def test_a_rank_is_below_the_number_of_ranks(corpus: Manifest, tokenizer: Tokeni
         BlockStream(corpus, tokenizer, CONFIG, rank=2, world_size=2)
 
 
-def test_merge_needs_all_ranks_in_step(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    run = Run(corpus, tokenizer, CONFIG, world_size=2)
-    run.step(4)
-    with pytest.raises(ValueError, match="4 of 8 lanes"):
-        merge_states([run.streams[0].local_state()])
-    run.streams[1].next_blocks(1)
-    with pytest.raises(ValueError, match=r"disagree on consumed_samples \(4 and 6\)"):
-        run.state()
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("field", "value"),
     [
-        {"seq_len_tokens": 0},
-        {"num_lanes": 0},
-        {"prefetch_blocks": 0},
-        {"num_workers": -1},
+        *[("seq_len_tokens", 0), ("num_lanes", 0), ("prefetch_blocks", 0), ("num_workers", -1)],
+        *[("packing", "worst_fit"), ("packing_pool_documents", 0)],
+        *[("source_weights", {"Web": weight}) for weight in (-0.1, math.nan, math.inf, 100.5)],
     ],
-    ids=str,
 )
-def test_config_errors_name_the_field(change: dict[str, Any]) -> None:
-    (field,) = change
+def test_config_errors_name_the_field(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
-        replace(CONFIG, **change)
+        replace(CONFIG, **{field: value})
 
 
 def test_lane_without_documents(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -253,31 +207,3 @@ def test_replay_of_another_text_than_was_consumed_is_noticed(corpus, tokenizer, 
         config = replace(CONFIG, **change)  # type: ignore[arg-type]
         with pytest.raises(StateMismatch, match="the 192 sequences of the run are not what its config makes"):
             list(replay_blocks(corpus, tokenizer, config, reference.state()))
-
-
-def test_validation_blocks(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    stream: list[int] = []
-    for number in range(200):
-        stream += [*tokenizer.encode(document(number)).tolist(), tokenizer.eos_id]
-    blocks = validation_blocks(corpus, tokenizer, seq_len_tokens=50, max_blocks=10)
-    assert blocks.tolist() == [stream[begin : begin + 51] for begin in range(0, 500, 50)]
-    assert blocks.dtype == np.int32
-    assert len(validation_blocks(corpus, tokenizer, 50, 10**6)) == (len(stream) - 1) // 50
-    with pytest.raises(DataFault, match="shorter than one block"):
-        validation_blocks(corpus, tokenizer, 10**6, 1)
-    with pytest.raises(ValueError, match="max_blocks=0"):
-        validation_blocks(corpus, tokenizer, 50, 0)
-
-
-def test_a_small_validation_set_tokenizes_few_documents(corpus, tokenizer, monkeypatch):
-    encoded: list[str] = []
-    encode = Tokenizer.encode
-
-    def counting(self: Tokenizer, text: str) -> Any:
-        encoded.append(text)
-        return encode(self, text)
-
-    monkeypatch.setattr(Tokenizer, "encode", counting)
-    blocks = validation_blocks(corpus, tokenizer, seq_len_tokens=8, max_blocks=1)
-    assert len(blocks) == 1
-    assert len(encoded) == MOST_THREADS < 40  # in the first of five shards

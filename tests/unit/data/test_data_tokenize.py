@@ -18,6 +18,15 @@ from gsa_data.whole_files import MOST_BYTES
 PROBE = "def f(x):\n\n\tif x:  # naïve 日本 😀 \0 </s>\n        return 1234"
 
 
+def trained(path: Path, **options: Any) -> str:
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the token of a lane"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
+            hard_vocab_limit=False, minloglevel=2, **options,
+        )  # fmt: skip
+    return str(path)
+
+
 def test_round_trip_without_eos(tokenizer: Tokenizer, sample_folder: Path) -> None:
     for each in (tokenizer, Tokenizer(str(sample_folder / "tokenizer.model"))):
         tokens = each.encode(PROBE)
@@ -28,54 +37,34 @@ def test_round_trip_without_eos(tokenizer: Tokenizer, sample_folder: Path) -> No
         assert np.array_equal(tokens, each.encode(PROBE.encode()))
         assert len(each.encode("")) == 0
         assert each.decode(tokens.tolist()) == each.decode(tokens)
-        assert each.file_name in ("tokenizer.json", "tokenizer.model")
+        assert each.file_name == "tokenizer.model"
         assert hashlib.sha256(each.file).hexdigest() == each.fingerprint
+        copy = pickle.loads(pickle.dumps(each))
+        assert np.array_equal(copy.encode(PROBE), tokens)
+        assert copy.fingerprint == each.fingerprint
     assert each.decode(tokens) == PROBE  # the bundled model keeps white space
+    assert each.vocab_size == 4096
 
 
-def test_bundled_tokenizer_has_4096_entries(sample_folder: Path) -> None:
-    assert Tokenizer(str(sample_folder / "tokenizer.model")).vocab_size == 4096
-
-
-@pytest.mark.parametrize(
-    ("flags", "kept"), [({}, False), ({"normalization_rule_name": "identity", "byte_fallback": True}, True)]
-)
-def test_lost_newlines_are_noticed(tmp_path: Path, flags: dict[str, Any], kept: bool) -> None:
-    with (tmp_path / "t.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["a b c"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
-            hard_vocab_limit=False, minloglevel=2, **flags,
-        )  # fmt: skip
-    tokenizer = Tokenizer(str(tmp_path / "t.model"))
-    assert tokenizer.keeps_newlines == kept
-    assert ("\n" in tokenizer.decode(tokenizer.encode("a\nb"))) == kept
-
-
-def test_newlines_of_the_bundled_and_of_a_byte_level_tokenizer(sample_folder: Path, byte_level: Path) -> None:
+def test_lost_newlines_are_noticed(tmp_path: Path, sample_folder: Path, byte_level: Path) -> None:
+    for kept, flags in ((False, {}), (True, {"normalization_rule_name": "identity", "byte_fallback": True})):
+        tokenizer = Tokenizer(trained(tmp_path / "t.model", **flags))
+        assert tokenizer.keeps_newlines == kept
+        assert ("\n" in tokenizer.decode(tokenizer.encode("a\nb"))) == kept
     assert Tokenizer(str(sample_folder / "tokenizer.model")).keeps_newlines
     assert Tokenizer(str(byte_level)).keeps_newlines
 
 
-def test_pickle_and_fingerprint(tokenizer: Tokenizer) -> None:
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    assert np.array_equal(copy.encode(PROBE), tokenizer.encode(PROBE))
-    assert copy.fingerprint == tokenizer.fingerprint
-    assert tokenizer.fingerprint == hashlib.sha256(Path(tokenizer.path).read_bytes()).hexdigest()
-
-
 def test_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"missing\.model' does not exist"):
-        Tokenizer(str(tmp_path / "missing.model"))
     (tmp_path / "junk.model").write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"junk\.model' is not a sentencepiece model"):
-        Tokenizer(str(tmp_path / "junk.model"))
-    with (tmp_path / "no_eos.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["a b c"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
-            byte_fallback=True, eos_id=-1, hard_vocab_limit=False, minloglevel=2,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="has no EOS token"):
-        Tokenizer(str(tmp_path / "no_eos.model"))
+    trained(tmp_path / "no_eos.model", eos_id=-1)
+    for name, message in (
+        ("missing", r"missing\.model' does not exist"),
+        ("junk", r"junk\.model' is not a sentencepiece model"),
+        ("no_eos", "has no EOS token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Tokenizer(str(tmp_path / f"{name}.model"))
 
 
 # tokenizer.json
@@ -152,9 +141,8 @@ def test_a_tokenizer_that_was_trained_with_dropout(byte_level: Path, tmp_path: P
     model = json.loads(byte_level.read_text())["model"] | {"dropout": 0.5}
     each, text = Tokenizer(edited(byte_level, tmp_path, model=model)), "the token of a lane of a shard"
     for one in (each, pickle.loads(pickle.dumps(each))):
-        assert all(
-            np.array_equal(one.encode(text), Tokenizer(str(byte_level)).encode(text)) for _ in range(4)
-        )
+        found = [one.encode(text) for _ in range(4)]
+        assert all(np.array_equal(tokens, Tokenizer(str(byte_level)).encode(text)) for tokens in found)
 
 
 def test_ids_with_gaps_are_below_the_vocabulary_size(byte_level: Path, tmp_path: Path) -> None:
@@ -168,22 +156,18 @@ def test_ids_with_gaps_are_below_the_vocabulary_size(byte_level: Path, tmp_path:
 
 
 def test_eos_of_a_tokenizer_json(byte_level: Path, tmp_path: Path) -> None:
-    tokens = json.loads(byte_level.read_text())["added_tokens"]
-    path = edited(byte_level, tmp_path, added_tokens=[tokens[0], tokens[0] | {"id": 1, "content": "</s>"}])
-    with pytest.raises(
-        TokenizerError, match=r"several tokens that may end a document \(</s>, <\|endof.*eos_token"
+    (token,) = json.loads(byte_level.read_text())["added_tokens"]
+    end, stop = token | {"id": 1, "content": "</s>"}, token | {"content": "<stop>"}
+    plain = token | {"content": "of", "special": False}
+    for added, eos, message in (
+        ([token, end], None, r"several tokens that may end a document \(</s>, <\|endof.*eos_token"),
+        ([stop], None, r"no token known to end a document \(special tokens: <stop>\)"),
+        ([token, plain], "of", "text that spells 'of' would end its document"),
     ):
-        Tokenizer(path)
-    each = Tokenizer(path, "</s>")
+        with pytest.raises(TokenizerError, match=message):
+            Tokenizer(edited(byte_level, tmp_path, added_tokens=added), eos)
+    each = Tokenizer(edited(byte_level, tmp_path, added_tokens=[token, end]), "</s>")
     assert each.decode(np.array([each.eos_id])) == "</s>"
-    path = edited(byte_level, tmp_path, added_tokens=[tokens[0] | {"content": "<stop>"}])
-    with pytest.raises(TokenizerError, match=r"no token known to end a document \(special tokens: <stop>\)"):
-        Tokenizer(path)
-    plain = edited(
-        byte_level, tmp_path, added_tokens=[tokens[0], tokens[0] | {"content": "of", "special": False}]
-    )
-    with pytest.raises(TokenizerError, match="text that spells 'of' would end its document"):
-        Tokenizer(plain, "of")
 
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "BPE"])
@@ -222,58 +206,51 @@ def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
         Tokenizer(tokenizer.path, "<nothing>")
 
 
-def trained(path: Path, **options: Any) -> str:
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["the token of a lane"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
-            byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **options,
-        )  # fmt: skip
-    return str(path)
-
-
 @pytest.mark.parametrize("token", ["<stop>", "<unk>", "\u2581", "<0x0A>"])
 def test_an_eos_that_text_holds_is_refused(tmp_path: Path, token: str) -> None:
     """`is_control` detects it: text may contain a user's symbol, and an unknown symbol stands for it."""
-    path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"])
-    with pytest.raises(
-        TokenizerError, match=rf"{token}' is no control symbol, so text would end .*eos_token"
-    ):
+    path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"], byte_fallback=True)
+    message = rf"{token}' is no control symbol, so text would end .*eos_token"
+    with pytest.raises(TokenizerError, match=message):
         Tokenizer(path, token)
     assert Tokenizer(path).eos_id == Tokenizer(path, "</s>").eos_id == 2
 
 
-def test_an_eos_that_is_a_control_symbol(tmp_path: Path, sample_folder: Path) -> None:
-    path = trained(tmp_path / "t.model", control_symbols=["<stop>"])
-    each = Tokenizer(path, "<stop>")
+def test_an_eos_that_is_a_control_symbol(tmp_path: Path) -> None:
+    each = Tokenizer(trained(tmp_path / "t.model", control_symbols=["<stop>"]), "<stop>")
     assert each.eos_id not in each.encode("a <stop> b")
-    assert Tokenizer(str(sample_folder / "tokenizer.model"), "</s>").eos_id == 2  # as in Llama
 
 
-def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "t"
-    for content, message in {
-        b"IQ== 0\nIg== 1\n": "it is a tiktoken file, as Llama 3's tokenizer.model is",
-        b'{"model": ': "is not JSON",
-        b'{"model": ' + b"[" * 10_000: "lists and objects are nested more than 64 levels deep",
-        b'{"model": {}}': "is no tokenizer.json that `tokenizers` reads",
-    }.items():
-        path.write_bytes(content)
-        with pytest.raises(TokenizerError, match=message):
-            Tokenizer(str(path))
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TokenizerError, match="is a pipe, no regular file"):
-        Tokenizer(str(tmp_path / "pipe"))
-    with pytest.raises(TokenizerError, match="is a device, no regular file"):
-        Tokenizer("/dev/zero")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"IQ== 0\nIg== 1\n", "it is a tiktoken file, as Llama 3's tokenizer.model is"),
+        (b'{"model": ', "is not JSON"),
+        (b'{"model": ' + b"[" * 10_000, "lists and objects are nested more than 64 levels deep"),
+        (b'{"model": {}}', "is no tokenizer.json that `tokenizers` reads"),
+    ],
+)
+def test_tokenizer_files_of_another_kind(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(content)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer(str(tmp_path / "t"))
+
+
+def test_what_is_no_file_to_read(tmp_path: Path, byte_level: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening a pipe waits for a writer
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MOST_BYTES + 1)
-    with pytest.raises(TokenizerError, match="has more than the 268435456 bytes"):
-        Tokenizer(str(tmp_path / "large"))
+    for path, message in (
+        (tmp_path / "pipe", "is a pipe, no regular file"),
+        ("/dev/zero", "is a device, no regular file"),
+        (tmp_path / "large", "has more than the 268435456 bytes"),
+        (tmp_path, "does not exist"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
+            Tokenizer(str(path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(TokenizerError, match=r"pip install '\.\[hf\]'"):
-        Tokenizer(str(path))
-    with pytest.raises(TokenizerError, match="does not exist"):
-        Tokenizer(str(tmp_path))
+        Tokenizer(str(byte_level))
 
 
 def test_tokenizer_at_an_address(tokenizer: Tokenizer) -> None:

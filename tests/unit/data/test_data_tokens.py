@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
+from unittest.mock import Mock
 
+import fsspec
 import numpy as np
 import orjson
 import pytest
-from data_corpus import Run, document, held_by_parts, line, read_run, write_corpus, write_shard
+from data_corpus import Run, document, held_by_parts, line, write_corpus, write_shard
 
 import gsa_data.token_files
 from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
@@ -51,22 +53,10 @@ def test_a_part_holds_its_own_lines_only(tokenizer: Tokenizer, tmp_path: Path) -
     folder = prepare_tokens(str(tmp_path), tokenizer, tmp_path / "out", 1, Reading())
     parts, held_bytes = held_by_parts(shard_reader(folder, tokenizer, Reading()), "s.jsonl.zst", 20)
     assert sum(map(len, parts)) == 5000
-    assert (
-        held_bytes < 2 * 5 * 8 * 5000
-    )  # five columns of int64; the whole table would take 160,000 bytes per part
+    assert held_bytes < 2 * 5 * 8 * 5000  # five columns of int64; the whole table would take 160,000 per part
 
 
 # The same as streaming
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_ranks_and_workers(
-    corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, num_workers: int
-) -> None:
-    whole = read_run(corpus, tokenizer, CONFIG, steps=6)
-    mapped = read_run(tokens, tokenizer, replace(CONFIG, num_workers=num_workers), world_size=2, steps=6)
-    assert mapped.samples == whole.samples
-    assert mapped.state() == whole.state()
 
 
 def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -96,7 +86,7 @@ def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Pa
     assert counters["shards_duplicate"] == 1
 
     strict = replace(config, reading=fail)
-    with pytest.raises(DataFault, match="held 1 shards twice"):
+    with pytest.raises(DataFault, match=r"held 1 shards twice.*remove them there and prepare"):
         until_second_epoch(folder, tokenizer, strict)
     (source / "chunk1/s5.jsonl.zst").unlink()
     with pytest.raises(DataFault, match=r"s2\.jsonl\.zst is truncated"):
@@ -129,9 +119,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
         prepare_tokens(str(tmp_path / "source"), tokenizer, tmp_path / "other", 1, Reading())
 
 
-def test_other_tokens_in_the_folder_are_kept(
-    corpus: Manifest, tokenizer: Tokenizer, copy: Path, sample_folder: Path
-) -> None:
+def test_other_tokens_in_the_folder_are_kept(corpus, tokenizer, copy, sample_folder):
     other = Tokenizer(str(sample_folder / "tokenizer.model"))
     with pytest.raises(DataFault, match=r"holds tokens with tokenizer_fingerprint=.*another --out"):
         prepare_tokens(corpus.root, other, copy, 1, Reading())
@@ -139,73 +127,52 @@ def test_other_tokens_in_the_folder_are_kept(
         prepare_tokens(corpus.root, tokenizer, copy, 1, Reading(max_document_bytes=10))
     assert list(check_tokens(copy, corpus.root, tokenizer)) == []
     assert any("made by tokenizer" in problem for problem in check_tokens(copy, None, other))
-    assert any(
-        "other shards" in problem for problem in check_tokens(copy, str(sample_folder / "train"), None)
-    )
+    of_others = check_tokens(copy, str(sample_folder / "train"), None)
+    assert any("other shards" in problem for problem in of_others)
+    with pytest.raises(DataFault, match="was made by tokenizer"):
+        BlockStream(open_corpus(str(copy)), other, CONFIG, 0, 1)
+    with pytest.raises(DataFault, match="made of text_field=text, this run has body; set text_field=text"):
+        open_corpus(str(copy), text_field="body")
 
 
 # What is refused at the start
 
 
-def test_the_log_says_what_is_read(
-    corpus: Manifest, tokens: TokenFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_what_is_read(tokens: TokenFolder, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(open_corpus(corpus.root), Manifest)
         assert isinstance(open_corpus(str(tokens.root)), TokenFolder)
     assert "holds tokens: 5 shards" in caplog.text
     assert "nothing is tokenized" in caplog.text
 
 
-def test_another_text_field_is_refused(tokens: TokenFolder) -> None:
-    with pytest.raises(
-        DataFault, match="was made of text_field=text, this run has body; set text_field=text"
-    ):
-        open_corpus(str(tokens.root), text_field="body")
-
-
-def test_another_tokenizer_is_refused(tokens: TokenFolder, sample_folder: Path) -> None:
-    with pytest.raises(DataFault, match="was made by tokenizer"):
-        BlockStream(tokens, Tokenizer(str(sample_folder / "tokenizer.model")), CONFIG, 0, 1)
-
-
 @pytest.mark.parametrize("suffix", [".tokens", ".lines"])
-@pytest.mark.parametrize("change", ["shorter", "longer", "missing"])
-def test_wrong_sizes_are_refused_at_the_start(copy: Path, suffix: str, change: str) -> None:
+def test_files_of_another_size_are_named(copy: Path, suffix: str) -> None:
     path = copy / f"chunk1/s2.jsonl.zst{suffix}"
-    content = path.read_bytes()
-    path.write_bytes(content[:-2] if change == "shorter" else content + b"\0\0")
-    if change == "missing":
-        path.unlink()
-    wanted = (
-        "is missing" if change == "missing" else rf"has \d+ bytes where {MANIFEST_NAME} says {len(content)}"
-    )
-    with pytest.raises(DataFault, match=wanted):
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    size = path.stat().st_size
+    with pytest.raises(DataFault, match=rf"has {size} bytes where {MANIFEST_NAME} says {size - 2}"):
+        open_corpus(str(copy))
+    path.unlink()
+    with pytest.raises(DataFault, match=rf"s2\.jsonl\.zst{suffix} is missing"):
         open_corpus(str(copy))
 
 
-@pytest.mark.parametrize("suffix", [".tokens", ".lines"])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_damage_is_refused_at_the_first_opening(
-    tokenizer: Tokenizer, copy: Path, suffix: str, num_workers: int
-) -> None:
-    path = copy / f"chunk1/s2.jsonl.zst{suffix}"
+def test_damage_is_refused_at_the_first_opening_and_never_skipped(tokenizer: Tokenizer, copy: Path) -> None:
+    path = copy / "chunk1/s2.jsonl.zst.tokens"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    config = replace(CONFIG, num_workers=num_workers, reading=Reading("skip", 0.01))  # never skipped
+    config = replace(CONFIG, num_workers=1, reading=Reading("skip", 0.01))
     stream = BlockStream(open_corpus(str(copy)), tokenizer, config, 0, 1)
     others = set(active_children())
-    with pytest.raises(DataFault, match=rf"s2\.jsonl\.zst{suffix} is damaged: its sha256 is"):
+    with pytest.raises(DataFault, match=r"s2\.jsonl\.zst\.tokens is damaged: its sha256 is"):
         stream.next_blocks(400)
     stream.close()
     assert set(active_children()) <= others  # its readers have ended
     assert len(list(check_tokens(copy, None, None))) == 1
 
 
-def test_ids_beyond_the_vocabulary_are_refused(
-    tokenizer: Tokenizer, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(tokenizer: Tokenizer, copy: Path) -> None:
     path = copy / "chunk1/s2.jsonl.zst.tokens"
     ids = np.fromfile(path, np.uint16)
     ids[5] = 320
@@ -236,27 +203,17 @@ def test_damaged_manifests_are_refused(copy: Path, damage: Callable[[dict], obje
     (copy / MANIFEST_NAME).write_bytes(orjson.dumps(content))
     with pytest.raises(DataFault, match=message):
         open_corpus(str(copy))
-    (copy / MANIFEST_NAME).write_bytes(b"{")
-    with pytest.raises(DataFault, match="is damaged"):
-        open_corpus(str(copy))
 
 
 def test_tokens_must_be_local() -> None:
-    import fsspec
-
     with fsspec.open(f"memory://run/{MANIFEST_NAME}", "wb") as file:
         file.write(b"{}")
     with pytest.raises(DataFault, match="which only local files can map"):
         open_corpus("memory://run")
 
 
-def test_unreadable_files_are_named(
-    tokenizer: Tokenizer, tokens: TokenFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_map(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
+def test_unreadable_files_are_named(tokenizer, tokens, monkeypatch):
     stream = BlockStream(tokens, tokenizer, replace(CONFIG, reading=Reading(retries=0)), 0, 1)
-    monkeypatch.setattr(np, "memmap", no_map)
+    monkeypatch.setattr(np, "memmap", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(DataFault, match=r"the tokens of shard chunk1/s\d.*cannot be read"):
         stream.next_blocks(1)

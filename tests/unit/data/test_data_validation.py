@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import Reading
 from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.source_weights import NO_SOURCE
-from gsa_data.validation import is_scored
+from gsa_data.validation import MOST_THREADS, is_scored, validation_blocks
 
 SOURCES = ("Wikipedia", "ArXiv", "")
 L = 24
@@ -63,16 +64,18 @@ def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, toke
         assert set(text.lengths[:-1]) <= {L}
         filling = text.blocks[-1, text.lengths[-1] + 1 :]
         assert set(filling.tolist()) <= {tokenizer.eos_id}
+    parts = found.by_source.values()
+    assert sum(text.scored_tokens for text in parts) == found.text.scored_tokens
+    assert sum(text.text_bytes for text in parts) == found.text.text_bytes
+    assert read(mixed, tokenizer, split=False).by_source == {}
 
 
 def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path):
     folder = open_corpus(str(prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading()).root))
-    text, tokens = read(mixed, tokenizer), read(folder, tokenizer)
-    assert list(tokens.by_source) == list(text.by_source)
-    for ours, theirs in [
-        (tokens.text, text.text),
-        *zip(tokens.by_source.values(), text.by_source.values(), strict=True),
-    ]:
+    sets = read(mixed, tokenizer), read(folder, tokenizer)
+    text, tokens = ({"": found.text, **found.by_source} for found in sets)
+    assert list(tokens) == list(text)
+    for ours, theirs in zip(tokens.values(), text.values(), strict=True):
         assert np.array_equal(ours.blocks, theirs.blocks)
         assert ours.blocks.dtype == np.int32
         assert np.array_equal(ours.lengths, theirs.lengths)
@@ -88,14 +91,6 @@ def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -
     folder = prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, skip)
     with pytest.raises(DataFault, match="was bad in the source"):
         read_validation_set("set", folder, tokenizer, L, 4, skip, False, False)
-
-
-def test_tokens_and_bytes_of_the_sources_add_up(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    found = read(mixed, tokenizer)
-    parts = found.by_source.values()
-    assert sum(text.scored_tokens for text in parts) == found.text.scored_tokens
-    assert sum(text.text_bytes for text in parts) == found.text.text_bytes
-    assert read(mixed, tokenizer, split=False).by_source == {}
 
 
 def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
@@ -131,13 +126,20 @@ def test_token_bytes(sample_folder: Path) -> None:
 
 
 def test_what_is_scored() -> None:
-    blocks = np.array([[5, 6, 2, 7, 8], [5, 6, 7, 8, 9]], np.int32)
-    lengths = np.array([4, 2])
-    assert is_scored(blocks, lengths, 2, False).tolist() == [
-        [True, True, False, True],
-        [True, True, False, False],
-    ]
-    assert is_scored(blocks, lengths, 2, True).tolist() == [[True] * 4, [True, True, False, False]]
+    blocks, lengths = np.array([[5, 6, 2, 7, 8], [5, 6, 7, 8, 9]], np.int32), np.array([4, 2])
+    for across, first in ((False, [True, True, False, True]), (True, [True] * 4)):
+        assert is_scored(blocks, lengths, 2, across).tolist() == [first, [True, True, False, False]]
+
+
+def test_blocks_alone(mixed: Manifest, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read(mixed, tokenizer).text.blocks
+    encode = Mock(side_effect=tokenizer.encode)
+    monkeypatch.setattr(Tokenizer, "encode", lambda _, text: encode(text))
+    assert len(validation_blocks(mixed, tokenizer, L, max_blocks=1)) == 1
+    assert encode.call_count == MOST_THREADS < 30  # a small set tokenizes few documents
+    assert np.array_equal(validation_blocks(mixed, tokenizer, L, 30), expected)
+    with pytest.raises(ValueError, match="max_blocks=0"):
+        validation_blocks(mixed, tokenizer, L, 0)
 
 
 def test_a_set_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -145,7 +147,6 @@ def test_a_set_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> None
     with pytest.raises(DataFault, match=f"{tmp_path.name}.*shorter than one block of {L + 1}"):
         read(build_manifest(str(tmp_path)), tokenizer)
     write_shard(tmp_path / "s.jsonl.zst", [line("gate " * 100), b"{"])
+    manifest, skip = build_manifest(str(tmp_path)), Reading(on_bad_shard="skip")
     with pytest.raises(DataFault, match=r"restore it \(on_bad_shard=skip leaves no validation text out\)"):
-        read_validation_set(
-            "set", build_manifest(str(tmp_path)), tokenizer, L, 4, Reading(on_bad_shard="skip"), False, False
-        )
+        read_validation_set("set", manifest, tokenizer, L, 4, skip, False, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,15 @@ import pytest
 import torch
 
 from gsa_eval.analyze import _write_numbers, given_text
-from gsa_eval.attention_pictures import draw_keys, draw_maps, pooled
+from gsa_eval.attention_pictures import draw_maps, pooled
 from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_eval.commands import analyze as command
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_eval.report.page import write_report
 from gsa_hf.gates_gsa import gate_heads
-from gsa_kernels.packed_mask import unpack_mask
-from gsa_train.data.batches import MicroBatch
-from gsa_train.model.probes import query_sample
-from helpers.evaluated import evaluated_config, evaluated_model, save_run
+from helpers.evaluated import evaluated_config, evaluated_model, files_of_run, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 from helpers.run_logs import refuse_constant
-from helpers.single_rank import read_stats, token_losses
 
 LENGTH = 80
 LAYER = 1
@@ -127,70 +122,18 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
     assert found[LAYER].histogram == bins.bincount(minlength=GATE_BINS).tolist()
 
 
-def test_selections_sinks_and_gates_match_training(
-    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test compares with training's core and statistics on the same tokens."""
-    model, _, run_dir = run
-    evaluated = load_evaluated_model(Source(run=run_dir), execution=Execution(attention="eager"))
-    encoded = evaluated.tokenizer.encode(TEXT).tolist()
-    assert len(encoded) > LENGTH
-    found = [record_attention(evaluated.model, encoded, layer, 0) for layer in (0, 1)]
-    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
-    tokens = torch.tensor([encoded])
-    batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
-    kept = []
-    for attention in model.attentions:
-        over_chunks = attention.over_chunks
-
-        def recorded(*arguments: Any, select: Any = over_chunks.select) -> Any:
-            kept.append(unpack_mask((selections := select(*arguments))[0].packed_mask, len(encoded)))
-            return selections
-
-        monkeypatch.setattr(over_chunks, "select", recorded)
-    token_losses(model, batch, measuring=True, evaluating=True)
-    stats = read_stats(model)
-    for layer, selection in enumerate(kept):
-        maps, record = found[layer].maps, found[layer]
-        assert maps is not None
-        assert maps.selected is not None
-        assert torch.equal(maps.selected, selection[0])
-        assert record.keys[layer] == selection[0].sum(-1).tolist()
-        for head, share in enumerate(record.sink[layer]):
-            assert share == pytest.approx(stats[f"head_first_token_attention/{head:02d}"][layer], rel=1e-5)
-        for gate, of_layers in (("output", record.output_gates), ("value", record.value_gates)):
-            means = of_layers[layer].means
-            assert sum(means) / len(means) == pytest.approx(stats[f"{gate}_gate_mean"][layer], rel=1e-5)
-
-
 # --- the command -----------------------------------------------------------------------------------------
 
 
-def files_of(run_dir: Path) -> dict[str, tuple[str, int]]:
-    return {
-        str(path.relative_to(run_dir)): (
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-            path.stat().st_mtime_ns,
-        )
-        for path in run_dir.rglob("*")
-        if path.is_file() and "analysis" not in path.relative_to(run_dir).parts
-    }
-
-
-def test_the_command_writes_pictures_that_the_report_shows(
-    run: tuple[Any, Any, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_writes_pictures_that_the_report_shows(run, monkeypatch, tmp_path, capsys):
     run_dir = run[2]
-    before = files_of(run_dir)
+    before = files_of_run(run_dir)
     assert analyzed(monkeypatch, "--run", run_dir, "--name", "own", "--head", 3, "--max-tokens", 60) == 0
     assert "own/attention.png" in capsys.readouterr().out
     exported = export_hf(run_dir / "checkpoints" / "step_00000003", tmp_path / "hf").folder
     place = ("--hf", exported, "--out", run_dir / "analysis", "--name", "dense", "--text", TEXT)
     assert analyzed(monkeypatch, *place, "gsa.attention=dense") == 0
-    assert files_of(run_dir) == before
+    assert files_of_run(run_dir) == before
     for name, pictures in (
         ("own", ["attention", "gates", "keys", "sink"]),
         ("dense", ["attention", "gates", "sink"]),
@@ -215,12 +158,7 @@ def test_the_command_writes_pictures_that_the_report_shows(
     assert "exists; give another name, or remove the folder" in capsys.readouterr().err
 
 
-def test_wrong_use(
-    run: tuple[Any, Any, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_use(run, tmp_path, monkeypatch, capsys):
     exported = export_hf(run[2] / "checkpoints" / "step_00000003", tmp_path / "hf").folder
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.txt").write_text("")
@@ -229,13 +167,9 @@ def test_wrong_use(
         (("--head", 4), "--head 4: the model has 4; give one from 0 to 3"),
         (("--file", tmp_path / "empty.txt"), "empty.txt: 0 tokens"),
         (("--file", tmp_path / "bytes.txt"), "not UTF-8 text"),
-        (
-            ("--file", tmp_path / "nowhere.txt"),
-            f"--file {tmp_path}/nowhere.txt: cannot be read (No such file",
-        ),
+        (("--file", tmp_path / "nowhere.txt"), "nowhere.txt: cannot be read (No such file"),
         (("--max-tokens", 5000), "--max-tokens 5000: give 2 to 4,096"),
         (("--max-tokens", 1), "--max-tokens 1: give 2 to 4,096"),
-        (("gsa.k_base=many",), "not a number"),
         (("--text", "caf\udce9"), "--text: character 4 is no UTF-8"),
         (("--out", tmp_path / "empty.txt"), "is not a writable folder"),
     ):
@@ -264,18 +198,12 @@ def test_thinned_maps_are_means_of_squares() -> None:
     shown = counted & (values > 0)
     found = pooled(values, counted, 3, shown)
     assert found.shape == (3, 3)
-    for row in range(3):
-        for column in range(3):
-            places = [
-                (t, s)
-                for t in range(3 * row, min(3 * row + 3, 7))
-                for s in range(3 * column, min(3 * column + 3, 7))
-                if counted[t, s]
-            ]
-            assert bool(found.mask[row, column]) == (not any(shown[place] for place in places))
-            if not found.mask[row, column]:
-                mean = sum(values[place].item() for place in places) / len(places)
-                assert found[row, column] == pytest.approx(mean, rel=1e-6)
+    for row, column in itertools.product(range(3), range(3)):
+        cell = slice(3 * row, 3 * row + 3), slice(3 * column, 3 * column + 3)
+        assert bool(found.mask[row, column]) == (not shown[cell].any())
+        if not found.mask[row, column]:
+            mean = values[cell][counted[cell]].mean().item()
+            assert found[row, column] == pytest.approx(mean, rel=1e-6)
 
 
 def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:
@@ -286,23 +214,8 @@ def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:
     assert content == {"recall": "NaN", "gates": [{"means": ["NaN", 0.5], "histogram": [1]}]}
 
 
-def test_pictures_say_what_they_show() -> None:
-    length = 600
-    causal = torch.ones(length, length).tril()
-    full = causal / causal.sum(-1, keepdim=True)
-    selected = (causal > 0) & (torch.arange(length) < 40)
-    weights = selected / selected.sum(-1, keepdim=True)
-    sparse = HeadMaps(weights, full, causal, selected, indexer_layer=4)
-    figure = draw_maps(sparse, ["a"] * length, "Attention of layer 5, head 0\nrun")
-    titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
-    assert len(titles) == 3
-    assert all("a cell is the mean of 3 x 3" in title for title in titles)
-    assert "layer 4's indexer" in titles[1]
-    assert f"1 to 40 a query:\nthey have {sparse.recall:.0%} of the attention" in titles[2]
+def test_labels_show_tokens_that_are_marks() -> None:
     few = torch.ones(3, 3).tril() / torch.tensor([[1.0], [2.0], [3.0]])
     figure = draw_maps(HeadMaps(few, few), ["$x$", " a", "\n"], "Attention")
     (ax,) = (ax for ax in figure.axes if ax.get_title())
     assert [label.get_text() for label in ax.get_xticklabels()] == [r"\$x\$", "\u2423a", "\u21b5"]
-    figure = draw_keys([None, [1, 2, 2], [1, 2, 3]], "Keys")
-    lines = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
-    assert lines["selected keys, mean of the layers"] == [1, 2, 2.5]

@@ -2,7 +2,6 @@
 also cover what a kill at any moment leaves."""
 
 import dataclasses
-import hashlib
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from gsa_data.tokenize import Tokenizer
 from gsa_eval import evaluated_model as evaluated
@@ -27,7 +27,7 @@ from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import run_state
-from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model
+from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, files_of_run
 from helpers.single_rank import single_rank
 
 
@@ -107,10 +107,8 @@ def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(moment, run
     before_call(monkeypatch, *MOMENTS[moment], run.save)
     assert run.is_read_by(load_evaluated_model(Source(run=run.folder)))
     assert run.step == 2
-    assert (
-        "step_00000001 was deleted by its run while it was read: the newest one is read instead"
-        in caplog.text
-    )
+    said = "step_00000001 was deleted by its run while it was read: the newest one is read instead"
+    assert said in caplog.text
 
 
 def test_the_one_asked_for_is_not_replaced_by_another(run, monkeypatch, capsys):
@@ -174,9 +172,8 @@ def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(run, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", refuses)
-        with pytest.raises(
-            AssertionError, match=r"step_00000001 could not be deleted: .*Directory not empty"
-        ):
+        said = r"step_00000001 could not be deleted: .*Directory not empty"
+        with pytest.raises(AssertionError, match=said):
             run.save()  # no warning is allowed, and none occurs
         assert [path.name for path in complete_checkpoints(checkpoints)] == ["step_00000002"]
         recover_folder(checkpoints)
@@ -199,54 +196,37 @@ def half_written(path: Path, content: str, **_: Any) -> None:
     kill()
 
 
-def killed_at(patch: pytest.MonkeyPatch, moment: str) -> None:
-    if moment == "half of results.json":
-        patch.setattr(Path, "write_text", half_written)
-    elif moment == "after the name":
-        rename = Path.rename
-
-        def then_killed(*arguments: Any) -> None:
-            rename(*arguments)
-            kill()
-
-        patch.setattr(Path, "rename", then_killed)
-    else:
-        before_call(patch, *KILLS[moment], kill)
+def renamed(path: Path, target: Path, rename: Any = Path.rename) -> None:
+    rename(path, target)
+    kill()
 
 
 KILLS: dict[str, Any] = {
+    # Before the given call, or in place of every call.
     "loading": (tensors.CheckpointTensors, "read", 7),
     "scoring": (torch.nn.functional, "cross_entropy", 1),
     "the folder": (Path, "write_text", 1),
-    "half of results.json": None,
+    "half of results.json": (Path, "write_text", half_written),
     "between the files": (Path, "write_text", 2),
+    "a picture": (Figure, "savefig", 1),
     "in front of the name": (Path, "rename", 1),
-    "after the name": None,
+    "after the name": (Path, "rename", renamed),
 }
-
-
-def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Return hash and time of every file of the run."""
-    return {
-        str(path.relative_to(folder)): (
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-            path.stat().st_mtime_ns,
-        )
-        for path in folder.rglob("*")
-        if path.is_file() and "evaluations" not in path.relative_to(folder).parts
-    }
 
 
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
     words = ["--run", str(run.folder), "--name", "first", "--max-tokens", str(2 * LENGTH)]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
-    before, evaluations = contents(run.folder), run.folder / "evaluations"
+    before, evaluations = files_of_run(run.folder), run.folder / "evaluations"
     if (child := os.fork()) == 0:
         try:
-            with monkeypatch.context() as patch:
-                killed_at(patch, moment)
-                command.main()
+            owner, name, how = KILLS[moment]
+            if isinstance(how, int):
+                before_call(monkeypatch, owner, name, how, kill)
+            else:
+                monkeypatch.setattr(owner, name, how)
+            command.main()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -262,4 +242,4 @@ def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
     assert {path.name for path in evaluations.iterdir()} == {"first"}
     written = {path.name for path in (evaluations / "first").iterdir()}
     assert written == {"results.json", "table.md", "perplexity_by_position.png"}
-    assert contents(run.folder) == before
+    assert files_of_run(run.folder) == before

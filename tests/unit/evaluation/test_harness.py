@@ -23,7 +23,6 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.evaluated_model import Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.harness import GSATrainLM, run_tasks
 from gsa_eval.text import as_piece
@@ -33,6 +32,7 @@ from helpers.chats import PLAIN, make_tokenizer
 from helpers.evaluated import SAMPLE, evaluated_config, evaluated_model, save_run
 
 LENGTH = 48
+NAMING = "gsa_train.validation.harness_tasks.NamingManager"
 CHOICES = """
 task: colours
 dataset_path: json
@@ -97,13 +97,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         whole.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
         whole.save(data["tokenizer"])
     if "chat" in request.param:
-        data |= {
-            "format": "chat",
-            "chat_template": str(SAMPLE.parent / "sample_chat" / "chat_template.jinja"),
-        }
-    if request.param == "json chat":
         (folder / "chat.jinja").write_text(PLAIN)
-        data["chat_template"] = str(folder / "chat.jinja")
+        of_sample = SAMPLE.parent / "sample_chat" / "chat_template.jinja"
+        chosen = folder / "chat.jinja" if "json" in request.param else of_sample
+        data |= {"format": "chat", "chat_template": str(chosen)}
     config = evaluated_config(train={"seq_len_tokens": LENGTH}, data=data)
     model = evaluated_model(config)
     if "json" in request.param:
@@ -188,12 +185,9 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
 def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: list[Path]) -> None:
     """Requests are as with --apply_chat_template, with examples as turns."""
     ours, theirs = pair
-    messages = [
-        {"role": "system", "content": "Answer."},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
+    said = {"system": "Answer.", "user": "a", "assistant": "b"}
+    messages = [{"role": role, "content": text} for role, text in said.items()]
+    messages.append({"role": "user", "content": "c"})
     if theirs.tokenizer.chat_template is None:
         with pytest.raises(ValueError, match="--apply_chat_template: the model has no chat template"):
             ours.chat_template(chat_template=True)
@@ -205,12 +199,8 @@ def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: 
     assert ours.tok_encode(written) == theirs.tok_encode(written)
     wanted = [load_yaml(task, resolve_func=True) for task in tasks]
     options: dict[str, Any] = {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": True}
-    ours_found, theirs_found = (
-        simple_evaluate(each, tasks=wanted, task_manager=TaskManager(include_defaults=False), **options)[
-            "samples"
-        ]
-        for each in (ours, theirs)
-    )
+    options["task_manager"] = TaskManager(include_defaults=False)
+    ours_found, theirs_found = (simple_evaluate(each, tasks=wanted, **options)["samples"] for each in pair)
     assert set(ours_found) == {"colours", "continues"}
     for found, expected in zip(ours_found["colours"], theirs_found["colours"], strict=True):
         assert found["arguments"] == expected["arguments"]
@@ -276,27 +266,33 @@ def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFL
 
 
 def test_tasks_from_files(models, tasks, monkeypatch):
-    ours, theirs, run = models
-    found = run_tasks(load_evaluated_model(Source(run=run)), [str(task) for task in tasks], batch_size=2)
+    _, theirs, run = models
+    words = ["--run", str(run), "--name", "tasks", "--limit", "2", "--batch-size", "2"]
+    words += [word for task in tasks for word in ("--tasks", str(task))]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
+    assert command.main() == 0
+    results = json.loads((run / "evaluations" / "tasks" / "results.json").read_text())
+    assert "data" not in results
+    found = results["tasks"]
+    assert found["n-samples"]["colours"]["effective"] == 2
+    assert "| colours " in (run / "evaluations" / "tasks" / "table.md").read_text()
     wanted = [load_yaml(task, resolve_func=True) for task in tasks]
-    expected = simple_evaluate(
-        theirs, tasks=wanted, task_manager=TaskManager(include_defaults=False), log_samples=False
-    )
+    manager = TaskManager(include_defaults=False)
+    expected = simple_evaluate(theirs, tasks=wanted, task_manager=manager, limit=2, log_samples=False)
     assert set(found["results"]) == {"colours", "continues"}
     for task, scores in found["results"].items():
         for name, value in scores.items():
             assert value == pytest.approx(expected["results"][task][name])
-    monkeypatch.setattr(
-        "gsa_train.validation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
-    )
+    monkeypatch.setattr(NAMING, lambda **_: TaskManager(include_defaults=False))
     with pytest.raises(ValueError, match="has no such task"):
-        run_tasks(ours.evaluated, ["no_such_task"], 1)
+        run_tasks(models[0].evaluated, ["no_such_task"], 1)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("task: " + "[" * 5000 + "]" * 5000, "is nested more than 64 levels deep"),
+        ("task: mine\ndoc_to_choice: [\n", r"wrong.yaml, line 3: not YAML \(.+\); correct the file"),
+        ("task: " + "[" * 5000 + "]" * 5000, "wrong.yaml: is nested more than 64 levels deep"),
         ("- a\n- b", "Expected YAML dict from .*, got list"),
         ("output_type: multiple_choice", "Invalid config dict|Unknown config shape"),
         ("task: t\ndoc_to_text: !function nowhere.f", "Cannot import module 'nowhere'"),
@@ -306,42 +302,40 @@ def test_tasks_from_files(models, tasks, monkeypatch):
         (CHOICES.replace("question", "questoin"), "questoin"),
         (CHOICES.replace("question}}", "question"), "TemplateSyntaxError"),
         (CHOICES.replace("dataset_path: json", "dataset_path: jsn"), "jsn"),
+        (CHOICES.replace("{data}", "nowhere.jsonl"), "Unable to find .*nowhere.jsonl"),
     ],
 )
 def test_a_task_with_a_mistake_in_it_is_named(text, words, models, tasks, tmp_path, monkeypatch, capsys):
     """The error has one line, also in a run that should score it."""
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(
-        text.replace("{{", "{").replace("}}", "}").replace("{data}", str(tasks[0].parent / "test.jsonl"))
-    )
+    wrong, data = tmp_path / "wrong.yaml", str(tasks[0].parent / "test.jsonl")
+    wrong.write_text(text.replace("{{", "{").replace("}}", "}").replace("{data}", data))
     run_words = ["--run", str(models[2]), "--name", "wrong", "--tasks", str(wrong)]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *run_words])
     assert command.main() == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.search(words, said), said
-    with pytest.raises(TaskError, match=words):
+    with pytest.raises(TaskError, match=words) as error:
         prepare_tasks([str(wrong)], models[0].evaluated.tokenizer, LENGTH, 0)
+    assert re.search("evaluate.tasks.0 = |wrong.yaml", str(error.value))
 
 
 def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def manager(**_: Any) -> TaskManager:
         return TaskManager(include_defaults=False, include_path=str(tasks[0].parent))
 
-    monkeypatch.setattr("gsa_train.validation.harness_tasks.NamingManager", manager)
+    monkeypatch.setattr(NAMING, manager)
     with pytest.raises(ValueError, match=r"\*: matches all 2 tasks of lm-evaluation-harness; name tasks"):
         find_tasks(["*"])
     assert find_tasks(["col*"])[1] == ["colours"]
 
 
-def test_the_command(models, tasks, monkeypatch):
-    run = models[2]
-    words = ["--run", str(run), "--name", "tasks", "--tasks", str(tasks[0]), "--limit", "2"]
-    monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
-    assert command.main() == 0
-    results = json.loads((run / "evaluations" / "tasks" / "results.json").read_text())
-    assert results["tasks"]["n-samples"]["colours"]["effective"] == 2
-    assert "data" not in results
-    assert "| colours |" in (run / "evaluations" / "tasks" / "table.md").read_text()
+def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, monkeypatch):
+    tokenizer = models[0].evaluated.tokenizer
+    with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
+        prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
+    monkeypatch.setattr(NAMING, lambda **_: TaskManager(include_defaults=False))
+    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no"):
+        prepare_tasks(["no_such_task"], tokenizer, LENGTH, 0)
 
 
 def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM, Path]) -> None:
@@ -350,9 +344,8 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
         GSATrainLM(run="x", hf="y")
     with pytest.raises(ValueError, match="batch_size=auto"):
         GSATrainLM(run="x", batch_size="auto")
-    with pytest.raises(
-        ValueError, match="model_args: parallelize=True is unknown; give some of run, checkpoint"
-    ):
+    message = "model_args: parallelize=True is unknown; give some of run, checkpoint"
+    with pytest.raises(ValueError, match=message):
         GSATrainLM(run="x", parallelize=True)
 
 
@@ -374,29 +367,3 @@ def test_a_run_scores_tasks_as_the_harness_does(limit, models, tasks):
     asked = [(document["question"], f" {choice}") for document in DOCUMENTS for choice in document["choices"]]
     expected_nats = [nats for nats, _ in ours.loglikelihood(requests("loglikelihood", *asked[: len(nats)]))]
     assert nats == pytest.approx(expected_nats, rel=1e-6)
-
-
-def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, tmp_path, monkeypatch):
-    tokenizer = models[0].evaluated.tokenizer
-    damaged = tmp_path / "damaged.yaml"
-    damaged.write_text("task: mine\ndoc_to_choice: [\n")
-    with pytest.raises(TaskError, match=r"damaged.yaml, line 3: not YAML \(.+\); correct the file"):
-        prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
-    damaged.write_text("task: " + "[" * 5000 + "]" * 5000)
-    with pytest.raises(
-        TaskError, match=r"damaged.yaml: is nested more than 64 levels deep; correct the file"
-    ):
-        prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
-    absent = tmp_path / "absent.yaml"
-    absent.write_text(tasks[0].read_text().replace("test.jsonl", "nowhere.jsonl"))
-    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*absent.yaml: Unable to find .*nowhere.jsonl"):
-        prepare_tasks([str(absent)], tokenizer, LENGTH, 0)
-    with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
-        prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
-    monkeypatch.setattr(
-        "gsa_train.validation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
-    )
-    with pytest.raises(
-        TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no such"
-    ):
-        prepare_tasks(["no_such_task"], tokenizer, LENGTH, 0)

@@ -66,38 +66,20 @@ def test_all_keys_are_dense_attention_and_fewer_are_not(model: LlamaForCausalLM)
 def test_the_command(model, tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.model").write_bytes(Path(TOKENIZER).read_bytes())
-    words = [
-        "--hf",
-        str(tmp_path / "model"),
-        "--haystack",
-        str(SAMPLE / "validation"),
-        "--lengths",
-        "400",
-        "--samples",
-        "2",
-    ]
-    words += [
-        "--tasks",
-        "niah_single_2",
-        "--forms",
-        "q1k5,q32k1",
-        "--share",
-        "10",
-        "--out",
-        str(tmp_path / "found.json"),
-    ]
-    monkeypatch.setattr("sys.argv", ["oracle.py", *words])
-    assert command.main() == 0, capsys.readouterr().err
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    out = tmp_path / "found.json"
+    words = f"--hf {tmp_path}/model --haystack {SAMPLE}/validation --lengths 400 --samples 2 --share 10"
+    words += f" --tasks niah_single_2 --out {out} --forms "
+
+    def code(forms: str) -> int:
+        monkeypatch.setattr("sys.argv", ["oracle.py", *words.split(), forms])
+        return command.main()
+
+    assert code("q1k5,q32k1") == 0, capsys.readouterr().err
+    rows = json.loads(out.read_text())["rows"]
     assert [row["form"] for row in rows] == ["own", "q1k5", "q32k1"]
     assert all(row["log_probability"] < 0 for row in rows)
-    monkeypatch.setattr("sys.argv", ["oracle.py", *words, "--forms", ""])
-    assert command.main() == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows[:1]
-    for wrong, message in (
-        (["--forms", "q1"], "form 'q1': give"),
-        (["--forms", "q1k3"], "40 keys are not a multiple of 3"),
-    ):
-        monkeypatch.setattr("sys.argv", ["oracle.py", *words, *wrong])
-        assert command.main() == 2
+    assert code("") == 0, capsys.readouterr().err
+    assert json.loads(out.read_text())["rows"] == rows[:1]
+    for wrong, message in (("q1", "form 'q1': give"), ("q1k3", "40 keys are not a multiple of 3")):
+        assert code(wrong) == 2
         assert message in capsys.readouterr().err

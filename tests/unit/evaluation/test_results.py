@@ -1,12 +1,10 @@
-"""Tests results of evaluations: complete or missing, as pictures, in the run's report and as a W&B run."""
+"""Tests results of evaluations: as files, as pictures, in the run's report and as a W&B run."""
 
 import json
-import os
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,6 +41,7 @@ RULER = {
     "tasks": ["niah_single_1"],
     "samples": 3,
 }
+GOLD = {"bits_per_byte": {"1000": {"vt": 1.5}}, "mean": {"1000": 1.5}, "tasks": ["vt"], "samples": 3}
 RESULTS: dict[str, Any] = {
     "name": "all",
     "model": {"checkpoint": "/runs/x/step_3", "step": 3, "tokens_trained": 192, "settings": ["gsa.k_base=5"]},
@@ -51,73 +50,17 @@ RESULTS: dict[str, Any] = {
     "ruler": RULER,
     "requests": {"piqa_rc": {"accuracy": 0.5, "length_normalised_accuracy": 0.75, "bits_per_byte": 1.25}},
     "tasks": {"results": {"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.01}}},
-    "ruler_gold": {
-        "bits_per_byte": {"1000": {"vt": 1.5}},
-        "mean": {"1000": 1.5},
-        "tasks": ["vt"],
-        "samples": 3,
-    },
+    "ruler_gold": GOLD,
 }
-CALLS = [
-    ("pathlib.Path.write_text", 0),
-    ("pathlib.Path.write_text", 1),
-    ("matplotlib.figure.Figure.savefig", 0),
-    ("matplotlib.figure.Figure.savefig", 3),
-    ("pathlib.Path.rename", 0),
-]
-"""Functions that write the folder: the first and the last call of each, from 0."""
 PICTURES = ["needle.png", "perplexity_by_position.png", "ruler.png", "tasks.png"]
 
 
-def killed_at(number: int, name: str, kill: Callable[[], None]) -> Callable[..., Any]:
-    """Return the function `name`; its call `number`, from 0, does its work and is then killed."""
-    module, _, attribute = name.rpartition(".")
-    owner = __import__(module.rpartition(".")[0], fromlist=["x"])
-    original = getattr(getattr(owner, module.rpartition(".")[2]), attribute)
-    calls = iter(range(100))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_last = next(calls) == number
-        if is_last and attribute == "rename":
-            kill()
-        found = original(*args, **kwargs)
-        if is_last:
-            kill()
-        return found
-
-    return call
-
-
-@pytest.mark.parametrize(("name", "number"), CALLS)
-def test_a_kill_in_any_write_leaves_nothing_of_that_name(name, number, tmp_path, monkeypatch):
-    """The kill is real: SIGKILL of a separate process."""
-    child = os.fork()
-    if child == 0:  # never return into pytest
-        try:
-            monkeypatch.setattr(name, killed_at(number, name, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-            write_results(tmp_path / "evaluations" / "all", RESULTS)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), status
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    left = [path.name for path in (tmp_path / "evaluations").iterdir()]
-    assert left == [".tmp_all"]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "phase": "sparse", "loss": 1.0}\n')
-    assert "Evaluations" not in write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
-    write_results(tmp_path / "evaluations" / "all", RESULTS)
-    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["all"]
-
-
-@pytest.mark.parametrize(("name", "number"), CALLS[1:3])
-def test_an_error_in_a_write_leaves_nothing_at_all(name, number, tmp_path, monkeypatch):
-    def full() -> None:
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(name, killed_at(number, name, full))
-        with pytest.raises(OSError, match="No space left"):
-            write_results(tmp_path / "all", RESULTS)
+@pytest.mark.parametrize("written", ["pathlib.Path.write_text", "matplotlib.figure.Figure.savefig"])
+def test_an_error_in_a_write_leaves_nothing_at_all(written, tmp_path, monkeypatch):
+    """A kill in any write is in test_beside_a_run.py."""
+    monkeypatch.setattr(written, Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_results(tmp_path / "all", RESULTS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,16 +94,13 @@ def test_scores_in_short() -> None:
     }
 
 
-def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir, tmp_path, monkeypatch):
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir: Path, tmp_path: Path) -> None:
     """Results are strict JSON like metrics.jsonl. Older files have Python's own JSON and can still be read."""
     nan, inf = float("nan"), float("inf")
-    text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan}
-    text["loss_by_position"] = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]
-    results = {
-        **RESULTS,
-        "data": {"wiki": text},
-        "requests": {"piqa_rc": {"accuracy": 0.5, "bits_per_byte": -inf}},
-    }
+    places = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]
+    text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan, "loss_by_position": places}
+    requests = {"piqa_rc": {"accuracy": 0.5, "bits_per_byte": -inf}}
+    results = {**RESULTS, "data": {"wiki": text}, "requests": requests}
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
     for name in ("strict", "before"):
         write_results(tmp_path / "evaluations" / name, results)
@@ -172,19 +112,15 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir, tmp_
     assert content["data"]["wiki"]["loss_by_position"][1] == {"from": 17, "to": 32, "loss": "Infinity"}
     assert content["requests"]["piqa_rc"]["bits_per_byte"] == "-Infinity"
     page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
-    for score, value in (
-        ("perplexity/wiki", "inf"),
-        ("bits per byte/wiki", "nan"),
-        ("bits per byte/piqa rc", "-inf"),
-    ):
-        cells = f"<td class=number>{value}</td>" * 2
-        assert f"<tr><td>{score}</td>{cells}</tr>" in page
+    shown = {"perplexity/wiki": "inf", "bits per byte/wiki": "nan", "bits per byte/piqa rc": "-inf"}
+    for score, value in shown.items():
+        assert f"<tr><td>{score}</td>{f'<td class=number>{value}</td>' * 2}</tr>" in page
 
 
 def test_the_report_shows_evaluations(run_dir, tmp_path, caplog):
-    damaged = run_dir / "evaluations" / "damaged"
-    damaged.mkdir()
-    (damaged / "results.json").write_text("{")
+    for name, content in (("damaged", "{"), (".tmp_killed", json.dumps(RESULTS))):
+        (run_dir / "evaluations" / name).mkdir()
+        (run_dir / "evaluations" / name / "results.json").write_text(content)
     page = write_report([run_dir], tmp_path / "report.html").read_text(encoding="utf-8")
     assert '<a href="#evaluations">Evaluations</a>' in page
     assert "<tr><td>changed</td><td class=number>gsa.k_base=5</td></tr>" in page
@@ -192,6 +128,7 @@ def test_the_report_shows_evaluations(run_dir, tmp_path, caplog):
     assert page.count("<img alt=") == len(PICTURES)
     assert "gsa-evaluate --run &lt;x&gt;" in page
     assert "damaged: no evaluation in it" in caplog.text
+    assert "tmp_killed" not in page
 
 
 def wandb_config(**logging: str) -> Config:
@@ -206,28 +143,14 @@ def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) 
     assert sorted(run_dir.rglob("*")) == before
     (kept,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert f"run-{run_id}.wandb" == kept.name
-    words = (
-        "evaluation",
-        "study",
-        "gsa all",
-        "training_run",
-        "trained1",
-        "eval/perplexity/wiki",
-        "eval/ruler_bits_per_byte/1000",
-        "eval/needle",
-    )
+    words = ["evaluation", "study", "gsa all", "training_run", "trained1"]
+    words += ["eval/perplexity/wiki", "eval/ruler_bits_per_byte/1000", "eval/needle"]
     deadline = time.monotonic() + 60  # W&B's process writes the file some time after it reports success
     while missing := [word for word in words if word.encode() not in kept.read_bytes()]:
         assert time.monotonic() < deadline, missing
         time.sleep(0.05)
-    assert {
-        path.name.split("_")[0] for path in (kept.parent / "files" / "media" / "images" / "eval").iterdir()
-    } == {
-        "needle",
-        "perplexity",
-        "ruler",
-        "tasks",
-    }
+    pictures = (kept.parent / "files" / "media" / "images" / "eval").iterdir()
+    assert {path.name.split("_")[0] for path in pictures} == {"needle", "perplexity", "ruler", "tasks"}
 
 
 def test_wandb_may_be_off(tmp_path: Path) -> None:

@@ -79,13 +79,14 @@ def test_where_both_models_can_they_agree(runs, monkeypatch):
         "fewer keys": ["gsa.k_base=3", "gsa.local_window=2", "gsa.adaptive_k=off"],
         "yarn": ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=2", "model.rope_base=5000"],
     }
-    of_hf = {
-        name: loss_of(load_evaluated_model(Source(run=folder), words)) for name, words in settings.items()
-    }
+
+    def losses() -> dict[str, float]:
+        models = {name: load_evaluated_model(Source(run=folder), words) for name, words in settings.items()}
+        return {name: loss_of(model) for name, model in models.items()}
+
+    of_hf = losses()
     monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
-    found = {
-        name: loss_of(load_evaluated_model(Source(run=folder), words)) for name, words in settings.items()
-    }
+    found = losses()
     assert found == {name: pytest.approx(loss, rel=1e-5) for name, loss in of_hf.items()}
     assert len({round(loss, 5) for loss in found.values()}) == len(settings)
 
@@ -97,9 +98,8 @@ def test_labels_and_continuations_match_transformers(runs, monkeypatch):
     one = load_evaluated_model(Source(run=folder))
     monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
     other = load_evaluated_model(Source(run=folder))
-    for ours, theirs in zip(
-        token_losses(other.model, pieces, 2), token_losses(one.model, pieces, 2), strict=True
-    ):
+    losses = [token_losses(each.model, pieces, 2) for each in (other, one)]
+    for ours, theirs in zip(*losses, strict=True):
         assert ours.number == theirs.number
         np.testing.assert_allclose(ours.nats, theirs.nats, rtol=1e-4, atol=1e-5)
         assert (ours.greedy == theirs.greedy).all()
@@ -142,9 +142,8 @@ def test_the_command_scores_it_and_says_what_runs(runs, monkeypatch, capsys):
     fewer = json.loads((folder / "evaluations" / "fewer" / "results.json").read_text())["model"]["config"]
     assert fewer["gsa"] == {**results["model"]["config"]["gsa"], "k_base": 4}
     assert results["model"]["attention"] == "sdpa"
-    assert results["model"]["parameters"] == sum(
-        parameter.numel() for parameter in runs["pool"][0].gpt.parameters()
-    )
+    counts = [parameter.numel() for parameter in runs["pool"][0].gpt.parameters()]
+    assert results["model"]["parameters"] == sum(counts)
     for words, said in (
         (("gsa.k_base=99",), "gsa.k_base"),
         (("gsa.adaptive_k=up",), "gsa.adaptive_k=up: give inverse or direct or off"),

@@ -65,16 +65,10 @@ LAYER = "model.layers.0."
     "path",
     [
         *("lm_head", "model.embed_tokens", "model.norm", LAYER + "mlp", LAYER + "mlp.down_proj"),
-        *(
-            LAYER + "self_attn.q_proj",
-            LAYER + "self_attn.indexer.wq",
-            LAYER + "self_attn.indexer.weights_proj",
-        ),
+        *(LAYER + f"self_attn.{name}" for name in ("q_proj", "indexer.wq", "indexer.weights_proj")),
     ],
 )
-def test_layers_of_other_classes_are_called(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_of_other_classes_are_called(path, monkeypatch, caplog):
     """Adapters and quantisation create such layers. The model's forward pass runs, and the log says why."""
     caplog.set_level("INFO", "gsa_hf")
     model = make_model("sparse")
@@ -90,9 +84,7 @@ def test_layers_of_other_classes_are_called(
     layer.__class__ = type("Linear", (kind,), {"forward": forward, "__module__": "adapters"})
     assert chosen(model, monkeypatch) is decoding.ModelDecoder
     assert f"decoding by the model's forward pass ({path} is adapters.Linear)" in caplog.messages[-1]
-    with pytest.raises(
-        ValueError, match=f"{path} is adapters.Linear; decode by the model, or merge adapters"
-    ):
+    with pytest.raises(ValueError, match=f"{path} is adapters.Linear; decode by the model, or merge"):
         decoding.FusedDecoder(model)
     model.set_attn_implementation("sdpa")
     tokens = generation.Generator(model).generate(PROMPTS, 3).tokens
@@ -145,9 +137,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
         ("groups of keys", 2, 3),
     ],
 )
-def test_products_of_few_rows_give_the_same_tokens(
-    name: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_few_rows_give_the_same_tokens(name, count, new, monkeypatch):
     model = make_model(name)
     wanted = [row[:new] for row in by_transformers(model, new)[:count]]
     if name != "dense":
@@ -214,10 +204,9 @@ def test_which_products_are_taken() -> None:
         decoding.FusedDecoder(make_model("dense"), products="row")
     with pytest.raises(ValueError, match="do not take a batch of 17, of at most 16"):
         decoding.FusedDecoder(make_model("dense"), products="rows").open(17, 16)
+    model = make_model("norms, no head weights", attn_implementation="gsa")
     with pytest.raises(ValueError, match="do not take norms of the indexer"):
-        decoding.FusedDecoder(
-            make_model("norms, no head weights", attn_implementation="gsa"), products="rows"
-        ).open(1, 64)
+        decoding.FusedDecoder(model, products="rows").open(1, 64)
     with pytest.raises(ValueError, match="do not take products of 100 columns"):
         decoding.FusedDecoder(make_model("dense", intermediate_size=100), products="rows").open(1, 16)
 

@@ -25,69 +25,57 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+NAMES = {
+    **{f"w_{name}": f"{name}_proj.weight" for name in "qkvo"},
+    "w_vg": "value_gate_proj.weight",
+    "b_vg": "value_gate_proj.bias",
+    "w_og": "output_gate_proj.weight",
+    "b_og": "output_gate_proj.bias",
+    "w_iq": "indexer.wq.weight",
+    "w_ik": "indexer.wk.weight",
+    "w_iw": "indexer.weights_proj.weight",
+    "b_j": "indexer.score_bias",
+    "c_j": "indexer.weights_proj.bias",
+}
+"""Names of the loops' weights in a layer."""
+NO_INDEXER = {"w_iq": (8, 32), "w_ik": (8, 32), "w_iw": (1, 32), "b_j": (1,), "c_j": (1,)}
+"""Shapes for a dense layer, because the loops always compute scores."""
+SAME = (
+    *("value_gate", "output_gate", "indexer_activation", "adaptive_k", "dense_below", "indexer_rope"),
+    *("local_window", "selection_block"),
+)
+"""Fields that the loops name as the config does."""
+
+
 def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compute the first layer's attention by loops, from its input [L, d]."""
     config, attention = model.config, model.model.layers[0].self_attn
-    indexer = attention.indexer
-    names = {
-        "w_q": "q_proj.weight",
-        "w_k": "k_proj.weight",
-        "w_v": "v_proj.weight",
-        "w_o": "o_proj.weight",
-        "w_vg": "value_gate_proj.weight",
-        "b_vg": "value_gate_proj.bias",
-        "w_og": "output_gate_proj.weight",
-        "b_og": "output_gate_proj.bias",
-        "w_iq": "indexer.wq.weight",
-        "w_ik": "indexer.wk.weight",
-        "w_iw": "indexer.weights_proj.weight",
-        "b_j": "indexer.score_bias",
-        "c_j": "indexer.weights_proj.bias",
-    }
-    state = attention.state_dict()
-    weights = {key: state[name].double() for key, name in names.items() if name in state}
-    if indexer is None:  # the loops always compute scores
-        weights |= {
-            "w_iq": torch.zeros(8, 32).double(),
-            "w_ik": torch.zeros(8, 32).double(),
-            "w_iw": torch.zeros(1, 32).double(),
-            "b_j": torch.zeros(1).double(),
-            "c_j": torch.zeros(1).double(),
-        }
-    rope = config.rope_parameters
+    indexer, state, rope = attention.indexer, attention.state_dict(), config.rope_parameters
+    weights = {key: state[name].double() for key, name in NAMES.items() if name in state}
+    more: dict[str, Any] = {"attention": "sparse"}
+    if indexer is None:
+        weights |= {key: torch.zeros(shape).double() for key, shape in NO_INDEXER.items()}
+        more = {"attention": "dense", "variance_ema": 0.0, "inverse_temperature": 1.0}
+    else:
+        temperature = torch.as_tensor(indexer.inverse_temperature()).detach()
+        more |= {"variance_ema": float(indexer.variance_ema), "inverse_temperature": float(temperature)}
     options = LayerOptions(
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
         1 if indexer is None else config.index_n_heads,
-        config.index_head_dim,
-        config.index_topk,
-        config.k_min,
-        config.k_max,
-        attention="dense" if indexer is None else "sparse",
-        value_gate=config.value_gate,
-        output_gate=config.output_gate,
-        indexer_activation=config.indexer_activation,
-        adaptive_k=config.adaptive_k,
-        variance_ema=0.0 if indexer is None else float(indexer.variance_ema),
+        *(config.index_head_dim, config.index_topk, config.k_min, config.k_max),
         rope_base=rope["rope_theta"],
         yarn=Yarn(4.0, 16, 0.1 * math.log(4) + 1, 3.0, 0.2) if rope["rope_type"] == "yarn" else None,
-        dense_below=config.dense_below,
-        indexer_rope=config.indexer_rope,
-        local_window=config.local_window,
-        selection_block=config.selection_block,
-        inverse_temperature=1.0
-        if indexer is None
-        else float(torch.as_tensor(indexer.inverse_temperature()).detach()),
+        **{name: getattr(config, name) for name in SAME},
+        **more,
     )
     return gsa_layer(hidden.double(), weights, options)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_attention_and_indexer_loss_match_the_loops(
-    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_and_indexer_loss_match_the_loops(name, attention, monkeypatch):
     monkeypatch.setitem(MODELS, "variant", {**VARIANTS[name], "num_hidden_layers": 1})
     if VARIANTS[name].get("layer_types"):
         monkeypatch.setitem(MODELS["variant"], "layer_types", [DENSE_LAYER])
@@ -135,16 +123,6 @@ def test_rows_of_probabilities_fall_on_the_selection() -> None:
         assert attended.sum(-1).max() <= model.config.k_max
         assert bool((attended.sum(-1) >= torch.arange(1, 31).clamp(max=model.config.k_min)).all())
         assert not bool(attended.triu(1).any())
-
-
-def test_a_later_token_changes_nothing_before_it() -> None:
-    model, tokens = tiny_model("blocks"), distinct_tokens(1, 30)
-    other = tokens.clone()
-    other[0, 20:] = distinct_tokens(1, 10, seed=1)
-    with torch.no_grad():
-        one, two = model(tokens).logits, model(other).logits
-    torch.testing.assert_close(one[:, :20], two[:, :20], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(one[:, 20:], two[:, 20:])
 
 
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "pool"])
@@ -209,7 +187,5 @@ def test_logits_to_keep() -> None:
 def test_the_kernels_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny_model(attention="gsa")
-    with pytest.raises(
-        ValueError, match="'gsa' with the model on cpu; move it to a CUDA device, or pass 'sdpa'"
-    ):
+    with pytest.raises(ValueError, match="'gsa' with the model on cpu; move it to a CUDA device"):
         model(distinct_tokens(1, 4))

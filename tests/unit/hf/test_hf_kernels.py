@@ -43,9 +43,8 @@ def padded(length: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def a_cache(model: Any, kind: str) -> Cache:
-    return (
-        StaticCache(model.config, max_cache_len=40) if kind == "static" else DynamicCache(config=model.config)
-    )
+    static = kind == "static"
+    return StaticCache(model.config, max_cache_len=40) if static else DynamicCache(config=model.config)
 
 
 def steps(
@@ -83,9 +82,7 @@ def steps(
     ],
     ids=["dense-and-sparse", "reuse", "blocks", "blocks-dynamic", "gates"],
 )
-def test_prompt_and_decoding(
-    changes: dict[str, Any], kind: str, prompt: int, length: int, swap_at: int | None
-) -> None:
+def test_prompt_and_decoding(changes, kind, prompt, length, swap_at):
     """The batch has padding in front, and the first sequence enters its third block. A static cache keeps selections of
     blocks, but not when sequences change places."""
     model = model_of(**changes)
@@ -104,9 +101,7 @@ def test_prompt_and_decoding(
     [({"index_topk_freq": 2}, 27), ({**BLOCKS, "num_hidden_layers": 1}, 37)],
     ids=["reuse", "blocks"],
 )
-def test_short_inputs_attend_to_all_keys(
-    changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_inputs_attend_to_all_keys(changes, length, monkeypatch):
     """A prompt with fewer keys than the limit uses dense attention and computes no scores. Tokens decoded after it pass
     the limit as after a longer prompt."""
     model = model_of(**changes, dense_below=24, k_max=8)
@@ -177,9 +172,8 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
 @pytest.mark.parametrize("changes", [{}, BLOCKS], ids=["queries", "blocks"])
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
     """The sequences have padding in front or at the end."""
-    model = model_of(
-        **changes, num_hidden_layers=1, indexer_loss_coef=1.0, indexer_temperature="learned"
-    ).train()
+    learned = {"indexer_loss_coef": 1.0, "indexer_temperature": "learned"}
+    model = model_of(**changes, num_hidden_layers=1, **learned).train()
     tokens, mask = padded(20, 3)
     mask[0, 17:] = 0
     labels = tokens.masked_fill(mask == 0, -100)

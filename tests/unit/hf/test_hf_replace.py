@@ -75,9 +75,8 @@ def test_dense_and_without_gates_nothing_changes(name: str) -> None:
     mask[1, :6] = 0
     with torch.no_grad():
         before = model(tokens, attention_mask=mask).logits[mask.bool()]
-        dense = GSAConfig(
-            value_gate=False, output_gate=False, num_hidden_layers=2, layer_types=[DENSE_LAYER] * 2
-        )
+        no_gates = {"value_gate": False, "output_gate": False}
+        dense = GSAConfig(**no_gates, num_hidden_layers=2, layer_types=[DENSE_LAYER] * 2)
         replace_attention_with_gsa(model, dense)
         for attention in ("sdpa", "eager"):
             model.set_attn_implementation(attention)
@@ -126,23 +125,24 @@ def test_the_indexers_learn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "options", "message"),
+    ("name", "of_host", "layers", "fields", "message"),
     [
-        ("gpt2", {}, {}, "model_type is 'gpt2'; pass a model of llama, mistral, qwen2, qwen3"),
-        ("llama", {}, {"layers": [2]}, r"layers is \[2\]; pass 'all' or numbers from 0 to 1"),
-        ("mistral", {"sliding_window": 64}, {}, "sliding_window 64; leave it out of layers, or load"),
-        ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout is 0.1; load the model with 0"),
+        ("gpt2", {}, "all", {}, "model_type is 'gpt2'; pass a model of llama, mistral, qwen2, qwen3"),
+        ("llama", {}, [2], {}, r"layers is \[2\]; pass 'all' or numbers from 0 to 1"),
+        ("mistral", {"sliding_window": 64}, "all", {}, "sliding_window 64; leave it out of layers, or load"),
+        ("llama", {"attention_dropout": 0.1}, "all", {}, "attention_dropout is 0.1; load the model with 0"),
+        ("llama", {}, "all", {"sandwich_norm": True}, "sandwich_norm is True; pass False"),
+        ("llama", {}, "all", {"index_topk_freq": 2}, "index_topk_freq is 2; pass 1"),
     ],
 )
-def test_what_cannot_be_replaced(
-    name: str, changes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_replaced(name, of_host, layers, fields, message):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512}
     config = AutoConfig.for_model("gpt2", **sizes) if name == "gpt2" else copy.deepcopy(HOSTS[name])
-    for field, value in changes.items():
+    for field, value in of_host.items():
         setattr(config, field, value)
+    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=message):
-        replace_attention_with_gsa(AutoModelForCausalLM.from_config(config), GSAConfig(**INDEX), **options)
+        replace_attention_with_gsa(model, GSAConfig(**INDEX, **fields), layers=layers)
 
 
 def test_gates_of_other_forms_learn_and_generate() -> None:
@@ -168,13 +168,3 @@ def test_gates_of_other_forms_learn_and_generate() -> None:
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
         cached = model.generate(input_ids=tokens, **options)
         assert torch.equal(cached, model.generate(input_ids=tokens, use_cache=False, **options))
-
-
-def test_norms_of_other_models_stay() -> None:
-    with pytest.raises(ValueError, match="sandwich_norm is True; pass False"):
-        replace_attention_with_gsa(host("llama"), GSAConfig(**INDEX, sandwich_norm=True))
-
-
-def test_layers_of_other_models_hand_on_no_selection() -> None:
-    with pytest.raises(ValueError, match="index_topk_freq is 2; pass 1"):
-        replace_attention_with_gsa(host("llama"), GSAConfig(**INDEX, index_topk_freq=2))
