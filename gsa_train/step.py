@@ -117,6 +117,8 @@ def train_step(
     training.hold_update()
     with model.work_time.part("optimizer"):
         optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
+        if config.train.weight_average_decay > 0:
+            optimizer.average_weights(config.train.weight_average_decay, verdict.applied)
         if uses_indexer:
             update_variance_emas(
                 model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied, rows

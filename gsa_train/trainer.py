@@ -45,6 +45,8 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
         modules, name = optimizer.modules, phase_range.phase.name
         check = CorruptionCheck(config, run.model, modules, run.parallel, log, name)
     graph = new_graph(optimizer, run.config)
+    if not optimizer.updates:
+        optimizer.start_average()
     saver = run.services.saver
     training = Training(
         run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph, saver.hold_update

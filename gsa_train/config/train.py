@@ -44,6 +44,10 @@ class TrainConfig:
     """Loss of a token in training. Validation always scores the cross-entropy."""
     optimizer: str = "adamw"
     """Optimizer that updates the weights."""
+    weight_average_decay: float = 0.0
+    """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
+    Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the
+    phase, and the phases before it if the phase has `keep_optimizer`. 0: none."""
     weight_decay: float = 0.1
     """Weight decay of the optimizer. Norms and biases have none."""
     adam_beta1: float = 0.9
