@@ -63,7 +63,9 @@ ABOVE_ZERO = frozenset(
     moe.routed_scale
     """.split()  # noqa: SIM905
 )
-FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2", "train.weight_average_decay"})
+FROM_ZERO_BELOW_ONE = frozenset(
+    {"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2", "train.weight_average_decay"}
+)
 AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
 """Of what is counted one by one before a run starts."""
 LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load torch

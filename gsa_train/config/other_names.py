@@ -41,6 +41,7 @@ OTHER_NAMES = {
     "train.micro_batch_size": "local_batch_size device_batch_size batch_size",
     "train.global_batch_size": "total_batch_size",
     "train.precision": "bf16 dtype mixed_precision_param",
+    "train.weight_average_decay": "ema_decay ema_beta",
     "train.grad_clip": "clip_grad max_norm gradient_clipping",
     "train.adam_epsilon": "adam_eps",
     "train.recompute": "recompute_granularity activation_checkpointing activation_checkpoint",
