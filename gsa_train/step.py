@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import forward_step
 
 from gsa_train.config import Config
+from gsa_train.config.batch_ramp import batch_size
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_causal_keys
 from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.distributed.megatron_versions import backward_step
@@ -152,6 +153,7 @@ def _training_pass(training: Training, step: int, measures: bool, rows: torch.Te
     return replace(
         of_phase,
         base_has_graph=not training.optimizer.local_backward,
+        batch_share=batch_size(config.train, step) / config.train.global_batch_size,
         measuring=measures,
         kl_grad_scale=kl_grad_scale,
         row_fraction=config.gsa.indexer_loss_row_fraction,

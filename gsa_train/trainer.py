@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
+from gsa_train.config.batch_ramp import batch_size
 from gsa_train.metrics.record import IntervalClock, LoggedStep, Measured, data_totals, send_step, step_record
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.micro_batch_graph import new_graph
-from gsa_train.phases import PhaseRange, learning_rate, lr_multipliers
+from gsa_train.phases import PhaseRange, in_full_batches, learning_rate, lr_multipliers
 from gsa_train.plan import plan_step
 from gsa_train.profiling.trace_spans import trace_span
 from gsa_train.reliability.monitor.corruption import CorruptionCheck, needs_check
@@ -138,16 +139,16 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
     waited = batches.wait_seconds
     run.model.work_time.begin()
     with trace_span("data"):
-        micro_batches = batches.next_step()
+        micro_batches = batches.next_step(state.step)
     wait_seconds = batches.wait_seconds - waited
     for service in run.listening:
         service.on_batch(plan, micro_batches, wait_seconds)
-    phase.lr = learning_rate(phase.range.phase, state.step - phase.range.start)
+    phase.lr = learning_rate(*in_full_batches(train, phase.range, state.step))
     phase.lr *= phase.monitor.lr_factor(plan.step)
     result = train_step(
         phase.training, micro_batches, phase.lr, state.step, saves=plan.weights_are_kept, measures=plan.logs
     )
-    tokens = train.global_batch_size * train.seq_len_tokens
+    tokens = batch_size(train, state.step) * train.seq_len_tokens
     state.step += 1
     state.tokens += tokens
     phase.clock.count(tokens, wait_seconds)
@@ -158,7 +159,7 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
 def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
     """Read a step's batch without training, and increment the step."""
     with phase.clock.paused(), run.services.goodput.clock.during("other"):
-        run.data.batches.next_step()
+        run.data.batches.next_step(run.state.step)
         run.state.step += 1
         if plan.left_out_through is not None:
             event = {"event": "skipped_batches", "step": plan.step, "phase": phase.range.phase.name}
@@ -194,6 +195,8 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
         numbers = reduced()
         record = step_record(logged, numbers, interval, config, parallel, precision)
         record |= {"update_norm": numbers.update_norm, **of_monitor}
+        if config.train.batch_ramp:
+            record["global_batch_size"] = batch_size(config.train, logged.step - 1)
         for service in run.listening:
             service.on_record(record, numbers)
         run.services.log.log(record)

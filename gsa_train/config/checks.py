@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from gsa_train.config.batch_ramp import check_batch_ramp
 from gsa_train.config.data import DataConfig
 from gsa_train.config.evaluate import check_harness_tasks, check_tasks
 from gsa_train.config.file_checks import (
@@ -91,6 +92,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_gates(config.gsa),
         *check_kernels(config),
         *check_graphs(config),
+        *check_batch_ramp(config.train),
         *check_layout(config, world_size),
         *check_moe(config, world_size),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),

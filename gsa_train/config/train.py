@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class RampStage:
+    until_tokens: int = 0
+    """The stage ends with the step that reaches this number of tokens, counted from the start of the run."""
+    global_batch_size: int = 0
+    """Sequences per optimizer step in this stage, at most `train.global_batch_size`."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens per sequence."""
@@ -20,6 +28,10 @@ class TrainConfig:
     """Sequences per forward pass of one data-parallel replica."""
     global_batch_size: int = 8
     """Sequences per optimizer step over all ranks."""
+    batch_ramp: list[RampStage] = field(default_factory=list)
+    """Stages with smaller batches at the start of the run; `global_batch_size` follows the last one. `steps`,
+    `warmup_steps` and `decay_steps` of phases count optimizer steps of any size. Between these steps the learning rate
+    follows the tokens."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
