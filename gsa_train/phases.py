@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gsa_train.config import PhaseConfig, TrainConfig
 from gsa_train.config.batch_ramp import sequences_before
@@ -35,7 +36,7 @@ def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
     """Return the phase's learning rate at one of its steps, counted from 0. Groups may multiply this rate. The rate
     rises linearly from 0 to `lr` over `warmup_steps`, then follows the phase's schedule up to the last step. A phase
     of one step uses `lr`."""
-    if phase_step < phase.warmup_steps:
+    if phase_step + 1 <= phase.warmup_steps:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
     return chosen(SCHEDULES, "phases.decay", phase.decay)(phase_step, phase)
 
@@ -55,12 +56,10 @@ def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> t
         sequences = sequences_before(train, start + phase_steps) - sequences_before(train, start)
         return sequences / train.global_batch_size
 
-    steps, warm_up = batches(phase.steps), batches(phase.warmup_steps)
-    decay = steps - batches(phase.steps - phase.decay_steps)
-    done = batches(step - start + 1) - 1  # the rate is a function of the tokens at the end of the step
-    if step - start >= phase.warmup_steps:
-        done = max(done, warm_up)
-    return replace(phase, steps=steps, warmup_steps=warm_up, decay_steps=decay), done
+    lengths: dict[str, Any] = {"steps": batches(phase.steps), "warmup_steps": batches(phase.warmup_steps)}
+    lengths["decay_steps"] = lengths["steps"] - batches(phase.steps - phase.decay_steps)
+    # The rate is a function of the tokens at the end of the step.
+    return replace(phase, **lengths), batches(step - start + 1) - 1
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Compute the batch size of each step (`train.batch_ramp`) from the step number alone, so that a resumed run repeats it.
+"""Compute the batch size of a step (`train.batch_ramp`) from the step number alone, so that a resumed run repeats it.
 
 Steps count from 0 at the start of the run. Steps that are read and skipped count, too.
 """
@@ -6,6 +6,7 @@ Steps count from 0 at the start of the run. Steps that are read and skipped coun
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from gsa_train.config.load import problem_line
@@ -48,7 +49,7 @@ def tokens_of_phases(config: Config) -> list[int]:
     for phase in config.phases:
         step += phase.steps
         ends.append(tokens_before(config.train, step))
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def batch_in_words(train: TrainConfig) -> str:

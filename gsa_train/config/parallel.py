@@ -309,14 +309,14 @@ def _check_pipeline(config: Config, world_size: int) -> list[str]:
         )
         lines.append(problem_line("model.num_layers", layers, f"not a multiple of {in_words}", remedy))
     per_micro_batch = train.micro_batch_size * data_parallel_size(config, world_size)
-    for field, size in _batch_sizes(config):
+    for name, size in _batch_sizes(config):
         if virtual == 1 or per_micro_batch <= 0 or size % per_micro_batch != 0:
             continue
         micro_batches = size // per_micro_batch
         if micro_batches % stages != 0:
             lines.append(
                 problem_line(
-                    field,
+                    name,
                     size,
                     f"{micro_batches} micro-batches per step and replica are not a multiple of parallel.pipeline = "
                     f"{stages}, as parallel.virtual_pipeline = {virtual} needs",
@@ -340,13 +340,13 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
         return [problem_line("train.global_batch_size", train.global_batch_size, wrong, remedy)]
     lines += [
         problem_line(
-            field,
+            name,
             size,
             f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
             "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
             _batch_remedy(size, train.micro_batch_size, replicas),
         )
-        for field, size in _batch_sizes(config)
+        for name, size in _batch_sizes(config)
         if size > 0 and unit > 0 and size % unit != 0
     ]
     return lines
@@ -360,7 +360,7 @@ def _batch_sizes(config: Config) -> list[tuple[str, int]]:
     ]
     return [
         ("train.global_batch_size", train.global_batch_size),
-        *((field, each.global_batch_size) for field, each in stages),
+        *((name, each.global_batch_size) for name, each in stages),
     ]
 
 

@@ -27,11 +27,9 @@ class TrainConfig:
     micro_batch_size: int = 1
     """Sequences per forward pass of one data-parallel replica."""
     global_batch_size: int = 8
-    """Sequences per optimizer step over all ranks."""
+    """Sequences per optimizer step over all ranks, after the stages of `batch_ramp`."""
     batch_ramp: list[RampStage] = field(default_factory=list)
-    """Stages with smaller batches at the start of the run; `global_batch_size` follows the last one. `steps`,
-    `warmup_steps` and `decay_steps` of phases count optimizer steps of any size. Between these steps the learning rate
-    follows the tokens."""
+    """Stages with smaller batches at the start of the run."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
