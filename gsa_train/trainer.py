@@ -183,7 +183,9 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
     run.state.task_clock.train_steps += interval.steps
     totals, checksum = data_totals(batches.counters, config.data), batches.checksum()
     worked = model.work_time.read_and_reset()
-    measured = Measured(interval, worked, totals, checksum, result.causal_keys, result.update_norm)
+    measured = Measured(
+        interval, worked, totals, checksum, result.causal_keys, result.update_norm, result.z_loss_sum
+    )
     reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
     of_phase = phase.range.phase
     lrs = {name: phase.lr * multiplier for name, multiplier in lr_multipliers(of_phase).items()}

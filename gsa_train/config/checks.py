@@ -45,7 +45,7 @@ AT_LEAST_ZERO = frozenset(
     """
     run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
     data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
-    evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip
+    evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip train.z_loss_coeff
     evaluate.tasks_every_steps evaluate.tasks_max_questions
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     checkpoint.keep_every_steps parallel.hang_limit_seconds

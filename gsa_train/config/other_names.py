@@ -40,7 +40,7 @@ OTHER_NAMES = {
     "train.seq_len_tokens": "seq_length seq_len sequence_length max_seq_len context_length block_size",
     "train.micro_batch_size": "local_batch_size device_batch_size batch_size",
     "train.global_batch_size": "total_batch_size",
-    "train.batch_ramp": "rampup_batch_size batch_size_warmup",
+    "train.batch_ramp.0.global_batch_size": "rampup_batch_size batch_size_warmup",
     "train.precision": "bf16 dtype mixed_precision_param",
     "train.weight_average_decay": "ema_decay ema_beta",
     "train.grad_clip": "clip_grad max_norm gradient_clipping",

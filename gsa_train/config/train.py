@@ -52,6 +52,9 @@ class TrainConfig:
     the working precision."""
     objective: str = "cross_entropy"
     """Loss of a token in training. Validation always scores the cross-entropy."""
+    z_loss_coeff: float = 0.0
+    """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
+    It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
     optimizer: str = "adamw"
     """Optimizer that updates the weights."""
     weight_average_decay: float = 0.0

@@ -141,13 +141,13 @@ CASES = {
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x pipeline, options": Case(
-        {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", **PAIRS}
+        {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", "z_loss_coeff": 0.1, **PAIRS}
     ),
     "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
     "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
     "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
     "data": Case({}),
-    "tensor without sequence": Case({"tensor": 2, "sequence": False}, train=PAIRS),
+    "tensor without sequence": Case({"tensor": 2, "sequence": False}, train={"z_loss_coeff": 0.1, **PAIRS}),
     "tensor without sequence, overlapped": Case({"tensor": 2, "sequence": False, **OVERLAP}, train=PAIRS),
     "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS),
     "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS),

@@ -14,7 +14,7 @@ from layer_kernels import (
 )
 
 from gsa_kernels.fused.cross_entropy import op as cross_entropy_op
-from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
+from gsa_kernels.fused.cross_entropy.op import cross_entropy_and_log_sums, vocab_parallel_cross_entropy
 from gsa_kernels.fused.cross_entropy.reference import cross_entropy
 from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient
 
@@ -39,6 +39,14 @@ def test_cross_entropy(device, rows, vocabulary):
         assert_as_good(results[0], plain, exact, dtype)
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        grads = [grad, torch.randn(rows, device=device)]
+        both = run(lambda x, t=targets: cross_entropy_and_log_sums(x, t), [logits], grads)
+        plain, exact = (
+            run(lambda x, t=targets: (cross_entropy(x, t), x.to(wide).logsumexp(-1)), [given], grads)
+            for given, wide in ((logits, torch.float32), (logits.double(), torch.float64))
+        )
+        assert_as_good(both, plain, exact, dtype)
+        assert torch.equal(both[0], results[0][0])
 
 
 @devices
