@@ -81,7 +81,8 @@ def log_sum_exp(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
     wide = logits.float()
     maximum = wide.detach().amax(-1)
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    if group.size() > 1:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
     total = reduce_from_tensor_model_parallel_region((wide - maximum[..., None]).exp().sum(-1), group)
     return total.log() + maximum
 

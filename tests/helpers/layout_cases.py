@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "rope_scaling": RopeScalingConfig("yarn", 4.0, 8),
     },
+    "train": {"z_loss_coeff": 0.1},
 }
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of its causal keys. The text of this seed has no near ties, which rounding would decide
@@ -77,7 +78,11 @@ FREE_GATES: dict[str, dict[str, Any]] = {
 }
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
 """Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
-TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
+TIED: dict[str, dict[str, Any]] = {
+    **ALL_KEYS,
+    "model": {"tie_embeddings": True},
+    "train": {"z_loss_coeff": 0.1},
+}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
 """Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
@@ -122,6 +127,7 @@ class Case:
                 "micro_batch_size": 1,
                 "global_batch_size": SEQUENCES,
                 "grad_clip": 1.0,
+                **self.sections.get("train", {}),
                 **train,
             },
             "parallel": self.parallel if parallel is None else parallel,
@@ -141,13 +147,13 @@ CASES = {
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x pipeline, options": Case(
-        {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", "z_loss_coeff": 0.1, **PAIRS}
+        {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", **PAIRS}
     ),
     "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
     "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
     "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
     "data": Case({}),
-    "tensor without sequence": Case({"tensor": 2, "sequence": False}, train={"z_loss_coeff": 0.1, **PAIRS}),
+    "tensor without sequence": Case({"tensor": 2, "sequence": False}, train=PAIRS),
     "tensor without sequence, overlapped": Case({"tensor": 2, "sequence": False, **OVERLAP}, train=PAIRS),
     "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS),
     "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS),
