@@ -1,26 +1,22 @@
 """Tests the moving average and the merge of checkpoints in whole runs: kills, layouts, evaluation and export."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from gsa_train.checkpoint.tensors import CheckpointTensors
-from helpers.runs import ALL_KEYS, REPOSITORY, Run, inherited, kill, start, train
+from helpers.runs import ALL_KEYS, Run, kill, run_script, start, train
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = (*ALL_KEYS, "train.weight_average_decay=0.7", "checkpoint.every_steps=2")
 
 
-def launch(script: str, *options: object, expected: int = 0) -> str:
-    words = [sys.executable, str(REPOSITORY / "launch" / script), *map(str, options)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=inherited())
-    assert done.returncode == expected, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def launch(folder: Path, *command: object, expected: int = 0) -> str:
+    words = [*map(str, command)]
+    return run_script(words, folder / "log", 1, expected=expected, launcher="python")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -29,7 +25,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def average(run: Run, out: Path, *options: object) -> dict[str, torch.Tensor]:
-    launch("average_weights.py", "--run", run.folder, "--out", out, *options)
+    launch(out.parent, "launch/average_weights.py", "--run", run.folder, "--out", out, *options)
     return weights(out)
 
 
@@ -68,16 +64,33 @@ def test_a_merge_is_the_mean_and_evaluates_exports_and_starts_a_run(tmp_path: Pa
         keys = [main if main in source.all_kinds else name for source in sources]
         parts = [source.read(key).double() for source, key in zip(sources, keys, strict=True)]
         assert torch.equal(tensor, (sum(parts) / 3).float().to(tensor.dtype)), name
-    launch("export_hf.py", "--checkpoint", out, "--out", tmp_path / "hf")
+    launch(tmp_path, "launch/export_hf.py", "--checkpoint", out, "--out", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
-    launch("evaluate.py", "--checkpoint", out, "--out", tmp_path, "--name", "scores", "--max-tokens", 500)
-    model = json.loads((tmp_path / "scores" / "results.json").read_text())["model"]
+    launch(
+        tmp_path,
+        "launch/evaluate.py",
+        "--checkpoint",
+        out,
+        "--out",
+        tmp_path,
+        "--name",
+        "x",
+        "--max-tokens",
+        99,
+    )
+    model = json.loads((tmp_path / "x" / "results.json").read_text())["model"]
     assert (model["checkpoint"], model["step"], model["dtype"]) == (str(out), 10, "bfloat16")
     next_run = train(tmp_path, *OPTIONS, f"checkpoint.initial_weights={out}", name="from the merge")
     assert next_run.series("step")[-1] == 10
 
-    refused = ("--run", run.folder, "--out", tmp_path / "no", "--steps")
-    assert "--steps 6: give two or more steps, or --moving" in launch(
-        "average_weights.py", *refused, 6, expected=2
+    refused = (
+        tmp_path,
+        "launch/average_weights.py",
+        "--run",
+        run.folder,
+        "--out",
+        tmp_path / "no",
+        "--steps",
     )
-    assert "steps that have one: 2, 4, 6, 8, 10" in launch("average_weights.py", *refused, 5, 6, expected=2)
+    assert "--steps 6: give two or more steps, or --moving" in launch(*refused, 6, expected=2)
+    assert "steps that have one: 2, 4, 6, 8, 10" in launch(*refused, 5, 6, expected=2)
