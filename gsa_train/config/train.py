@@ -52,15 +52,8 @@ class TrainConfig:
     the working precision."""
     objective: str = "cross_entropy"
     """Loss of a token in training. Validation always scores the cross-entropy."""
-    z_loss_coeff: float = 0.0
-    """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
-    It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
     optimizer: str = "adamw"
     """Optimizer that updates the weights."""
-    weight_average_decay: float = 0.0
-    """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
-    Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the
-    phase, and the phases before it if the phase has `keep_optimizer`. 0: none."""
     weight_decay: float = 0.1
     """Weight decay of the optimizer. Norms and biases have none."""
     adam_beta1: float = 0.9
@@ -71,6 +64,13 @@ class TrainConfig:
     """AdamW: epsilon added to the root of the second moment."""
     grad_clip: float = 1.0
     """Largest global gradient norm. Larger gradients are scaled down to this norm. 0 turns clipping off."""
+    z_loss_coeff: float = 0.0
+    """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
+    It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
+    weight_average_decay: float = 0.0
+    """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
+    Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the
+    phase, and the phases before it if the phase has `keep_optimizer`. 0: none."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps, counted from 1 as in the metrics, whose batches are read but not trained on. Step number and learning
     rate continue."""
