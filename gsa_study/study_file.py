@@ -14,6 +14,7 @@ from gsa_study.checks import FIELD, in_order_of_weights, missing_texts, mistakes
 from gsa_study.config import ArmConfig, StudyConfig
 from gsa_train.checkpoint.files import step_folder
 from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.config.batch_ramp import tokens_before
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.file_checks import check_data, check_files, check_tasks
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
@@ -48,11 +49,7 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.tokens_a_step
-
-    @property
-    def tokens_a_step(self) -> int:
-        return self.config.train.global_batch_size * self.config.train.seq_len_tokens
+        return tokens_before(self.config.train, self.steps)
 
     @property
     def before(self) -> list[StudyRun]:
@@ -75,7 +72,7 @@ class RunSource:
     def tokens(self) -> int:
         """Return the tokens of all runs up to here."""
         before = self.run.source.tokens if self.run.source else 0
-        return before + self.step * self.run.tokens_a_step
+        return before + tokens_before(self.run.config.train, self.step)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Compute the loss of a training step: the objective over the scored tokens, plus lambda times the indexer loss.
 
-To add an objective, write a function and add a row to OBJECTIVES; `train.objective` chooses. Validation always uses
-cross-entropy. Each layer injects its indexer loss into the backward pass (distributed/loss_injection.py), scaled by
-`indexer_kl_grad_scale`.
+To add an objective, write a function and add a row to OBJECTIVES; `train.objective` chooses. `train.z_loss_coeff` adds
+a z-loss to any objective. Validation always uses cross-entropy alone. Each layer injects its indexer loss into the
+backward pass (distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
 
 This module does not import torch, so a config's objective is checked before torch is loaded.
 """
@@ -49,12 +49,58 @@ def cross_entropy(
 OBJECTIVES: dict[str, Objective] = {"cross_entropy": cross_entropy}
 
 
+def training_losses(
+    objective: Objective,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: dist.ProcessGroup,
+    fused: bool,
+    train: TrainConfig,
+) -> torch.Tensor:
+    """Return the objective's losses [B, L] or, with `train.z_loss_coeff`, objective and z-loss [2, B, L]."""
+    if train.z_loss_coeff == 0:
+        return objective(logits, labels, group, fused, train)
+    import torch
+
+    if fused and objective is cross_entropy:
+        from gsa_kernels.fused.cross_entropy import op  # imports Triton
+
+        rows, targets = logits.flatten(0, 1), labels.t().reshape(-1)
+        found = op.cross_entropy_and_log_sums(rows, targets, group=group, overwrite_logits=True)
+        losses, log_sums = (each.view(logits.shape[:2]).t() for each in found)
+    else:
+        log_sums = log_sum_exp(logits, group).t()  # before the objective consumes the logits
+        losses = objective(logits, labels, group, fused, train)
+    return torch.stack([losses, train.z_loss_coeff * log_sums.square()])
+
+
+def log_sum_exp(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the log of the softmax's denominator, fp32 [L, B], of this rank's logits [L, B, V / tp]."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    wide = logits.float()
+    maximum = wide.detach().amax(-1)
+    if group.size() > 1:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    total = reduce_from_tensor_model_parallel_region((wide - maximum[..., None]).exp().sum(-1), group)
+    return total.log() + maximum
+
+
 def masked_loss(
     loss_mask: torch.Tensor, loss_scale: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss to differentiate, which the schedule divides in place, and a separate sum for the log."""
-    loss_sum = (token_losses.float() * loss_mask).sum()
-    return loss_sum * loss_scale, {"loss_sum": loss_sum.detach().clone()}
+    """Return the loss to differentiate, which the schedule divides in place, and separate sums for the log.
+
+    Args:
+        token_losses: result of `training_losses`.
+    """
+    parts = token_losses.unbind() if token_losses.dim() == 3 else (token_losses,)
+    sums = [(part.float() * loss_mask).sum() for part in parts]
+    logged = {
+        name: each.detach().clone() for name, each in zip(("loss_sum", "z_loss_sum"), sums, strict=False)
+    }
+    return (sums[0] if len(sums) == 1 else sums[0] + sums[1]) * loss_scale, logged
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from gsa_train.config import PhaseConfig
+from gsa_train.config import PhaseConfig, TrainConfig
+from gsa_train.config.batch_ramp import sequences_before
 from gsa_train.config.load import chosen
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.mcore.build import Model
@@ -30,13 +32,34 @@ def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
     return ranges
 
 
-def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
+def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
     """Return the phase's learning rate at one of its steps, counted from 0. Groups may multiply this rate. The rate
     rises linearly from 0 to `lr` over `warmup_steps`, then follows the phase's schedule up to the last step. A phase
     of one step uses `lr`."""
-    if phase_step < phase.warmup_steps:
+    if phase_step + 1 <= phase.warmup_steps:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
     return chosen(SCHEDULES, "phases.decay", phase.decay)(phase_step, phase)
+
+
+def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
+    """Return the phase and its step for `learning_rate`, both in batches of `train.global_batch_size` sequences, so
+    that schedules follow the tokens. Without a ramp these are the phase and its step, counted from 0.
+
+    Args:
+        step: steps of the run before this one.
+    """
+    phase, start = phase_range.phase, phase_range.start
+    if not train.batch_ramp:
+        return phase, step - start
+
+    def batches(phase_steps: int) -> float:
+        sequences = sequences_before(train, start + phase_steps) - sequences_before(train, start)
+        return sequences / train.global_batch_size
+
+    lengths: dict[str, Any] = {"steps": batches(phase.steps), "warmup_steps": batches(phase.warmup_steps)}
+    lengths["decay_steps"] = lengths["steps"] - batches(phase.steps - phase.decay_steps)
+    # The rate is a function of the tokens at the end of the step.
+    return replace(phase, **lengths), batches(step - start + 1) - 1
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:

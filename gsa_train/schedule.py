@@ -10,38 +10,38 @@ from collections.abc import Callable
 
 from gsa_train.config import PhaseConfig
 
-Schedule = Callable[[int, PhaseConfig], float]
+Schedule = Callable[[float, PhaseConfig], float]
 """Maps a step of the phase after its learning-rate warm-up, counted from 0 at the phase's start, to the learning
-rate."""
+rate. In a batch ramp all steps are fractions of full batches (`in_full_batches`, phases.py)."""
 
 
-def progress(step: int, phase: PhaseConfig) -> float:
+def progress(step: float, phase: PhaseConfig) -> float:
     """Return 0 at the first step after the warm-up and 1 at the phase's last step."""
     decay_steps = phase.steps - 1 - phase.warmup_steps
     if decay_steps == 0 and phase.warmup_steps > 0:
         return 1.0  # the warm-up has ended with `lr`
-    return min((step - phase.warmup_steps) / max(decay_steps, 1), 1.0)
+    return min(max((step - phase.warmup_steps) / max(decay_steps, 1), 0.0), 1.0)
 
 
-def cosine(step: int, phase: PhaseConfig) -> float:
+def cosine(step: float, phase: PhaseConfig) -> float:
     """Follow half a cosine from `lr` down to `min_lr`."""
     return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress(step, phase)))
 
 
-def linear(step: int, phase: PhaseConfig) -> float:
+def linear(step: float, phase: PhaseConfig) -> float:
     return _between(phase, SHAPES["linear"](progress(step, phase)))
 
 
-def constant(step: int, phase: PhaseConfig) -> float:
+def constant(step: float, phase: PhaseConfig) -> float:
     return phase.lr
 
 
-def inverse_sqrt(step: int, phase: PhaseConfig) -> float:
+def inverse_sqrt(step: float, phase: PhaseConfig) -> float:
     """Fall as 1 / sqrt(step) from `lr` at the end of the warm-up, as in Megatron-LM; not below `min_lr`."""
-    return max(phase.min_lr, phase.lr * math.sqrt(max(phase.warmup_steps, 1) / (step + 1)))
+    return max(phase.min_lr, phase.lr * math.sqrt(min(max(phase.warmup_steps, 1) / (step + 1), 1.0)))
 
 
-def wsd(step: int, phase: PhaseConfig) -> float:
+def wsd(step: float, phase: PhaseConfig) -> float:
     """Stay at `lr`, then fall over the last `decay_steps` steps. The rate depends on the number of steps left alone,
     so a cool-down from a checkpoint repeats a planned one to the last bit."""
     into = step + 1 - (phase.steps - phase.decay_steps)

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import forward_step
 
 from gsa_train.config import Config
+from gsa_train.config.batch_ramp import batch_size
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_causal_keys
 from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.distributed.megatron_versions import backward_step
@@ -63,6 +64,8 @@ class StepResult:
     """0-d: causal keys per query, mean over this replica; None in steps without measurements."""
     update_norm: torch.Tensor | None
     """0-d fp32: norm of the change in the weights; None in steps without measurements."""
+    z_loss_sum: torch.Tensor | None = None
+    """0-d: summed z-loss, as `loss_sum`; None without a z-loss or measurements."""
 
 
 def train_step(
@@ -117,6 +120,8 @@ def train_step(
     training.hold_update()
     with model.work_time.part("optimizer"):
         optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
+        if config.train.weight_average_decay > 0:
+            optimizer.average_weights(config.train.weight_average_decay, verdict.applied)
         if uses_indexer:
             update_variance_emas(
                 model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied, rows
@@ -127,7 +132,15 @@ def train_step(
     if measures:
         causal_keys = mean_causal_keys(micro_batches)
         update_norm = optimizer.update_norm(verdict.applied, training.parallel)
-    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, causal_keys, update_norm)
+    return StepResult(
+        computed.loss_sum,
+        loss_tokens,
+        computed.grad_norm,
+        verdict,
+        causal_keys,
+        update_norm,
+        computed.z_loss_sum,
+    )
 
 
 def _training_pass(training: Training, step: int, measures: bool, rows: torch.Tensor) -> AttentionPass:
@@ -150,6 +163,7 @@ def _training_pass(training: Training, step: int, measures: bool, rows: torch.Te
     return replace(
         of_phase,
         base_has_graph=not training.optimizer.local_backward,
+        batch_share=batch_size(config.train, step) / config.train.global_batch_size,
         measuring=measures,
         kl_grad_scale=kl_grad_scale,
         row_fraction=config.gsa.indexer_loss_row_fraction,
@@ -184,7 +198,10 @@ def _compute(
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
         grad_norm, loss = optimizer.reduce_grad_norm(loss_share, parallel)
-    return Computed(loss_sum, grad_norm, loss)
+    z_loss_sum = None
+    if config.train.z_loss_coeff > 0 and attention_pass.measuring:
+        z_loss_sum = _sum_of(losses, parallel, "z_loss_sum")
+    return Computed(loss_sum, grad_norm, loss, z_loss_sum)
 
 
 @torch.no_grad()
@@ -339,9 +356,11 @@ def _forward_step(
     return output, partial(masked_loss, loss_mask, scale)
 
 
-def _sum_of(losses: list[dict[str, torch.Tensor]], parallel: Parallel) -> torch.Tensor:
+def _sum_of(
+    losses: list[dict[str, torch.Tensor]], parallel: Parallel, name: str = "loss_sum"
+) -> torch.Tensor:
     """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere: each token counts
     once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
-        return torch.stack([entry["loss_sum"] for entry in losses]).sum()
+        return torch.stack([entry[name] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

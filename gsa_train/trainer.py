@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
+from gsa_train.config.batch_ramp import batch_size
 from gsa_train.metrics.record import IntervalClock, LoggedStep, Measured, data_totals, send_step, step_record
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.micro_batch_graph import new_graph
-from gsa_train.phases import PhaseRange, learning_rate, lr_multipliers
+from gsa_train.phases import PhaseRange, in_full_batches, learning_rate, lr_multipliers
 from gsa_train.plan import plan_step
 from gsa_train.profiling.trace_spans import trace_span
 from gsa_train.reliability.monitor.corruption import CorruptionCheck, needs_check
@@ -45,6 +46,8 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
         modules, name = optimizer.modules, phase_range.phase.name
         check = CorruptionCheck(config, run.model, modules, run.parallel, log, name)
     graph = new_graph(optimizer, run.config)
+    if not optimizer.updates:
+        optimizer.start_average()
     saver = run.services.saver
     training = Training(
         run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph, saver.hold_update
@@ -136,16 +139,16 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
     waited = batches.wait_seconds
     run.model.work_time.begin()
     with trace_span("data"):
-        micro_batches = batches.next_step()
+        micro_batches = batches.next_step(state.step)
     wait_seconds = batches.wait_seconds - waited
     for service in run.listening:
         service.on_batch(plan, micro_batches, wait_seconds)
-    phase.lr = learning_rate(phase.range.phase, state.step - phase.range.start)
+    phase.lr = learning_rate(*in_full_batches(train, phase.range, state.step))
     phase.lr *= phase.monitor.lr_factor(plan.step)
     result = train_step(
         phase.training, micro_batches, phase.lr, state.step, saves=plan.weights_are_kept, measures=plan.logs
     )
-    tokens = train.global_batch_size * train.seq_len_tokens
+    tokens = batch_size(train, state.step) * train.seq_len_tokens
     state.step += 1
     state.tokens += tokens
     phase.clock.count(tokens, wait_seconds)
@@ -156,7 +159,7 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
 def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
     """Read a step's batch without training, and increment the step."""
     with phase.clock.paused(), run.services.goodput.clock.during("other"):
-        run.data.batches.next_step()
+        run.data.batches.next_step(run.state.step)
         run.state.step += 1
         if plan.left_out_through is not None:
             event = {"event": "skipped_batches", "step": plan.step, "phase": phase.range.phase.name}
@@ -180,7 +183,9 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
     run.state.task_clock.train_steps += interval.steps
     totals, checksum = data_totals(batches.counters, config.data), batches.checksum()
     worked = model.work_time.read_and_reset()
-    measured = Measured(interval, worked, totals, checksum, result.causal_keys, result.update_norm)
+    measured = Measured(
+        interval, worked, totals, checksum, result.causal_keys, result.update_norm, result.z_loss_sum
+    )
     reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
     of_phase = phase.range.phase
     lrs = {name: phase.lr * multiplier for name, multiplier in lr_multipliers(of_phase).items()}
@@ -192,6 +197,8 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
         numbers = reduced()
         record = step_record(logged, numbers, interval, config, parallel, precision)
         record |= {"update_norm": numbers.update_norm, **of_monitor}
+        if config.train.batch_ramp:
+            record["global_batch_size"] = batch_size(config.train, logged.step - 1)
         for service in run.listening:
             service.on_record(record, numbers)
         run.services.log.log(record)

@@ -9,6 +9,7 @@ from typing import Any
 from gsa_eval.report.run_files import RunFiles
 from gsa_train.checkpoint.load import RunState
 from gsa_train.config import Config, ModelConfig
+from gsa_train.config.batch_ramp import batch_in_words
 from gsa_train.config.moe import layers_with_experts
 from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters
@@ -126,7 +127,7 @@ def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str
         "step": f"{state.step}, in phase {state.phase_name}",
         "tokens seen": f"{state.tokens:,} ({compact(state.tokens)})",
         "phases": "; ".join(phases),
-        "sequences per step": config.train.global_batch_size,
+        "sequences per step": batch_in_words(config.train),
         "layout": f"tensor {tensor}, pipeline {pipeline}, data {data}, context {context}{experts}",
         "gsa-train commit": ", ".join(commits) or "unknown",
         "training text": config.data.train_dir,

@@ -17,6 +17,7 @@ from gsa_eval.report.events import KINDS, Event
 from gsa_eval.report.goodput import goodput_in_html
 from gsa_eval.report.run_files import RunFiles
 from gsa_eval.report.run_series import names_of
+from gsa_train.config.batch_ramp import batch_in_words
 from gsa_train.files import write_atomically
 from gsa_train.metrics.panels import PANELS, SECTIONS
 from gsa_train.metrics.progress import compact, duration
@@ -219,7 +220,7 @@ def _data_set(run: RunFiles) -> str:
         return "unknown"
     data, train = run.config.data, run.config.train
     return (
-        f"{data.train_dir}, tokenizer {data.tokenizer}; {train.global_batch_size} sequences of "
+        f"{data.train_dir}, tokenizer {data.tokenizer}; {batch_in_words(train)} sequences of "
         f"{train.seq_len_tokens:,} tokens a step, {run.planned_tokens:,} tokens in all phases"
     )
 

@@ -22,6 +22,7 @@ from gsa_eval.report.run_series import (
     tokens_at,
 )
 from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.config.batch_ramp import tokens_before
 from gsa_train.metrics.goodput.account import Account
 from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.metrics.progress import compact
@@ -83,8 +84,10 @@ class RunFiles:
             return None
         done = min(self.last_step, self.planned_steps)
         trained = tokens_at(self.token_knots, [done])[0] if self.token_knots else None
-        per_step = self.config.train.global_batch_size * self.config.train.seq_len_tokens
-        return round(done * per_step if trained is None else trained) + (self.planned_steps - done) * per_step
+        train = self.config.train
+        before = tokens_before(train, done)
+        left = tokens_before(train, self.planned_steps) - before
+        return round(before if trained is None else trained) + left
 
     @property
     def wall_seconds(self) -> float | None:

@@ -50,8 +50,10 @@ def page() -> str:
         parts.append(_chapter(section, f"{name}.N" if item else name))
         texts = field_texts(section)
         for inner, inner_hint in typing.get_type_hints(section).items():
-            if dataclasses.is_dataclass(inner_hint):
-                parts.append(_chapter(inner_hint, f"{name}.{inner}", texts[inner]))  # type: ignore[arg-type]
+            (of_list,) = typing.get_args(inner_hint) if typing.get_origin(inner_hint) is list else (None,)
+            if dataclasses.is_dataclass(of_list or inner_hint):
+                prefix = f"{name}.{inner}.N" if of_list else f"{name}.{inner}"
+                parts.append(_chapter(of_list or inner_hint, prefix, texts[inner]))  # type: ignore[arg-type]
     parts += [STUDY_HEAD, _chapter(study.StudyConfig, "study")]
     for name, hint in typing.get_type_hints(study.StudyConfig).items():
         (item, *_) = typing.get_args(hint) or (hint,)

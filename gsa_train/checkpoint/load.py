@@ -28,6 +28,7 @@ from gsa_train.checkpoint.guarded import read_common
 from gsa_train.checkpoint.optimizer_state import (
     Saved,
     from_main_weights,
+    has_average,
     has_main_weights,
     names_of_others,
     parts_with_main_weights,
@@ -208,6 +209,8 @@ def _fill(
     shared = phase_optimizer.state_group is None
     for name, tensor in _read(checkpoint, {"state": wanted}, model, shared).get("state", {}).items():
         targets[name].copy_(tensor)  # mostly a copy onto itself
+    if moments and not has_average(saved):
+        phase_optimizer.start_average()
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
     found: list[Any] = [None] * parallel.world_size

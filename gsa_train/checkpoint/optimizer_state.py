@@ -11,7 +11,7 @@ matrix consists of up to three boxes: the end of a row, whole rows, the beginnin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from gsa_train.optimizer.build import WEIGHT_AVERAGE
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 PREFIX = "optimizer.state"
@@ -31,7 +32,7 @@ Saved: TypeAlias = Mapping[str, ShardedTensor]
 """Name -> tensor of a checkpoint, without data."""
 
 
-def main_weight_key(name: str, saved: Saved) -> str | None:
+def main_weight_key(name: str, saved: Collection[str]) -> str | None:
     """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`; None if there is none."""
     keys = (f"{PREFIX}.{kind}.{name}" for kind in SAVED_MAIN_WEIGHTS)
     return next((key for key in keys if key in saved), None)
@@ -39,6 +40,10 @@ def main_weight_key(name: str, saved: Saved) -> str | None:
 
 def has_main_weights(saved: Saved) -> bool:
     return any(key.startswith(f"{PREFIX}.{kind}.") for kind in SAVED_MAIN_WEIGHTS for key in saved)
+
+
+def has_average(saved: Saved) -> bool:
+    return any(key.startswith(f"{PREFIX}.{WEIGHT_AVERAGE}.") for key in saved)
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
@@ -76,12 +81,14 @@ def wanted_state(
     Raises:
         KeyError: the checkpoint lacks the moments of a parameter.
     """
-    entries = by_parameter(model_state)
+    entries, averaged = by_parameter(model_state), has_average(saved)
     wanted: dict[str, ShardedTensor] = {}
     for part in phase_optimizer.state_parts():
         like = entries[id(part.parameter)]
         names = phase_optimizer.kind.state_of(part.parameter) if moments else ()
         keys = {kind: f"{PREFIX}.{kind}.{like.key}" for kind in names}
+        if not averaged:  # an average may begin within a run
+            keys.pop(WEIGHT_AVERAGE, None)
         missing = [key for key in keys.values() if key not in saved]
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")

@@ -1,6 +1,6 @@
-"""Read and write a checkpoint's weights tensor by tensor, in one process without process groups, for converters.
+"""Read and write a checkpoint's tensors by one, in one process without process groups, for converters.
 
-`checkpoint.initial_weights` loads the written weights in any layout. The files contain no optimizer state.
+`checkpoint.initial_weights` loads the written weights in any layout.
 """
 
 from __future__ import annotations
@@ -66,10 +66,13 @@ class CheckpointTensors:
         self._places: dict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
         for index, place in metadata.storage_data.items():
             self._places[index.fqn].append((index, place))
-        self.kinds = {
+        self.all_kinds = {
             name: TensorKind(tuple(stored.size), stored.properties.dtype)
             for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and not name.startswith("optimizer.")
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self.kinds = {
+            name: kind for name, kind in self.all_kinds.items() if not name.startswith("optimizer.")
         }
         """Name -> shape and dtype, without the optimizer's tensors."""
 
@@ -80,7 +83,7 @@ class CheckpointTensors:
             ValueError: the parts do not form one tensor, or the folder was replaced meanwhile.
             FileNotFoundError: the folder is gone.
         """
-        kind = self.kinds[name]
+        kind = self.all_kinds[name]
         whole = torch.empty(kind.shape, dtype=kind.dtype)
         filled = 0
         for index, place in self._places[name]:

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from gsa_train.config.batch_ramp import check_batch_ramp
 from gsa_train.config.data import DataConfig
 from gsa_train.config.evaluate import check_harness_tasks, check_tasks
 from gsa_train.config.file_checks import (
@@ -44,7 +45,7 @@ AT_LEAST_ZERO = frozenset(
     """
     run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
     data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
-    evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip
+    evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip train.z_loss_coeff
     evaluate.tasks_every_steps evaluate.tasks_max_questions
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     checkpoint.keep_every_steps parallel.hang_limit_seconds
@@ -64,7 +65,13 @@ ABOVE_ZERO = frozenset(
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset(
-    {"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2", "train.muon_momentum"}
+    {
+        "gsa.variance_ema_decay",
+        "train.adam_beta1",
+        "train.adam_beta2",
+        "train.muon_momentum",
+        "train.weight_average_decay",
+    }
 )
 AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
 """Of what is counted one by one before a run starts."""
@@ -94,6 +101,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_muon(config),
         *check_layout(config, world_size),
         *check_moe(config, world_size),
+        *check_batch_ramp(config.train),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),
         *_check_initial(config),
         *_check_recompute(config),

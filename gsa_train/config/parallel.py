@@ -309,16 +309,18 @@ def _check_pipeline(config: Config, world_size: int) -> list[str]:
         )
         lines.append(problem_line("model.num_layers", layers, f"not a multiple of {in_words}", remedy))
     per_micro_batch = train.micro_batch_size * data_parallel_size(config, world_size)
-    if virtual > 1 and per_micro_batch > 0 and train.global_batch_size % per_micro_batch == 0:
-        micro_batches = train.global_batch_size // per_micro_batch
+    for name, size in _batch_sizes(config):
+        if virtual == 1 or per_micro_batch <= 0 or size % per_micro_batch != 0:
+            continue
+        micro_batches = size // per_micro_batch
         if micro_batches % stages != 0:
             lines.append(
                 problem_line(
-                    "train.global_batch_size",
-                    train.global_batch_size,
+                    name,
+                    size,
                     f"{micro_batches} micro-batches per step and replica are not a multiple of parallel.pipeline = "
                     f"{stages}, as parallel.virtual_pipeline = {virtual} needs",
-                    f"set it to {nearest(train.global_batch_size, per_micro_batch * stages)}",
+                    f"set it to {nearest(size, per_micro_batch * stages)}",
                 )
             )
     return lines
@@ -336,23 +338,35 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
         wrong = f"sequences of {train.seq_len_tokens} tokens: {tokens:.3g} tokens per step"
         remedy = f"count sequences, not tokens: at most {MOST_TOKENS_PER_STEP // train.seq_len_tokens}"
         return [problem_line("train.global_batch_size", train.global_batch_size, wrong, remedy)]
-    if train.global_batch_size > 0 and unit > 0 and train.global_batch_size % unit != 0:
-        lines.append(
-            problem_line(
-                "train.global_batch_size",
-                train.global_batch_size,
-                f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
-                "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
-                _batch_remedy(config, replicas),
-            )
+    lines += [
+        problem_line(
+            name,
+            size,
+            f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
+            "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
+            _batch_remedy(size, train.micro_batch_size, replicas),
         )
+        for name, size in _batch_sizes(config)
+        if size > 0 and unit > 0 and size % unit != 0
+    ]
     return lines
 
 
-def _batch_remedy(config: Config, replicas: int) -> str:
+def _batch_sizes(config: Config) -> list[tuple[str, int]]:
+    """Return field and sequences of each batch size that steps have."""
     train = config.train
-    remedy = f"set it to {nearest(train.global_batch_size, train.micro_batch_size * replicas)}"
-    if train.global_batch_size % replicas:
+    stages = [
+        (f"train.batch_ramp.{index}.global_batch_size", each) for index, each in enumerate(train.batch_ramp)
+    ]
+    return [
+        ("train.global_batch_size", train.global_batch_size),
+        *((name, each.global_batch_size) for name, each in stages),
+    ]
+
+
+def _batch_remedy(size: int, micro_batch_size: int, replicas: int) -> str:
+    remedy = f"set it to {nearest(size, micro_batch_size * replicas)}"
+    if size % replicas:
         return remedy
-    fitting = math.gcd(train.micro_batch_size, train.global_batch_size // replicas)
+    fitting = math.gcd(micro_batch_size, size // replicas)
     return f"{remedy}, or train.micro_batch_size to {fitting}"

@@ -13,13 +13,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class RampStage:
+    until_tokens: int = 0
+    """The stage ends with the step that reaches this number of tokens, counted from the start of the run."""
+    global_batch_size: int = 0
+    """Sequences per optimizer step in this stage, at most `train.global_batch_size`."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens per sequence."""
     micro_batch_size: int = 1
     """Sequences per forward pass of one data-parallel replica."""
     global_batch_size: int = 8
-    """Sequences per optimizer step over all ranks."""
+    """Sequences per optimizer step over all ranks, after the stages of `batch_ramp`."""
+    batch_ramp: list[RampStage] = field(default_factory=list)
+    """Stages with smaller batches at the start of the run."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
@@ -63,6 +73,13 @@ class TrainConfig:
     """AdamW: epsilon added to the root of the second moment."""
     grad_clip: float = 1.0
     """Largest global gradient norm. Larger gradients are scaled down to this norm. 0 turns clipping off."""
+    z_loss_coeff: float = 0.0
+    """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
+    It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
+    weight_average_decay: float = 0.0
+    """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
+    Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the
+    phase, and the phases before it if the phase has `keep_optimizer`. 0: none."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps, counted from 1 as in the metrics, whose batches are read but not trained on. Step number and learning
     rate continue."""

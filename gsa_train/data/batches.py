@@ -38,6 +38,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import TooLittleText, ValidationSet, read_validation_set
 from gsa_kernels.indexer.pool import count_choices
 from gsa_train.config import Config
+from gsa_train.config.batch_ramp import batch_size
 from gsa_train.config.file_checks import trained_validation_fields, validation_fields
 from gsa_train.data.tokenizer import chat_template_of, reading_of
 from gsa_train.distributed.parallel import Parallel
@@ -252,10 +253,14 @@ class TrainBatches:
             )
         return stream
 
-    def next_step(self) -> list[MicroBatch]:
-        """Returns the micro-batches of one optimizer step, with whole sequences. Collective over the replica."""
+    def next_step(self, step: int = 0) -> list[MicroBatch]:
+        """Returns the micro-batches of one optimizer step, with whole sequences. Collective over the replica.
+
+        Args:
+            step: steps of the run before this one, which decide the batch size of a ramp.
+        """
         train = self._config.train
-        per_rank = train.global_batch_size // self._parallel.data_size
+        per_rank = batch_size(train, step) // self._parallel.data_size
         blocks = None if self._stream is None else self._stream.next_blocks(per_rank)
         shared = share_blocks(blocks, (per_rank, train.seq_len_tokens + 1), self._parallel)
         return [

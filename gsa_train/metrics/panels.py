@@ -94,6 +94,8 @@ PANELS = (
     Panel("train", "loss by source (nats per token)", {}, per_set="loss_by_source", conditional=True),
     Panel("train", "bits per byte", {}, per_set="bits_per_byte"),
     Panel("train", "learning rate", {}, "log", per_entry="lrs", overlapping=True),
+    Panel("train", "z-loss (per token)", {"z_loss": "z-loss"}, "log", conditional=True),
+    Panel("train", "sequences per step", {"global_batch_size": "batch"}, conditional=True),
     Panel("train", "gradient norm", {"grad_norm": "gradient norm"}, "log"),
     Panel("train", "norm of the update", {"update_norm": "update norm"}, "log"),
     Panel("eval", "accuracy", {}, "share", per_entry="eval_accuracy", conditional=True),

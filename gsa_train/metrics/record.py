@@ -83,6 +83,8 @@ class Measured:
     None."""
     update_norm: torch.Tensor | None = None
     """0-d, the same on every rank. All ranks have a value, or all have None."""
+    z_loss_sum: torch.Tensor | None = None
+    """0-d: this rank's share of the summed z-loss."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Reduced:
     """Mean over the queries of all replicas; None for a validation."""
     update_norm: float | None
     """None for a validation."""
+    z_loss: float | None
+    """None for a validation, and without a z-loss."""
     data_wait: float
     """Share of the interval spent waiting for text; maximum over the ranks."""
     data_totals: dict[str, int]
@@ -162,9 +166,10 @@ def send_step(
     work = [0.0] * parallel.world_size
     work[parallel.rank] = worked.seconds
     nothing = torch.zeros_like(loss_sum)
+    z_loss_sum = nothing if measured.z_loss_sum is None else measured.z_loss_sum.double()
     from_device = [loss_tokens if isinstance(loss_tokens, torch.Tensor) else nothing, measured.update_norm]
     sent = stats.send(
-        torch.stack([loss_sum, nothing if causal_keys is None else causal_keys]),
+        torch.stack([loss_sum, nothing if causal_keys is None else causal_keys, z_loss_sum]),
         # fp64 holds the sum of two million CRC-32s exactly
         [measured.data_checksum, *measured.data_totals.values(), *work],
         [wait, *memory, *parts.values()],
@@ -175,16 +180,17 @@ def send_step(
     def read() -> Reduced:
         layers, sums, maxima, (counted_tokens, update_norm) = sent()
         tokens = counted_tokens if isinstance(loss_tokens, torch.Tensor) else loss_tokens
-        totals = zip(measured.data_totals, sums[3:], strict=False)
+        totals = zip(measured.data_totals, sums[4:], strict=False)
         return Reduced(
             layers=layers,
             loss=sums[0] / tokens,
             data_wait=maxima[0],
             causal_keys=None if causal_keys is None else sums[1] / parallel.world_size,
             update_norm=None if measured.update_norm is None else update_norm,
+            z_loss=None if measured.z_loss_sum is None else sums[2] / tokens,
             data_totals={name: int(total) for name, total in totals},
-            data_checksum=int(sums[2]),
-            work_seconds=sums[3 + len(measured.data_totals) :],
+            data_checksum=int(sums[3]),
+            work_seconds=sums[4 + len(measured.data_totals) :],
             part_seconds=dict(zip(parts, maxima[3:], strict=True)),
             memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
             memory_peak_bytes=int(maxima[2]) if on_gpu else None,
@@ -330,6 +336,7 @@ def step_record(
         "step": logged.step,
         "phase": logged.phase.name,
         "loss": reduced.loss,
+        **({} if reduced.z_loss is None else {"z_loss": reduced.z_loss}),
         "indexer_kl": None,
         "recall": None,
         "causal_keys": reduced.causal_keys,

@@ -25,6 +25,8 @@ class AttentionPass:
     """Validation: there are no gradients, and moving averages keep their values."""
     measuring: bool = False
     """This step or validation is logged, so the attention statistics are recorded (probes/stats.py)."""
+    batch_share: float = 1.0
+    """Sequences of this step divided by `train.global_batch_size`; below 1 in a batch ramp."""
     kl_grad_scale: float | torch.Tensor = 0.0
     """Factor of a layer's KL sum in the gradient: a number, or fp32, 0-d."""
     row_fraction: float = 1.0

@@ -10,7 +10,7 @@ This module does not import torch, because dry runs and config checks use it bef
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gsa_train.config import TrainConfig
@@ -18,6 +18,9 @@ from gsa_train.config.load import chosen
 
 if TYPE_CHECKING:
     import torch
+
+WEIGHT_AVERAGE = "weight_average"
+"""Name of the state tensor with the moving average of the weights (`train.weight_average_decay`)."""
 
 Group = dict[str, Any]
 """A parameter group of torch: `params`, `lr`, `weight_decay` and the optimizer's own settings."""
@@ -110,4 +113,8 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 def optimizer_kind(train: TrainConfig) -> OptimizerKind:
-    return chosen(OPTIMIZERS, "train.optimizer", train.optimizer)
+    kind = chosen(OPTIMIZERS, "train.optimizer", train.optimizer)
+    if train.weight_average_decay == 0:
+        return kind
+    matrix_state = None if kind.matrix_state is None else (*kind.matrix_state, WEIGHT_AVERAGE)
+    return replace(kind, state=(*kind.state, WEIGHT_AVERAGE), matrix_state=matrix_state)

@@ -14,7 +14,7 @@ from gsa_train.config import PhaseConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
-from gsa_train.optimizer.build import OptimizerKind
+from gsa_train.optimizer.build import WEIGHT_AVERAGE, OptimizerKind
 
 MAIN_WEIGHT = "param"
 
@@ -99,6 +99,24 @@ class PhaseOptimizer(ABC):
             max_norm: largest global norm; 0 disables clipping.
             applied: 0-d bool, equal on all ranks.
         """
+
+    @torch.no_grad()
+    def start_average(self) -> None:
+        """Set the moving average of the weights, if there is one, to the weights."""
+        for updater in self.updaters:
+            for weight, state in updater.state.items():
+                if WEIGHT_AVERAGE in state:
+                    state[WEIGHT_AVERAGE].copy_(weight.detach())
+
+    @torch.no_grad()
+    def average_weights(self, decay: float, applied: torch.Tensor) -> None:
+        """Move the average to the updated weights, if `applied`. The rate corrects the bias of the start, as in Adam:
+        after n updates, the weights of update i count in proportion to decay^(n - i)."""
+        rate = (1 - decay) / (1 - decay ** self.updates.double())
+        rate = torch.where(applied, rate, 0).float()
+        for updater in self.updaters:
+            for weight, state in updater.state.items():
+                state[WEIGHT_AVERAGE].lerp_(weight.detach(), rate.to(weight.device))
 
     @abstractmethod
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from gsa_train.arguments import DEVICE
 from gsa_train.config import Config
+from gsa_train.config.batch_ramp import batch_in_words, tokens_of_phases
 from gsa_train.config.file_checks import check_files
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.moe import expert_layers
@@ -149,12 +150,15 @@ def _parameters(config: Config) -> list[str]:
 
 
 def _tokens(config: Config) -> list[str]:
-    per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    train, tokens = config.train, tokens_of_phases(config)
     rows = [["phase", "steps", "tokens", "attention", "trains"]]
-    rows += [[p.name, f"{p.steps:,}", f"{p.steps * per_step:,}", p.attention, p.train] for p in config.phases]
-    steps = sum(phase.steps for phase in config.phases)
-    rows += [["total", f"{steps:,}", f"{steps * per_step:,}", "", ""]]
-    return [f"{per_step:,} tokens per step", *aligned(rows)]
+    rows += [
+        [phase.name, f"{phase.steps:,}", f"{count:,}", phase.attention, phase.train]
+        for phase, count in zip(config.phases, tokens, strict=True)
+    ]
+    rows += [["total", f"{sum(phase.steps for phase in config.phases):,}", f"{sum(tokens):,}", "", ""]]
+    ramp = [f"sequences per step: {batch_in_words(train)}"] if train.batch_ramp else []
+    return [f"{train.global_batch_size * train.seq_len_tokens:,} tokens per step", *ramp, *aligned(rows)]
 
 
 def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
@@ -165,11 +169,8 @@ def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
 
 
 def training_operations(config: Config) -> float:
-    per_step = config.train.global_batch_size * config.train.seq_len_tokens
     counts = _flops_by_phase(config)
-    return sum(
-        phase.steps * per_step * count.total for phase, count in zip(config.phases, counts, strict=True)
-    )
+    return sum(tokens * count.total for tokens, count in zip(tokens_of_phases(config), counts, strict=True))
 
 
 def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list[str]:
@@ -206,9 +207,9 @@ def _time(
     source = (
         "measured for 1.7B parameters at 4096 tokens (--mfu, --device: others)" if mfu is None else "as given"
     )
-    per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    tokens = tokens_of_phases(config)
     rates = [world_size * peak * share / count.total for count in counts]
-    seconds = [phase.steps * per_step / rate for phase, rate in zip(config.phases, rates, strict=True)]
+    seconds = [count / rate for count, rate in zip(tokens, rates, strict=True)]
     unit = _unit(sum(seconds), TIMES)
 
     def row(name: str, rate: float, time: float) -> list[str]:
@@ -216,8 +217,7 @@ def _time(
 
     rows = [["phase", "tokens/s", unit, "GPU-days"]]
     rows += [row(phase.name, *told) for phase, *told in zip(config.phases, rates, seconds, strict=True)]
-    steps = sum(phase.steps for phase in config.phases)
-    rows += [row("total", steps * per_step / sum(seconds), sum(seconds))]
+    rows += [row("total", sum(tokens) / sum(seconds), sum(seconds))]
     return [f"MFU {100 * share:.3g}% of {peak / 1e12:,.0f} TFLOP/s (bf16): {source}", *aligned(rows)]
 
 

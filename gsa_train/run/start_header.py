@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gsa_train.arguments import Arguments
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.batch_ramp import batch_in_words, tokens_before
 from gsa_train.model.flops import count_parameters
 from gsa_train.planning.choices import choices_of
 
@@ -44,7 +45,7 @@ def start_header(
     count = count_parameters(model, config.gsa, config.moe)
     per_step = train.global_batch_size * train.seq_len_tokens
     steps, (done_steps, done_tokens) = sum(phase.steps for phase in config.phases), done
-    tokens = done_tokens + (steps - done_steps) * per_step
+    tokens = done_tokens + tokens_before(train, steps) - tokens_before(train, done_steps)
     active = f" ({count.active:,} active)" if count.idle else ""
     validated = ", ".join(data.validation_sets.values()) or data.validation_dir
     rows: dict[str, Sequence[str]] = {
@@ -55,7 +56,7 @@ def start_header(
         ],
         "data": [f"{data.train_dir}; validation {validated}"],
         "tokens": [
-            f"{per_step:,} a step ({train.global_batch_size} sequences of {train.seq_len_tokens:,}), "
+            f"{per_step:,} a step ({batch_in_words(train)} sequences of {train.seq_len_tokens:,}), "
             f"{tokens:,} in all {steps:,} steps"
         ],
         "training": [", ".join(choices)] if choices else [],

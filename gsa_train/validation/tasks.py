@@ -24,6 +24,7 @@ from gsa_data.marks import INSIDE
 from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer
 from gsa_train.config import Config
+from gsa_train.config.batch_ramp import sequences_before
 from gsa_train.data.batches import MicroBatch, check_same, gather_outcomes, to_micro_batch
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
@@ -194,9 +195,9 @@ class TaskClock:
             return math.inf
         length, train = config.train.seq_len_tokens, config.train
         tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
-        step_seconds = self.train_seconds / self.train_steps
+        sequence_seconds = self.train_seconds / sequences_before(train, self.train_steps)
         compilation_seconds = COMPILATION_SECONDS if parallel.device.type == "cuda" else 0.0
-        return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
+        return compilation_seconds + FORWARD_SHARE * sequence_seconds * tokens / length
 
     def has_room(self, expected_seconds: float, max_percent: float) -> bool:
         """Whether tasks stay within their share of the total time of steps and tasks. At 100 they always do."""

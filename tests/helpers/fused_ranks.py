@@ -43,7 +43,12 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
             "k_max": length,
             **CASES[name],
         },
-        "train": {"seq_len_tokens": length, "micro_batch_size": 1, "global_batch_size": 2},
+        "train": {
+            "seq_len_tokens": length,
+            "micro_batch_size": 1,
+            "global_batch_size": 2,
+            "z_loss_coeff": 0.1,
+        },
         "parallel": parallel,
     }
     changed = {
@@ -53,6 +58,7 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
 
 
 def fuse(model: Model) -> None:
+    model.mcore_config.fused_ops = True  # read by the loss; layers have read it when they were built
     for attention in model.attentions:
         attention.over_chunks.implementation = "triton"
         attention.heads_op = fused_split_rotate_gate

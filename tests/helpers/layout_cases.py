@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "rope_scaling": RopeScalingConfig("yarn", 4.0, 8),
     },
+    "train": {"z_loss_coeff": 0.1},
 }
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of its causal keys. The text of this seed has no near ties, which rounding would decide
@@ -77,7 +78,11 @@ FREE_GATES: dict[str, dict[str, Any]] = {
 }
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
 """Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
-TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
+TIED: dict[str, dict[str, Any]] = {
+    **ALL_KEYS,
+    "model": {"tie_embeddings": True},
+    "train": {"z_loss_coeff": 0.1},
+}
 MUON: dict[str, dict[str, Any]] = {**ALL_KEYS, "train": {"optimizer": "muon"}}
 """With OVERLAP the buckets are small, so that data-parallel ranks share most matrices."""
 BASELINE = {"gsa": {"attention": "dense"}}

@@ -153,12 +153,13 @@ def take_step(
         batches.reverse()
     training = Training(model, optimizer, config, parallel, detector)
     result = train_step(training, batches, lr, step, measures=measures)
-    measured = Measured(causal_keys=result.causal_keys) if measures else None
+    measured = Measured(causal_keys=result.causal_keys, z_loss_sum=result.z_loss_sum) if measures else None
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
     reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
     return {
         "loss": reduced.loss,
         **({"causal_keys": reduced.causal_keys} if measures else {}),
+        **({"z_loss": reduced.z_loss} if reduced.z_loss is not None else {}),
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
         "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),

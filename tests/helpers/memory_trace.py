@@ -235,7 +235,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             ),
             (moe_layer, "plan_exchange", _planned),
             (dist, "all_gather_into_tensor", _gathered_counts(dist.all_gather_into_tensor)),
-            (SpikeDetector, "judge", lambda *args: Mock(applied=torch.ones(()))),
+            (SpikeDetector, "judge", lambda *args: Mock(applied=torch.tensor(True))),
         ):
             stack.enter_context(patch.object(target, name, other))
         yield

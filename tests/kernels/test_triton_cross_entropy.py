@@ -14,7 +14,7 @@ from layer_kernels import (
 )
 
 from gsa_kernels.fused.cross_entropy import op as cross_entropy_op
-from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
+from gsa_kernels.fused.cross_entropy.op import cross_entropy_and_log_sums, vocab_parallel_cross_entropy
 from gsa_kernels.fused.cross_entropy.reference import cross_entropy
 from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient
 
@@ -39,6 +39,15 @@ def test_cross_entropy(device, rows, vocabulary):
         assert_as_good(results[0], plain, exact, dtype)
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        grads = [grad, torch.randn(rows, device=device)]
+        both = run(lambda x, t=targets: cross_entropy_and_log_sums(x, t), [logits], grads)
+        plain, exact = (
+            run(lambda x, t=targets: (cross_entropy(x, t), (x * 1.0).logsumexp(-1)), [given], grads)
+            for given in (logits.float(), logits.double())
+        )
+        plain[2] = plain[2].to(dtype)
+        assert_as_good(both, plain, exact, dtype)
+        assert torch.equal(both[0], results[0][0])
 
 
 @devices
@@ -74,12 +83,14 @@ def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
     monkeypatch.setattr(cross_entropy_op.dist, "all_reduce", all_reduce)
     maximum, total, target_logit = cross_entropy_op._over_ranks(*statistics[1], group=None)
     torch.testing.assert_close(total.log() + maximum - target_logit, cross_entropy(logits, targets))
-    grad = torch.rand(6, device=device)
+    grad, of_log_sums = torch.rand(2, 6, device=device)
     leaf = logits.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(cross_entropy(leaf, targets), leaf, grad)
+    (expected,) = torch.autograd.grad(
+        [cross_entropy(leaf, targets), leaf.logsumexp(-1)], leaf, [grad, of_log_sums]
+    )
     for rank, part in enumerate(parts):
         out = torch.empty_like(part.contiguous())
-        write_gradient(part.contiguous(), targets, maximum, total, grad, 20 * rank, out)
+        write_gradient(part.contiguous(), targets, maximum, total, grad, 20 * rank, out, of_log_sums)
         torch.testing.assert_close(out, expected.chunk(2, 1)[rank], atol=1e-6, rtol=1e-5)
 
 

@@ -73,13 +73,14 @@ interleaved, inner stage, recomputed | GSA 2/4 SPARSE |
 interleaved, last stage | STANDARD 3/4 SPARSE | PP_4 parallel.virtual_pipeline=2 model.num_layers=8 SHORT
 tensor 4 without, recompute full | GSA 0/4 SPARSE | ONE_MICRO_BATCH TP_4 parallel.sequence=off train.recompute=full
 tensor 8, warm-up | GSA_7B 0/8 WARM_UP | ONE_MICRO_BATCH parallel.tensor=8
-norms of Q and K | GSA 0/2 SPARSE | model.qk_norm=on PP_2
+norms of Q and K, average | GSA 0/2 SPARSE | model.qk_norm=on PP_2 train.weight_average_decay=0.9
 groups of keys | GSA 0/1 SPARSE | ONE_MICRO_BATCH GROUPS
 groups of keys, warm-up | GSA 0/1 WARM_UP | ONE_MICRO_BATCH GROUPS
 groups of keys over lists | GSA 0/1 SPARSE | GROUPS LONG train.global_batch_size=1
 8 indexer heads | GSA 0/2 SPARSE | gsa.indexer_heads=8 PP_2
 standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
 operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
+operations one by one, z-loss | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none train.z_loss_coeff=1e-4
 shared selections | GSA 0/1 SPARSE | ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64
 shared selections over lists | GSA 0/1 SPARSE |
     ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64 gsa.attention_kernel=gathered

@@ -151,10 +151,10 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "number from the device": {
         "gsa_train/step.py": [
             ('    update_norm: torch.Tensor | None\n    """0-d fp32', "    squared: torch.Tensor\n"),
-            ("update_norm)\n\n\ndef _training_pass(", "computed.grad_norm**2, "),
+            ("        update_norm,\n        computed.z_loss_sum", "        computed.grad_norm**2,\n"),
         ],
         "gsa_train/trainer.py": [
-            ("result.update_norm)", "result.squared, "),
+            ("result.update_norm,", "result.squared, "),
             ('"update_norm": numbers', '"squared": numbers.squared, '),
         ],
         "gsa_train/metrics/record.py": [

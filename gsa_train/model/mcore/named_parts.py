@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from gsa_train.config import TrainConfig
-from gsa_train.losses import Objective, cross_entropy
+from gsa_train.losses import Objective, cross_entropy, training_losses
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.profiling.trace_spans import trace_span
 
@@ -71,9 +71,10 @@ class NamedGPTModel(GPTModel):
     """Settings of the objective."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return losses [B, L], fp32, from labels [B, L] and this rank's logits [L, B, V / tp]."""
-        loss = self.objective if self.training else cross_entropy
-        return loss(logits, labels, self.pg_collection.tp, self.config.fused_ops, self.train_config)
+        """Return the losses, fp32, from labels [B, L] and this rank's logits [L, B, V / tp]: [B, L], or in training as
+        `training_losses`."""
+        given = (logits, labels, self.pg_collection.tp, self.config.fused_ops, self.train_config)
+        return training_losses(self.objective, *given) if self.training else cross_entropy(*given)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("embedding"):

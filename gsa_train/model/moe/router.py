@@ -39,8 +39,8 @@ class Routing(NamedTuple):
 class RouterContext:
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor of a sum over tokens in the gradient: ranks over which gradients are averaged / tokens of the global
-    batch."""
+    """Factor of a sum over tokens in the gradient: ranks over which gradients are averaged / tokens of a full global
+    batch (`AttentionPass.batch_share`)."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
     """Maps this rank's choices, bool [L, B, E], to the number of earlier tokens of the whole sequence that chose each
     expert, int64 [L, B, E]. Collective. Called only with a capacity."""
@@ -114,7 +114,8 @@ class Router(torch.nn.Module):
         experts, weights = choose_experts(scores, self.expert_bias, moe.top_k, moe.routed_scale)
         if attention_pass.has_graph:
             self.counts += expert_counts(experts, moe.experts)
-            weights = self._inject_losses(weights, scores, logits)
+            scale = self.context.loss_scale / attention_pass.batch_share
+            weights = self._inject_losses(weights, scores, logits, scale)
         kept = self._kept(experts, hidden.shape[:2]) if moe.capacity_factor > 0 else None
         if attention_pass.measures:
             measured = router_statistics(logits, scores, experts, kept, self.loads, self.expert_bias)
@@ -122,9 +123,9 @@ class Router(torch.nn.Module):
         return Routing(experts, weights, kept)
 
     def _inject_losses(
-        self, weights: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor
+        self, weights: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        moe, scale = self.moe, self.context.loss_scale
+        moe = self.moe
         if self.loads is not None and moe.balance_coeff > 0:
             weights = inject_loss(weights, balance_loss(scores, self.loads), moe.balance_coeff * scale)
         if moe.z_loss_coeff > 0:

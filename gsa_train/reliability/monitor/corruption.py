@@ -41,6 +41,8 @@ class Computed(NamedTuple):
     grad_norm: torch.Tensor
     loss: torch.Tensor
     """0-d: over all ranks, as the norm."""
+    z_loss_sum: torch.Tensor | None = None
+    """0-d: this rank's part of the z-loss in a logged step; None without a z-loss."""
 
 
 class Place(NamedTuple):

@@ -33,6 +33,25 @@ def vocab_parallel_cross_entropy(
     Returns:
         fp32 [N]
     """
+    _check(logits, targets)
+    return _CrossEntropy.apply(logits, targets.contiguous(), group, overwrite_logits, False)[0]
+
+
+def cross_entropy_and_log_sums(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    overwrite_logits: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses of `vocab_parallel_cross_entropy`, and logsumexp(logits) of each row, fp32 [N], which is
+    differentiable, too."""
+    _check(logits, targets)
+    losses, log_sums = _CrossEntropy.apply(logits, targets.contiguous(), group, overwrite_logits, True)
+    return losses, log_sums
+
+
+def _check(logits: torch.Tensor, targets: torch.Tensor) -> None:
     check_shape("logits", logits, "[N, V]", (None, None))
     check_shape("targets", targets, "[N]", (logits.shape[0],))
     check_kernel_dtype("logits", logits, "fused/cross_entropy/reference.py")
@@ -40,7 +59,6 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"the rows of logits have stride {logits.stride(1)}; make them contiguous")
     if targets.dtype != torch.int64 or targets.device != logits.device:
         raise ValueError(f"targets is {targets.dtype} on {targets.device}; pass int64 on {logits.device}")
-    return _CrossEntropy.apply(logits, targets.contiguous(), group, overwrite_logits)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -51,24 +69,34 @@ class _CrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         group: dist.ProcessGroup | None,
         overwrite_logits: bool,
-    ) -> torch.Tensor:
+        with_log_sums: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         first_column = 0 if group is None else group.rank() * logits.shape[1]
         maximum, total, target_logit = row_statistics(logits, targets, first_column)
         if group is not None and group.size() > 1:
             maximum, total, target_logit = _over_ranks(maximum, total, target_logit, group)
         ctx.save_for_backward(logits, targets, maximum, total)
+        ctx.set_materialize_grads(False)
         ctx.first_column, ctx.overwrite_logits = first_column, overwrite_logits
-        return total.log() + (maximum - target_logit)
+        logs = total.log()
+        return logs + (maximum - target_logit), logs + maximum if with_log_sums else None
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, grad_of_log_sums: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None, None]:
         check_differentiated_once()
         logits, targets, maximum, total = ctx.saved_tensors
         out = logits if ctx.overwrite_logits else torch.empty_like(logits)
-        write_gradient(logits, targets, maximum, total, grad.float().contiguous(), ctx.first_column, out)
+        of_losses, of_log_sums = (
+            None if each is None else each.float().contiguous() for each in (grad, grad_of_log_sums)
+        )
+        if of_losses is None:
+            of_losses = torch.zeros_like(maximum)
+        write_gradient(logits, targets, maximum, total, of_losses, ctx.first_column, out, of_log_sums)
         if ctx.overwrite_logits:
             increment_version(logits)  # so that a second backward pass raises an error
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 def _over_ranks(

@@ -47,11 +47,13 @@ def write_gradient(
     grad: torch.Tensor,
     first_column: int,
     out: torch.Tensor,
+    grad_of_log_sums: torch.Tensor | None = None,
 ) -> None:
-    """Write out = (exp(logits - maximum) / total - [column is the target]) * grad; `out` may be `logits`.
+    """Write out = (p - [column is the target]) * grad + p * grad_of_log_sums with p = exp(logits - maximum) / total.
+    `out` may be `logits`.
 
     Args:
-        maximum, total, grad: fp32 [N]
+        maximum, total, grad, grad_of_log_sums: fp32 [N]
         out: dtype and shape of logits, rows contiguous
     """
     rows, columns = logits.shape
@@ -63,11 +65,13 @@ def write_gradient(
             maximum,
             total,
             grad,
+            grad if grad_of_log_sums is None else grad_of_log_sums,
             out,
             logits.stride(0),
             out.stride(0),
             first_column,
             columns,
+            LOG_SUMS=grad_of_log_sums is not None,
             BLOCK=block,
             num_warps=GRADIENT_WARPS,
         )
@@ -98,8 +102,8 @@ def _vocabulary_statistics_kernel(
 
 @triton.jit
 def _vocabulary_gradient_kernel(
-    logits, targets, maximum, total, grad, out, stride, stride_out, first_column, columns,
-    BLOCK: tl.constexpr,
+    logits, targets, maximum, total, grad, grad_of_log_sums, out, stride, stride_out, first_column, columns,
+    LOG_SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program takes a block of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -109,4 +113,6 @@ def _vocabulary_gradient_kernel(
     probability = tl.exp2((x - tl.load(maximum + row)) * LOG2_E) / tl.load(total + row)
     target = tl.load(targets + row) - first_column
     result = tl.where(offsets == target, probability - 1.0, probability) * tl.load(grad + row)
+    if LOG_SUMS:
+        result += probability * tl.load(grad_of_log_sums + row)
     tl.store(out + row * stride_out + offsets, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,14 @@
+"""Average checkpoints: python launch/average_weights.py --run RUN_DIR --steps N N ... --out DIR
+
+`gsa_eval/commands/average_weights.py` describes the command.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_eval.commands.average_weights import main
+
+if __name__ == "__main__":
+    sys.exit(main())
