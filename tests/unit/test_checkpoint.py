@@ -1,5 +1,4 @@
-"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files. The tests
-also cover the state of a resumed optimizer. test_checkpoint_saves.py tests saves."""
+"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files."""
 
 import dataclasses
 import os
@@ -14,13 +13,7 @@ import torch
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import load as checkpoint
 from gsa_train.checkpoint.damage import find_damage
-from gsa_train.checkpoint.files import (
-    complete_checkpoints,
-    find_checkpoint,
-    pass_over,
-    recover_folder,
-    resume_candidates,
-)
+from gsa_train.checkpoint.files import find_checkpoint, recover_folder, resume_candidates
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
@@ -30,13 +23,8 @@ from gsa_train.run_folder.resume import Start
 from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.saving import is_intact, names_in
-from helpers.single_rank import (
-    SPARSE,
-    single_rank,
-    tiny_config,
-)
+from helpers.single_rank import SPARSE, single_rank, tiny_config
 
-DECAY = 0.1
 # pytest finds the fixtures here.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
 
@@ -82,22 +70,22 @@ def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
     assert "of another kind of device: random-number generators start from run.seed" in caplog.text
 
 
-def test_only_the_newest_checkpoints_are_kept(save, tmp_path):
-    for step in (2, 9, 10, 100):
-        save(step, keep_last=2)
-    assert names_in(tmp_path) == {"step_00000010", "step_00000100", "latest"}
-    assert find_checkpoint(tmp_path) == tmp_path / "step_00000100"
+KEPT = [
+    ((2, 9, 10, 100), {"keep_last": 2}, (10, 100)),
+    ((4, 6, 8, 9, 10, 12, 13), {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4}, (4, 8, 12, 13)),
+]
 
 
-def test_milestones_stay_beside_the_newest(save, tmp_path):
-    for step in (4, 6, 8, 9, 10, 12, 13):
-        save(step, every_steps=2, keep_last=2, keep_every_steps=4)
-    assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (4, 8, 12, 13))]
+@pytest.mark.parametrize(("steps", "fields", "kept"), KEPT, ids=["the newest", "and milestones"])
+def test_which_checkpoints_are_kept(save, tmp_path, steps, fields, kept):
+    for step in steps:
+        save(step, **fields)
+    assert names_in(tmp_path) == {"latest", *(f"step_{step:08d}" for step in kept)}
+    assert find_checkpoint(tmp_path) == tmp_path / f"step_{kept[-1]:08d}"
 
 
 def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
-    """The checkpoint is on another disk, with a link in its place. If the link stayed, each save would warn about
-    it."""
+    """The checkpoint is on another disk, with a link in its place."""
     save(1)
     moved = (tmp_path / "step_00000001").rename(tmp_path / "moved")
     (tmp_path / "step_00000001").symlink_to(moved)
@@ -105,22 +93,6 @@ def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
     assert checkpoint_files.prune(tmp_path, 1, tmp_path / "step_00000002") == []
     assert names_in(tmp_path) == {"latest", "moved", "step_00000002"}
     assert is_intact(moved)
-
-
-def test_small_files_are_in_each_checkpoint_and_its_manifest(trained, tmp_path):
-    """An example is the tokenizer: copies contain it, and a resume notices if it differs."""
-    small_files = {"tokenizer.model": b"pieces"}
-    saver = CheckpointSaver(
-        tmp_path, CheckpointConfig(async_save=False), single_rank(), small_files=small_files
-    )
-    for step in (1, 2):
-        (result,) = saver.begin(run_state(step), *trained)
-        assert (result.folder / "tokenizer.model").read_bytes() == b"pieces"
-        assert checkpoint_files.read_manifest(result.folder).files["tokenizer.model"].bytes == 6
-        assert find_damage(result.folder, single_rank(), checksums=True) is None
-    saver.close()
-    (result.folder / "tokenizer.model").write_bytes(b"places")
-    assert "tokenizer.model has checksum" in (find_damage(result.folder, single_rank(), checksums=True) or "")
 
 
 def test_saves_of_stops_do_not_push_out_what_a_rewind_needs(trained, tmp_path):
@@ -189,13 +161,8 @@ def kill_before_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
         return call
 
-    for owner, name in (
-        (os, "replace"),
-        (shutil, "rmtree"),
-        (Path, "rename"),
-        (Path, "mkdir"),
-        (Path, "open"),
-    ):
+    changes = ((os, "replace"), (shutil, "rmtree"), (Path, "rename"), (Path, "mkdir"), (Path, "open"))
+    for owner, name in changes:
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
 
 
@@ -301,18 +268,3 @@ def test_ranks_share_files_and_bytes_about_evenly():
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(record.bytes for record in share.values()) for share in shares]
     assert max(loads) - min(loads) <= 50
-
-
-def test_a_resume_looks_at_what_latest_names_then_at_older_ones_and_keeps_what_it_passes_over(tmp_path):
-    for step in (1, 2, 3, 4):
-        write_files(tmp_path, step, keep_last=9)
-    (tmp_path / "latest").write_text("step_00000003")  # set back by hand
-    names = [path.name for path in resume_candidates(tmp_path)]
-    assert names == ["step_00000003", "step_00000002", "step_00000001"]
-    (tmp_path / "step_00000003.damaged").mkdir()
-    renamed = pass_over([tmp_path / "step_00000003"], tmp_path / "step_00000002")
-    assert [path.name for path in renamed] == ["step_00000003.damaged.2"]
-    assert (tmp_path / "latest").read_text() == "step_00000002"
-    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_0000000{n}" for n in (1, 2, 4)]
-    (tmp_path / "latest").unlink()
-    assert resume_candidates(tmp_path)[0].name == "step_00000004"
