@@ -265,6 +265,14 @@ def test_a_checkpoint_from_before_manifests_loads_unverified(intact, tmp_path, c
     assert "it is not verified" in caplog.text
 
 
+def test_a_damaged_checkpoint_gets_a_name_that_is_free(tmp_path):
+    for name in ("step_00000002", "step_00000003", "step_00000003.damaged"):
+        (tmp_path / name).mkdir()
+    (renamed,) = checkpoint_files.pass_over([tmp_path / "step_00000003"], tmp_path / "step_00000002")
+    assert renamed.name == "step_00000003.damaged.2"
+    assert (tmp_path / "latest").read_text() == "step_00000002"
+
+
 def test_ranks_share_files_and_bytes_about_evenly():
     files = {f"{n:02d}": checkpoint_files.FileRecord(bytes=n * n, crc32="") for n in range(20)}
     shares = [checkpoint_files.share_of(files, index, 3) for index in range(3)]

@@ -37,16 +37,13 @@ def test_tensor_parallelism_sets_it_once_and_says_so(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("layouts", "capability", "environment"),
     [
-        ([], HOPPER, {}),
         ([ParallelConfig()], HOPPER, {}),
         ([CP], HOPPER, {}),
-        ([ParallelConfig(pipeline=2)], HOPPER, {}),
         ([ZERO_3], HOPPER, {}),
         ([TP], BLACKWELL, {}),
         ([TP], None, {}),
         ([TP], HOPPER, {"CUDA_VISIBLE_DEVICES": ""}),
         ([TP], BLACKWELL, {VARIABLE: "8"}),
-        ([CP], HOPPER, {VARIABLE: "8"}),
         ([TP], HOPPER, {VARIABLE: "1"}),
     ],
 )
@@ -72,7 +69,6 @@ def test_no_driver_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute_capability() is None
 
 
-BENCH = "benchmarks/bench_training.py"
 FIRST_TORCH = """
 import os, runpy, sys
 from gsa_train.distributed import cuda_connections
@@ -99,11 +95,6 @@ sys.exit("torch was not imported")
     [
         (["launch/pretrain.py", "--config", CONFIG], "parallel.tensor=2", "parallel.context=2"),
         (["benchmarks/bench_training.py", "--config", CONFIG, "--layouts"], "tp=1;tp=2", "tp=1;pp=2"),
-        (
-            ["benchmarks/bench_training.py", "--config", CONFIG, "--breakdown"],
-            "parallel.tensor=2",
-            "parallel.context=2",
-        ),
     ],
 )
 def test_launchers_set_it_before_torch_is_imported(command, with_tensor, without, tmp_path):
