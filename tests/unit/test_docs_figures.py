@@ -1,4 +1,4 @@
-"""Tests figures and options in pages and in headers of configs that the code can compute."""
+"""Tests that figures in pages match the tables of results."""
 
 from __future__ import annotations
 
@@ -8,83 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
-
-from gsa_train.config import load_config
-from gsa_train.planning.memory.estimate import estimate_memory, fields_of
 
 ROOT = Path(__file__).resolve().parents[2]
-GIB = 2**30
-PEAK = re.compile(r"^# Peak memory by --dry-run is (\d+) GiB .* or (\d+) GiB with (\S+) \(", re.MULTILINE)
-CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if PEAK.search(path.read_text("utf-8"))]
-STUDIES = ROOT / "docs/how_to/studies.md"
-PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
-# The log names options as they were at the commit of the entry; launch/results.py writes pages of results.
-PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"LOG.md", "results"} & {*page.parts}]
-
-
-def peak_gib(path: Path, overrides: list[str]) -> float:
-    config = load_config(path, overrides, world_size=8, need_data=False)
-    stages = range(config.parallel.pipeline)
-    estimates = [estimate_memory(config, phase, 8, stage) for phase in config.phases for stage in stages]
-    return max(fields_of(estimate)["total"] for estimate in estimates) / GIB
-
-
-def test_there_are_figures_to_check() -> None:
-    assert len(CONFIGS) > 20
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_memory_in_the_header_of_a_config_matches_the_dry_run(path: Path) -> None:
-    found = PEAK.search(path.read_text(encoding="utf-8"))
-    assert found
-    of_80_gb, of_141_gb, override = found.groups()
-    assert peak_gib(path, []) == pytest.approx(int(of_80_gb), abs=0.51)
-    assert peak_gib(path, [override]) == pytest.approx(int(of_141_gb), abs=0.51)
-
-
-def arms_in_words(study: Path) -> str:
-    content = yaml.safe_load(study.read_text(encoding="utf-8"))
-    seeds = [len(arm.get("seeds", content.get("seeds", [1]))) for arm in content["arms"]]
-    (most, count), *others = sorted(Counter(seeds).items(), key=lambda item: -item[1])
-    if not others:
-        return f"{count} arms"
-    ((other, its_count),) = others
-    if most == 1:
-        return f"{len(seeds)} arms, {its_count} of them with {other} seeds"
-    return f"{count} arms with {most} seeds, {its_count} with one"
-
-
-def test_the_table_of_studies_has_their_numbers_of_arms() -> None:
-    rows = dict(
-        re.findall(r"^\| `(\w+\.yaml)` \| .* \| (.+) \|$", STUDIES.read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    files = [
-        path for path in (ROOT / "studies").glob("*.yaml") if "question:" in path.read_text(encoding="utf-8")
-    ]
-    assert rows == {path.name: arms_in_words(path) for path in files}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_options_of_benches_that_a_page_names_exist(page: Path) -> None:
-    shared = [ROOT / "benchmarks/harness.py", *(ROOT / "benchmarks/whole_steps").glob("*.py")]
-    missing = []
-    for span in re.findall(r"`([^`\n]+)`|^(python .+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
-        words = "".join(span)
-        bench = re.search(r"\b(bench_\w+|spikes\.py|data_wait\.py)", words)
-        if not bench:
-            continue
-        path = ROOT / "benchmarks" / (bench[1].removesuffix(".py") + ".py")
-        source = "".join(file.read_text(encoding="utf-8") for file in (path, *shared))
-        missing += [
-            f"{path.name} {option}"
-            for option in re.findall(r"--[a-z-]+", words)
-            if f'"{option}"' not in source
-        ]
-    assert missing == []
-
-
-# ---- pages of results
 
 
 def values_of(table: Path) -> dict[tuple[str, str], float]:
