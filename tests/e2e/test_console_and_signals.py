@@ -21,16 +21,8 @@ from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, inherited, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 LONG = ("phases.0.steps=5000", "checkpoint.every_steps=100000")
-CONSOLES = {
-    "stdout closed": "{run} >&-",
-    "stderr closed": "{run} 2>&-",
-    "all closed": "{run} <&- >&- 2>&-",
-    "full disk": "{run} >/dev/full 2>&1",
-    "its reader leaves": "{run} 2>&1 | head -n 1",
-    "no reader reads": "{run} 2>&1 | sleep 1000",
-    "ascii": "PYTHONIOENCODING=ascii {run}",
-    "latin-1": "PYTHONIOENCODING=latin-1 {run}",
-}
+CONSOLES = {"full disk": "{run} >/dev/full 2>&1", "no reader reads": "{run} 2>&1 | sleep 1000"}
+"""tests/unit/test_console.py has more."""
 
 
 class Terminal:

@@ -1,7 +1,6 @@
-"""Compares parameters and operations with counts per matrix, query and key."""
+"""Compares the count of parameters with real models, and operations with counts per query and key."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from gsa_train.model.flops import (
     mean_selected_keys,
     peak_flops_per_second,
 )
+from helpers.single_rank import CONFIG, tiny_model
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=4, ffn_hidden_size=40, vocab_size=100
@@ -34,47 +34,6 @@ EXPERTS = MoEConfig(
 LENGTH = 23
 
 
-def shapes(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> dict[str, list[tuple[int, ...]]]:
-    d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
-    found: dict[str, list[tuple[int, ...]]] = {
-        "embedding": [(model.vocab_size, d)],
-        "output": [] if model.tie_embeddings else [(model.vocab_size, d)],
-        "norms": [(d,)],
-        **{part: [] for part in ("attention", "gates", "indexer", "mlp")},
-        **{part: [] for part in ("router", "experts", "shared_experts", "idle")},
-    }
-    for layer in range(model.num_layers):
-        found["attention"] += [((n_h + 2 * n_kv) * d_k, d), (d, n_h * d_k)]
-        if moe.experts and layer in (1, 3):
-            expert = [(2 * moe.expert_ffn_hidden_size, d), (d, moe.expert_ffn_hidden_size)]
-            shared = moe.shared_expert_ffn_hidden_size
-            found["router"] += [(moe.experts, d)]
-            found["experts"] += expert * moe.experts
-            found["idle"] += expert * (moe.experts - moe.top_k)
-            found["shared_experts"] += [(2 * shared, d), (d, shared)]
-        else:
-            found["mlp"] += [(2 * model.ffn_hidden_size, d), (d, model.ffn_hidden_size)]
-        found["norms"] += [(d,), (d,)]
-        if model.qkv_bias:
-            found["attention"] += [((n_h + 2 * n_kv) * d_k,)]
-        if model.qk_norm:
-            found["norms"] += [(d_k,), (d_k,)]
-        if gsa.value_gate:
-            found["gates"] += [(n_kv * d_k, d), (n_kv * d_k,)]
-        if gsa.output_gate:
-            found["gates"] += [(n_h * d_k, d), (n_h * d_k,)]
-        if gsa.attention == "sparse" and layer % gsa.selection_reuse == 0:
-            heads, dim = gsa.indexer_heads, gsa.indexer_dim
-            found["indexer"] += [(heads * dim, d), (dim, d)]
-            if gsa.indexer_activation in ("sigmoid", "relu"):
-                found["indexer"] += [(heads, d)]
-            biases = {"sigmoid": 2, "plain": 1}.get(gsa.indexer_activation, 0)
-            found["indexer"] += [(heads,)] * biases + [(dim,), (dim,)] * gsa.indexer_norm
-            if gsa.indexer_temperature == "learned":
-                found["indexer"] += [(1,)]
-    return found
-
-
 VARIANTS = [
     (MODEL, GSA, EXPERTS),
     (MODEL, GSA, DENSE),
@@ -89,12 +48,28 @@ VARIANTS = [
 ]
 
 
+PARTS = {
+    **{name: name for name in ("router", "shared_experts", "experts", "indexer", "embedding")},
+    "linear_fc": "mlp",
+    "gate": "gates",
+    "norm": "norms",
+    "linear_": "attention",
+    "output_layer": "output",
+}
+"""A part of a parameter's name (the first one that fits) -> field of the count."""
+
+
 @pytest.mark.parametrize(("model", "gsa", "moe"), VARIANTS)
-def test_parameters_match_the_shapes(model, gsa, moe):
+def test_parameters_match_the_model(model, gsa, moe):
+    built = dataclasses.replace(
+        CONFIG, model=model, gsa=gsa, moe=dataclasses.replace(moe, experts_impl="sequential")
+    )
+    expected = dict.fromkeys((*PARTS.values(), "idle"), 0)
+    for name, parameter in tiny_model(built).gpt.named_parameters():
+        expected[next(field for part, field in PARTS.items() if part in name)] += parameter.numel()
+    if moe.experts:
+        expected["idle"] = expected["experts"] * (moe.experts - moe.top_k) // moe.experts
     count = count_parameters(model, gsa, moe)
-    expected = {
-        part: sum(math.prod(shape) for shape in found) for part, found in shapes(model, gsa, moe).items()
-    }
     assert dataclasses.asdict(count) == expected
     assert count.total == sum(expected.values()) - expected["idle"]
     assert count.active == count.total - expected["idle"]

@@ -110,6 +110,9 @@ def test_the_best_interval_is_youngs_where_that_is_exact() -> None:
     assert young / 1.5 < best.interval_steps < young * 1.5
     assert tried[0].ettr < best.ettr > tried[-1].ettr
     assert (tried[0].interval_steps, tried[-1].interval_steps) == (50, 3200)
+    # Each save would wait for the previous one.
+    hidden = try_intervals(dataclasses.replace(PARTS, durable_seconds=600.0), mean, days=1, trials=2, seed=1)
+    assert hidden[len(hidden) // 2].interval_steps == 600
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
