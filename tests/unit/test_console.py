@@ -151,8 +151,8 @@ def test_a_pipe_that_another_process_has_made_non_blocking_loses_no_line() -> No
 
 
 def test_a_process_that_ends_at_once_has_said_why(tmp_path: Path) -> None:
-    script = SPEAKS.split("file = ")[0] + (
-        "print('why', file=sys.stderr); console.drain_console(); os._exit(3)"
+    script = (
+        SPEAKS.split("file = ")[0] + "print('why', file=sys.stderr); console.drain_console(); os._exit(3)"
     )
     ended = subprocess.run(command(script, tmp_path), capture_output=True, timeout=20, check=False)
     assert (ended.returncode, ended.stderr) == (3, b"why\n")
