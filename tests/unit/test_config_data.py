@@ -15,8 +15,10 @@ from gsa_train.config.file_checks import check_data
 def test_data_files(tmp_path):
     empty, full, model = tmp_path / "empty", tmp_path / "full", tmp_path / "tokenizer.model"
     empty.mkdir()
-    (full / "chunk1").mkdir(parents=True)
-    (full / "chunk1" / "a.jsonl.zst").touch()
+    full.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.jsonl.zst").touch()
+    (full / "chunk1").symlink_to(tmp_path / "elsewhere")
     model.touch()
     assert check_data(DataConfig(train_dir=str(full), validation_dir=str(full), tokenizer=str(model))) == []
     (tmp_path / "tokens").mkdir()

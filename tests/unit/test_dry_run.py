@@ -84,8 +84,10 @@ def test_the_time_takes_the_mfu_that_was_measured_and_guesses_none():
     unknown = section(describe(config, 8, "NVIDIA B200"), "Time on 8 x NVIDIA B200")
     assert len(unknown) == 2
     assert "give --mfu" in unknown[1]
-    small = section(describe(load_config(CONFIGS / "demo.yaml"), 1), f"Time on 1 x {DEVICE}")
+    report = describe(load_config(CONFIGS / "demo.yaml"), 1)
+    small = section(report, f"Time on 1 x {DEVICE}")
     assert "give --mfu, such as --mfu 0.3: none has been measured for 1,970,080 parameters" in small[1]
+    assert "\n\nMemory per rank (in MiB)" in report, "not 0.0 GiB"
 
 
 PIPELINE = ["parallel.tensor=2", "parallel.pipeline=2"]
