@@ -11,9 +11,6 @@ import psutil
 import pytest
 
 from gsa_train.config import ParallelConfig, PhaseConfig
-from gsa_train.metrics.goodput.goodput_log import GoodputLog
-from gsa_train.metrics.goodput.ledger import read_account
-from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.process.console import ConsoleWriter, console_stream
 from gsa_train.reliability.hang_limit import (
     ACTIVITIES,
@@ -239,26 +236,6 @@ def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monke
     watched.watch._beat()
     watched.watch._telling.join()
     assert told == [0, 0]
-
-
-def test_a_system_clock_that_is_set_changes_no_account(tmp_path, monkeypatch):
-    """The clock changes by an hour during training, but neither log nor signs of life jump."""
-    watched = Watched(tmp_path, monkeypatch, running=False)
-    log = GoodputLog(RunClock())
-    log.open(tmp_path, 0, [], [], is_complete=False)
-    watched.watch.on_beat = log.beat
-    set_to = time.time() + 3600
-    monkeypatch.setattr(time, "time", lambda: set_to)
-    log.clock.begin("training")
-    watched.watch.heartbeat(1, "training")
-    watched.watch._beat()
-    assert watched.watch._telling is not None
-    watched.watch._telling.join()
-    account = read_account(tmp_path)
-    assert account is not None
-    assert account.starts[0].ended == "lost"
-    assert account.wall_seconds < 3600
-    log.close()
 
 
 def break_pipe(_descriptor: int, _text: bytes) -> int:
