@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,8 +149,6 @@ def killed(folder: Path) -> None:
 
 def test_what_a_killed_process_did_is_told_by_the_next_one(tmp_path: Path) -> None:
     killed(tmp_path)
-    expected = {"import": 3, "checkpoint": 2, "first_step": 3, "repeated": 3, "detection": 4}
-    assert lost(account_in(tmp_path)) == expected  # before there is a next one
     log, clock = start(tmp_path, 1040, step=8)
     assert [line["kind"] for line in read_lines(tmp_path)][-2:] == ["lost", "start"]
     train(log, clock, 9, 12)
@@ -191,27 +190,31 @@ def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Pat
     assert lost(account_in(tmp_path)) == expected
 
 
-def test_the_report_of_a_hang_is_a_sign_of_life(tmp_path: Path) -> None:
-    """The main rank may have been the frozen one."""
-    killed(tmp_path)
+def report_hang(folder: Path) -> None:
+    """The main rank may have been the frozen one, so that the report is a sign of life."""
     for name, at in (("early", 900.0), ("late", 1035.0)):
-        (tmp_path / "faults" / name).mkdir(parents=True)
-        report = tmp_path / "faults" / name / "report.txt"
+        (folder / "faults" / name).mkdir(parents=True)
+        report = folder / "faults" / name / "report.txt"
         report.write_text("rank 1: no progress")
         os.utime(report, (at, at))
-    assert lost(account_in(tmp_path))["detection"] == 1035 - 1021
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]\n", b'{"began": 1000}', None])
-def test_a_damaged_sign_of_life_leaves_the_newest_line(content: bytes | None, tmp_path: Path) -> None:
+DAMAGED = (b"", b"{", b"[1, 2]\n", b'{"began": 1000}')
+SIGNS: list[tuple[Callable[[Path], object], int, int]] = [
+    (lambda folder: None, 3, 4),
+    (report_hang, 3, 1035 - 1021),
+    (lambda folder: (folder / ALIVE).unlink(), 0, 0),
+    *((lambda folder, content=each: (folder / ALIVE).write_bytes(content), 0, 0) for each in DAMAGED),
+]
+
+
+@pytest.mark.parametrize(("change", "repeated", "detection"), SIGNS)
+def test_the_newest_sign_of_life_counts_or_the_newest_line(change, repeated, detection, tmp_path):
     killed(tmp_path)
-    if content is None:
-        (tmp_path / ALIVE).unlink()
-    else:
-        (tmp_path / ALIVE).write_bytes(content)
+    change(tmp_path)
     account = account_in(tmp_path)
-    assert lost(account) == {"import": 3, "checkpoint": 2, "first_step": 3}
-    assert account.wall_seconds == 18
+    assert (account.lost_seconds["repeated"], account.lost_seconds["detection"]) == (repeated, detection)
+    assert account.wall_seconds == 18 + repeated + detection
 
 
 def test_the_sign_of_an_earlier_process_is_not_taken_for_the_newest_ones(tmp_path: Path) -> None:
