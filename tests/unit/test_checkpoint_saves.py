@@ -187,13 +187,6 @@ def test_tries_come_at_growing_intervals_and_in_the_end_stop_the_run(make_saver,
             saver.check()
 
 
-def test_a_folder_that_cannot_be_made_is_a_failed_save(make_saver, trained, tmp_path):
-    (tmp_path / ".tmp_step_00000004").write_text("in the way")
-    saver = make_saver()
-    assert "Not a directory" in str(failed(saver, 4, trained).error)
-    assert saver.durable_step is None
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "fails", "said"),
     [

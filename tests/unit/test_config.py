@@ -1,6 +1,5 @@
 """Tests reading a config: the file, the overrides, the types, and one message for all mistakes."""
 
-import dataclasses
 import math
 import os
 import re
@@ -293,8 +292,3 @@ def test_what_a_saved_config_has_of_another_version(write):
         ConfigError, match=r"gsa\.reuse_teacher = group: removed .*; use the version of gsa_train"
     ):
         config_from_yaml(saved.replace("leader", "group"), "common.pt")
-
-
-def test_the_config_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().run.name = "x"  # type: ignore[misc]

@@ -10,7 +10,6 @@ from gsa_eval.convert.hf_config import to_hf_config
 from gsa_train.config import Config, ConfigError, ModelConfig, MoEConfig, load_config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.model import check_rotary
-from gsa_train.config.moe import expert_layers
 from gsa_train.config.parallel import data_parallel_size
 from gsa_train.config.train import check_graphs
 from helpers.broken_rules import BROKEN_RULES, GRAPH_RULES, MOE_RULES, ROTARY_RULES, SHORT, rules_of
@@ -200,20 +199,6 @@ def test_wandb_must_be_installed_where_it_is_used(base, monkeypatch, spec):
     assert check_packages(load_config(base, ["logging.wandb=disabled"])) == []
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert check_packages(load_config(base)) == []
-
-
-@pytest.mark.parametrize(
-    ("moe", "layers"),
-    [
-        (MoEConfig(), []),
-        (MoEConfig(experts=8), [0, 1, 2, 3, 4, 5]),
-        (MoEConfig(experts=8, first_dense_layers=1), [1, 2, 3, 4, 5]),
-        (MoEConfig(experts=8, layer_interval=2), [0, 2, 4]),
-        (MoEConfig(experts=8, first_dense_layers=1, layer_interval=3), [1, 4]),
-    ],
-)
-def test_which_layers_have_experts(moe: MoEConfig, layers: list[int]) -> None:
-    assert expert_layers(Config(model=ModelConfig(num_layers=6), moe=moe)) == layers
 
 
 def test_an_export_to_transformers_names_the_field() -> None:

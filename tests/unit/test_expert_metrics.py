@@ -28,9 +28,7 @@ from gsa_train.model.probes.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
-    DENSE,
     SPARSE,
-    WARM_UP,
     random_batches,
     read_stats,
     single_rank,
@@ -129,30 +127,21 @@ def test_metrics_match_all_tokens(moe: dict[str, Any], recompute: str) -> None:
     close_optimizer(model, optimizer)
 
 
-@pytest.mark.parametrize("measures", [True, False])
-def test_only_logged_steps_measure_and_only_experts_are_measured(measures: bool) -> None:
-    config = tiny_config(moe={} if measures else BALANCED)
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    take_step(model, optimizer, random_batches(config), config, lr=1e-3, measures=measures)
-    close_optimizer(model, optimizer)
-    evaluation_step(model, random_batches(config), config, single_rank(), measures=measures)
-    assert not {name.partition("/")[0] for name in read_stats(model)} & (KEYS | SOME)
-
-
-@pytest.mark.parametrize("phase", [WARM_UP, DENSE], ids=["warm-up", "dense"])
-def test_every_phase_and_a_validation_measure(phase: Any) -> None:
-    config = tiny_config([phase], moe=BIASED)
+@pytest.mark.parametrize("phase", [WARM_UP, DENSE, SPARSE], ids=lambda phase: phase.name)
+@pytest.mark.parametrize(("moe", "measures"), [({}, True), (BALANCED, False), (BIASED, True)])
+def test_logged_steps_and_validations_measure_experts(
+    phase: Any, moe: dict[str, Any], measures: bool
+) -> None:
+    config = tiny_config([phase], moe=moe)
     model = tiny_model(config)
     optimizer = build_optimizer(model, phase, config)
-    take_step(model, optimizer, random_batches(config), config, lr=0.0, measures=True)
+    take_step(model, optimizer, random_batches(config), config, lr=1e-3, measures=measures)
     of_step = read_stats(model)
     close_optimizer(model, optimizer)
-    evaluation_step(model, random_batches(config), config, single_rank(), measures=True)
-    of_validation = read_stats(model)
-    names = [f"expert_loads/{expert:02d}" for expert in range(8)]
-    assert [of_step[name][1] for name in names] == pytest.approx([of_validation[name][1] for name in names])
-    assert sum(of_step[name][1] for name in names) == pytest.approx(1)
+    evaluation_step(model, random_batches(config), config, single_rank(), measures=measures)
+    for found in (of_step, read_stats(model)):
+        measured = {name.partition("/")[0] for name in found} & (KEYS | SOME)
+        assert measured >= {"router_entropy", "expert_loads"} if moe and measures else measured == set()
 
 
 def test_operations_of_dropped_choices_do_not_count() -> None:

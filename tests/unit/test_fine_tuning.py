@@ -23,10 +23,9 @@ from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
 from gsa_eval.evaluate import run_evaluation
 from gsa_train.config import ConfigError, load_config
-from gsa_train.data.batches import TrainBatches, open_training_corpus, read_validation_sets, to_micro_batch
+from gsa_train.data.batches import TrainBatches, open_training_corpus, to_micro_batch
 from gsa_train.data.tokenizer import load_tokenizer
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.validation.perplexity import evaluate, ngram_perplexities
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
@@ -39,7 +38,6 @@ from helpers.single_rank import (
     step_gradients,
     tiny_config,
     tiny_model,
-    token_losses,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -193,24 +191,6 @@ def test_the_indexer_loss_counts_all_tokens() -> None:
     assert any("indexer" in name for name in found[0][1])
     for name, gradient in found[0][1].items():
         assert torch.equal(gradient, found[1][1][name]), name
-
-
-def test_validation_and_baselines_score_the_answers(chats: Path) -> None:
-    config = config_of(chats)
-    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, max_blocks=5))
-    tokenizer = load_tokenizer(config)
-    (found,) = read_validation_sets(config, tokenizer)
-    model = tiny_model(config, variance_ema=0.02)
-    batch = to_micro_batch(torch.from_numpy(found.text.blocks), tokenizer.eos_id, False)
-    losses = token_losses(model, batch, evaluating=True)[batch.loss_mask > 0]
-    assert found.text.scored_tokens == len(losses) < batch.labels.numel() / 2
-    record = evaluate(model, [found], tokenizer.eos_id, config, single_rank())
-    assert record["validation_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
-    trained = TrainBatches(config, single_rank(), tokenizer, None)
-    for _ in range(16 // config.train.global_batch_size):
-        trained.next_step()
-    baselines = ngram_perplexities(found.text.blocks, tokenizer, trained.state(), config)
-    assert 1 < baselines["bigram_perplexity"] < baselines["unigram_perplexity"] < 384
 
 
 def test_long_conversations_are_told_at_a_save(chats: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -132,16 +132,6 @@ def test_lines_that_a_full_disk_has_cost_change_no_sum() -> None:
     assert (found.productive_seconds, found.lost_seconds) == (whole.productive_seconds, whole.lost_seconds)
 
 
-def test_clocks_of_two_hosts_that_differ_cost_nothing() -> None:
-    found = account(
-        start(0, 1, 0, model=1.0),
-        line("end", 10, 9, {"reason": "stopped"}, model=1.0, training=9.0),
-        start(8, 9, 9, model=1.0),
-    )
-    assert (found.wall_seconds, lost(found)) == (11, {"model": 2})
-    assert found.starts[1].down_seconds == 0
-
-
 def test_without_lines_there_is_nothing() -> None:
     found = account()
     assert (found.wall_seconds, found.ettr, found.starts, found.step_seconds) == (0, 0, [], None)

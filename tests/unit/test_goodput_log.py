@@ -257,19 +257,6 @@ def test_a_rewind(tmp_path: Path) -> None:
     assert account.productive_seconds == 7
 
 
-def test_other_ranks_note_nothing(tmp_path: Path) -> None:
-    log = GoodputLog(Clock(1000))
-    log.note(1, "sparse")
-    log.beat(1, 1001.0)
-    log.go_back(0)
-    log.end(COMPLETE)
-    log.close()
-    assert log.metrics() == {}
-    assert log.account().wall_seconds == 0
-    assert list(tmp_path.iterdir()) == []
-    assert read_account(tmp_path) is None
-
-
 def test_every_loss_has_a_name() -> None:
     assert set(NAMES) == set(LOSSES)
     assert set(ACTIVITIES) - set(LOSSES) == {"training"}
