@@ -28,7 +28,9 @@ from gsa_train.model.probes.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
+    DENSE,
     SPARSE,
+    WARM_UP,
     random_batches,
     read_stats,
     single_rank,
