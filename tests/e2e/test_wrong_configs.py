@@ -40,16 +40,6 @@ def message_of(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr
 
 
-def test_several_mistakes_come_in_one_message():
-    message = message_of(launch("model.num_layers=four", "gsa.k_min=100", "train.grad_clp=1"))
-    assert message.startswith(f"{CONFIG}: 3 problems\n")
-    assert [line.split(" = ")[0].strip() for line in message.splitlines()[1:]] == [
-        "model.num_layers",
-        "train.grad_clp",
-        "gsa.k_min",
-    ]
-
-
 def test_what_another_rank_alone_finds_is_not_lost():
     """The node of this rank lacks a file. Rank 0 continues, and nothing ends this rank."""
     message = message_of(launch("data.tokenizer=/none.model", ranks=2, rank=1))

@@ -15,7 +15,6 @@ from gsa_study import commands as study_commands
 from gsa_train import commands
 from gsa_train.commands import goodput
 from gsa_train.process.as_command import READER_LEFT, as_command
-from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 # Training continues without a reader and handles signals itself; an export has its main in launch/; `make docs`.
@@ -49,13 +48,6 @@ def test_a_dry_run_ends_in_silence_too() -> None:
 def test_another_broken_pipe_is_an_error() -> None:
     with pytest.raises(BrokenPipeError), as_command():
         raise BrokenPipeError
-
-
-def test_ctrl_c_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end, as_command():
-        raise KeyboardInterrupt
-    assert end.value.code == INTERRUPTED
-    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
 
 
 def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

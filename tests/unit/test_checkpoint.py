@@ -46,10 +46,6 @@ def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path)
 # --- folders -----------------------------------------------------------------------------------------------
 
 
-def test_the_run_state_reads_back_equal(save):
-    assert read_run_state(save(7)) == run_state(7)
-
-
 def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
     """A run that began on a CPU continues on a GPU, whose generator does not accept this state."""
     parallel = single_rank()
@@ -115,16 +111,6 @@ def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(save, tmp_path)
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000004"
     save(5, keep_last=2)
     assert resume_candidates(tmp_path) == [tmp_path / "step_00000005", tmp_path / "step_00000004"]
-
-
-def test_a_checkpoint_is_found_by_its_own_name_by_its_folder_and_by_its_run(save, tmp_path):
-    folder = save(3)
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "checkpoints").symlink_to(tmp_path, target_is_directory=True)
-    assert find_checkpoint(folder) == find_checkpoint(tmp_path) == folder
-    assert find_checkpoint(run_folder) == run_folder / "checkpoints" / folder.name
-    assert find_checkpoint(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("lost", ["metadata.json", None], ids=["incomplete", "missing"])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gsa_train.checkpoint import save as checkpoint_save
+from gsa_train.checkpoint.finite import not_finite
 from gsa_train.checkpoint.load import (
     StateError,
     load_checkpoint,
@@ -27,6 +28,7 @@ from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_stat
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import mcore as optim
+from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.optimizer.norms import inner_optimizers
 from gsa_train.planning.memory.estimate import checkpoint_bytes
@@ -228,6 +230,20 @@ def test_a_state_from_the_wrong_place_is_refused(
         close_optimizer(model, optimizer)
     assert saved_weights(bad)  # a new run may begin with these
     load_weights(bad, tiny_model(config), single_rank())
+
+
+def test_a_nan_of_an_earlier_version_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not pass for a state from the wrong place."""
+    monkeypatch.setattr(checkpoint_save, "not_finite", lambda *_: None)
+    config = config_of(True, "bf16")
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    part = next(part for part in optimizer.state_parts() if part.parameter.ndim == 2)
+    part.parameter.data.view(-1)[part.start] = part.tensors[MAIN_WEIGHT][0] = math.nan
+    folder = write_checkpoint(tmp_path, 1, model, optimizer, config)
+    load_checkpoint(folder, model, optimizer, single_rank(), with_optimizer=True)
+    assert "fp32 weight of" in str(not_finite(model, optimizer, single_rank()))
+    close_optimizer(model, optimizer)
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])

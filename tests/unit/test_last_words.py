@@ -34,13 +34,6 @@ def summary(error_file: Path) -> str:
     return str(ChildFailedError("pretrain.py", {0: failure}))
 
 
-def test_under_torchrun_in_the_last_lines_of_its_summary(error_file, capsys):
-    say_last("a.yaml: 2 problems\n  one\n  two")
-    assert capsys.readouterr().err == ""
-    lines = summary(error_file).splitlines()
-    assert lines[-4:-1] == ["  traceback : a.yaml: 2 problems", "    one", "    two"]
-
-
 @pytest.mark.parametrize(
     "setting", [("ERROR_FILE", None), ("RESTART_COUNT", "1"), ("ERROR_FILE", "/no/folder/e.json")]
 )
