@@ -29,12 +29,8 @@ class Terminal:
     """Holds a separate shell in a separate terminal, with a run in the foreground."""
 
     def __init__(self, folder: Path, ranks: int, console: str, overrides: tuple[str, ...]) -> None:
-        words = [
-            sys.executable,
-            *(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]),
-        ]
-        if ranks == 0:
-            words = [sys.executable]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        words = [sys.executable, *(torchrun if ranks else [])]
         words += ["launch/pretrain.py", "--config", CONFIG, f"run.dir={folder}", "run.name=run", *overrides]
         self.folder, self.leader = folder, -1
         pid, self.leader = pty.fork()
@@ -152,9 +148,8 @@ def test_ctrl_c_that_ends_the_reader_too(tmp_path: Path, terminals: list[Termina
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("target", ["rank 0", "rank 1", "torchrun"])
-@pytest.mark.parametrize("nohup", ["", "nohup "])
-def test_each_signal_saves(tmp_path, terminals, number, target, nohup):
-    terminal = Terminal(tmp_path, 2, in_foreground(nohup, tmp_path), LONG)
+def test_each_signal_saves(tmp_path, terminals, number, target):
+    terminal = Terminal(tmp_path, 2, "{run}", LONG)
     terminals.append(terminal)
     terminal.wait_for("steps")
     (terminal.launcher() if target == "torchrun" else terminal.rank(int(target[-1]))).send_signal(number)

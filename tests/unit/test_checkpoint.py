@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import load as checkpoint
-from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, recover_folder, resume_candidates
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -21,9 +19,9 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.run_folder.resume import Start
 from helpers import saving
-from helpers.checkpoints import run_state, write_checkpoint
+from helpers.checkpoints import run_state
 from helpers.saving import is_intact, names_in
-from helpers.single_rank import SPARSE, single_rank, tiny_config
+from helpers.single_rank import single_rank
 
 # pytest finds the fixtures here.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
@@ -192,63 +190,6 @@ def test_a_save_killed_anywhere_leaves_a_checkpoint_to_resume_from(again, tmp_pa
     assert kills >= 10
     assert find_checkpoint(tmp_path) == new
     assert names_in(tmp_path) == {new.name, "latest"}
-
-
-# --- damage ------------------------------------------------------------------------------------------------
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-DAMAGES = [
-    (flip_a_bit, "__0_0.distcp", "__0_0.distcp has checksum"),
-    (cut, "__0_1.distcp", "__0_1.distcp has .* bytes instead of"),
-    (Path.unlink, "__0_1.distcp", "__0_1.distcp is missing"),
-    (flip_a_bit, "common.pt", "common.pt has checksum"),
-    (flip_a_bit, ".metadata", ".metadata has checksum"),
-    (cut, "manifest.json", "manifest.json is damaged"),
-    (Path.unlink, "manifest.json", "it has no manifest.json"),
-    (Path.unlink, "metadata.json", "metadata.json is missing"),
-    (lambda path: shutil.rmtree(path.parent), "metadata.json", "it is missing or incomplete"),
-]
-
-
-@pytest.fixture(scope="module")
-def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
-
-
-@pytest.mark.parametrize(("damage", "name", "expected"), DAMAGES)
-def test_damage_is_found_and_named(damage, name, expected, intact, tmp_path):
-    folder = tmp_path / intact.name
-    shutil.copytree(intact, folder)
-    for checksums in (False, True):
-        assert find_damage(folder, single_rank(), checksums) is None
-    damage(folder / name)
-    found = find_damage(folder, single_rank(), checksums=True)
-    assert found is not None
-    assert re.match(expected, found), found
-    by_size = find_damage(folder, single_rank(), checksums=False)
-    if name.endswith(".distcp") or "checksum" not in expected:  # pickles are read anyway
-        assert by_size == (None if "checksum" in expected else found)
-
-
-def test_a_checkpoint_from_before_manifests_loads_unverified(intact, tmp_path, caplog):
-    folder = tmp_path / intact.name
-    shutil.copytree(intact, folder)
-    (folder / "manifest.json").unlink()
-    content = torch.load(folder / "common.pt", weights_only=False)
-    content["run"]["format_version"] = 1
-    torch.save(content, folder / "common.pt")
-    assert find_damage(folder, single_rank(), checksums=True) is None
-    assert "it is not verified" in caplog.text
 
 
 def test_a_damaged_checkpoint_gets_a_name_that_is_free(tmp_path):

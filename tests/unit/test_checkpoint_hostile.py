@@ -27,30 +27,15 @@ from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_st
 from gsa_train.config import _SAVED_LOADER
 from gsa_train.config.text_yaml import TextLoader
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.phases import phase_ranges
 from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.run_folder.resume import ResumeError, choose_start
 from helpers import saving
-from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
-config, trained = saving.config, saving.trained
+config, trained, intact, folder = saving.config, saving.trained, saving.intact, saving.folder
 ARGUMENTS = Arguments("", (), None, False, False, False, False, 1)
 NO_TOKENIZER = cast(Tokenizer, SimpleNamespace(fingerprint=None))
-
-
-@pytest.fixture(scope="module")
-def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
-
-
-@pytest.fixture
-def folder(intact: Path, tmp_path: Path) -> Path:
-    copy = tmp_path / "run" / "checkpoints" / intact.name
-    shutil.copytree(intact, copy)
-    (copy.parent / "latest").write_text(copy.name)
-    return copy
 
 
 class Crafted:

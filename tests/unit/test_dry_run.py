@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,13 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 GSA = CONFIGS / "gsa_1.7b.yaml"
 
 
+def load(overrides: Sequence[str] = (), world_size: int = 8) -> Config:
+    return load_config(GSA, overrides, world_size=world_size, need_data=False)
+
+
 def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a checkout may have the data
-    report = describe(load_config(GSA, world_size=8, need_data=False), 8)
+    report = describe(load(), 8)
     for name in (
         "Layout",
         "Parameters",
@@ -38,7 +43,6 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         "gsa_1.7b on 8 ranks",
         "8 = tensor 1 x context 1 x pipeline 1 x data 8",
         "8 micro-batches of 4",
-        "stage 0 (layers 0-23), data 7: rank 7",
         "1,730,508,992",
         "1,048,576 tokens per step",
         "104,857,600,000",
@@ -60,7 +64,7 @@ def table_of(lines: list[str]) -> dict[str, list[float]]:
 
 
 def test_the_time_follows_from_a_given_mfu():
-    config = load_config(GSA, world_size=8, need_data=False)
+    config = load()
     lines = section(
         describe(config, 8, "NVIDIA A100-SXM4-80GB", mfu=0.5), "Time on 8 x NVIDIA A100-SXM4-80GB"
     )
@@ -82,7 +86,7 @@ def test_the_time_follows_from_a_given_mfu():
 
 
 def test_the_time_takes_the_mfu_that_was_measured_and_guesses_none():
-    config = load_config(GSA, world_size=8, need_data=False)
+    config = load()
     assert "measured for 1.7B parameters" in section(describe(config, 8), f"Time on 8 x {DEVICE}")[1]
     unknown = section(describe(config, 8, "NVIDIA B200"), "Time on 8 x NVIDIA B200")
     assert len(unknown) == 2
@@ -206,10 +210,10 @@ def test_long_contexts_come_with_their_baseline() -> None:
 
 @pytest.mark.parametrize("override", ["gsa.attention_impl=reference", "gsa.indexer_heads=9"])
 def test_attention_in_plain_torch_is_told(override: str) -> None:
-    report = describe(load_config(GSA, [override], world_size=8, need_data=False), 8)
+    report = describe(load([override]), 8)
     assert f"attention in plain torch, with L x L tensors: {override.replace('=', ' = ')}" in report
     assert "give --mfu: attention runs in plain torch" in report
-    assert "attention in plain torch" not in describe(load_config(GSA, world_size=8, need_data=False), 8)
+    assert "attention in plain torch" not in describe(load(), 8)
 
 
 # ---- mixtures of experts
@@ -217,10 +221,6 @@ def test_attention_in_plain_torch_is_told(override: str) -> None:
 EXPERTS = ["moe.experts=64", "moe.top_k=4", "moe.expert_ffn_hidden_size=512"]
 EXPERTS += ["moe.shared_expert_ffn_hidden_size=1024", "moe.first_dense_layers=1"]
 EXPERT_8 = [*EXPERTS, "parallel.expert=8"]
-
-
-def load(overrides: list[str], world_size: int = 8) -> Config:
-    return load_config(GSA, overrides, world_size=world_size, need_data=False)
 
 
 def test_experts_are_spread_over_their_own_ranks() -> None:
@@ -271,4 +271,4 @@ def test_a_dry_run_tells_of_experts() -> None:
         "more where one rank's get all tokens of all its layers",
     ):
         assert line in report
-    assert "expert" not in describe(load([]), 8).replace("--mfu", "")
+    assert "expert" not in describe(load(), 8).replace("--mfu", "")

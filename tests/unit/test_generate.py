@@ -153,10 +153,7 @@ def test_a_damaged_tokenizer_is_named(
 
 
 REFUSED = """
---run {}/none --prompt a -> none: no such folder; give a run's folder, <run.dir>/<run.name>
---run {}/empty --prompt a -> empty: no complete checkpoint there; steps that have one: none
 --run {}/run --step 3 --prompt a -> --step 3: no complete checkpoint there; steps that have one: 0
---checkpoint {}/empty --prompt a -> no complete checkpoint there; give a step_
 --checkpoint {}/empty --step 3 --prompt a -> --step is of a run
 --hf {}/none --prompt a -> none: no such folder
 --run {}/run --prompt a --prompt= -> --prompt: an empty prompt; give a text
