@@ -63,7 +63,6 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
     assert f"resuming from {once.checkpoints / once.latest}" in train(tmp_path, *COMMAND, ranks=2).output
 
     account = read_account(once.folder)
-    assert account is not None
     assert [each.ended for each in account.starts] == ["interrupted", "lost", "complete"]
     assert account.starts[1].down_seconds == 0  # the user's own time
     assert account.starts[2].down_seconds == account.lost_seconds["down"] > 0
@@ -79,7 +78,6 @@ def test_before_the_first_step(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline().startswith(
         f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny"
     )

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run it on two ranks of torchrun. At any time `latest` names a complete checkpoint."""
     run = start(tmp_path_factory.mktemp("demo"), *SHORT.split(), ranks=2, agent=True, config=CONFIG)
-    assert run.process is not None
     while run.process.poll() is None:
         if latest := run.latest:
             assert (run.checkpoints / latest / "metadata.json").exists() or run.latest != latest

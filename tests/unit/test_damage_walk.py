@@ -114,7 +114,6 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
         start, rewinds = start_in(folder)
     except (ResumeError, SpikeAhead, RunFolderError) as error:
         return f"refused: {error}"
-    assert start.checkpoint is not None
     same = intact / "checkpoints" / start.checkpoint.name
     for name in files_below(same):
         assert (start.checkpoint / name).read_bytes() == (same / name).read_bytes(), "damaged, and taken"

@@ -42,12 +42,9 @@ def test_projections_match_the_checkpoint(tmp_path: Path) -> None:
     assert sorted(found) == [0, 1]
     heads, dim = config.gsa.indexer_heads, config.gsa.indexer_dim
     queries = found[1]["queries"]
-    assert queries is not None
     assert queries.shape == (1, config.train.seq_len_tokens, heads, dim)
     ema, bias = found[1]["variance_ema"], found[1]["score_bias"]
-    assert loaded.attentions[1].variance is not None
     assert torch.equal(ema, loaded.attentions[1].variance.ema)
-    assert loaded.attentions[1].indexer is not None
     assert torch.equal(bias, loaded.attentions[1].indexer.score_bias)
     assert all(not attention.indexer._forward_hooks for attention in loaded.attentions)
 

@@ -79,7 +79,6 @@ def test_marks_become_the_loss_mask() -> None:
     assert batch.tokens.tolist() == [[5, 6, EOS, 7, 8, EOS, 9, 3, EOS, EOS]]
     assert batch.labels.tolist() == [[6, EOS, 7, 8, EOS, 9, 3, EOS, EOS, EOS]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 0, 1, 0, 0, 0]]
-    assert batch.document_ids is not None
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 1, 2]]
 
 
@@ -138,7 +137,6 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     batches = TrainBatches(config, single_rank(), tokenizer, None).next_step()
     rows: list[tuple[int, ...]] = []
     for batch in batches:
-        assert batch.document_ids is not None
         for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
             pieces = [tuple(tokens[ids == number].tolist()) for number in ids.unique()]
             pieces = [piece for piece in pieces if set(piece) != {tokenizer.eos_id}]

@@ -120,7 +120,6 @@ def test_the_account_of_a_run(run: Path, called: Called) -> None:
     ):
         assert row in said
     simulated = re.search(r"simulated with the mean of everything else: ETTR ([\d.]+)%\n$", said)
-    assert simulated is not None
     assert abs(float(simulated[1]) - 71.09) < 2
 
 

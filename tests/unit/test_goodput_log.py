@@ -59,12 +59,6 @@ def train(log: GoodputLog, clock: Clock, first: int, last: int) -> None:
     clock.begin("training")
 
 
-def account_in(folder: Path) -> Account:
-    account = read_account(folder)
-    assert account is not None
-    return account
-
-
 def lost(account: Account) -> dict[str, float]:
     return {name: round(value, 3) for name, value in account.lost_seconds.items() if abs(value) > 1e-3}
 
@@ -116,7 +110,7 @@ def test_a_run_that_ends_by_itself(tmp_path: Path) -> None:
     clock.at += 50  # draws pictures
     log.note(10, "sparse")
     log.close()
-    account = account_in(tmp_path)
+    account = read_account(tmp_path)
     assert (account.productive_seconds, account.wall_seconds) == (10, 20)
     losses = {**dict.fromkeys(LOSSES, 0), "import": 3, "checkpoint": 2, "first_step": 3, "save": 2}
     assert log.summary() == {
@@ -152,7 +146,7 @@ def test_what_a_killed_process_did_is_told_by_the_next_one(tmp_path: Path) -> No
     log, clock = start(tmp_path, 1040, step=8)
     assert [line["kind"] for line in read_lines(tmp_path)][-2:] == ["lost", "start"]
     train(log, clock, 9, 12)
-    account = account_in(tmp_path)
+    account = read_account(tmp_path)
     expected = {"import": 6, "checkpoint": 4, "first_step": 6, "repeated": 3 + 2, "detection": 4, "down": 15}
     assert lost(account) == expected
     assert account.productive_seconds == 12
@@ -187,7 +181,7 @@ def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Pat
     clock.at += 5
     log.close()
     expected = {"import": 3, "checkpoint": 2, "first_step": 3, "save": 1, "detection": 105}
-    assert lost(account_in(tmp_path)) == expected
+    assert lost(read_account(tmp_path)) == expected
 
 
 def report_hang(folder: Path) -> None:
@@ -212,7 +206,7 @@ SIGNS: list[tuple[Callable[[Path], object], int, int]] = [
 def test_the_newest_sign_of_life_counts_or_the_newest_line(change, repeated, detection, tmp_path):
     killed(tmp_path)
     change(tmp_path)
-    account = account_in(tmp_path)
+    account = read_account(tmp_path)
     assert (account.lost_seconds["repeated"], account.lost_seconds["detection"]) == (repeated, detection)
     assert account.wall_seconds == 18 + repeated + detection
 
@@ -231,7 +225,7 @@ def test_a_process_that_lives_on_after_its_last_progress(tmp_path: Path) -> None
     log, clock = start(tmp_path, 1000)
     clock.at += 6
     log.beat(0, 1004.5)
-    assert lost(account_in(tmp_path)) == {"import": 3, "checkpoint": 2, "detection": 6}
+    assert lost(read_account(tmp_path)) == {"import": 3, "checkpoint": 2, "detection": 6}
 
 
 def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
@@ -252,7 +246,7 @@ def test_a_rewind(tmp_path: Path) -> None:
     log.go_back(6)
     clock.wait(1, "first_step")
     log.note(7, "sparse")
-    account = account_in(tmp_path)
+    account = read_account(tmp_path)
     assert lost(account) == {"import": 3, "checkpoint": 4, "first_step": 3, "repeated": 4}
     assert account.productive_seconds == 7
 
@@ -304,7 +298,7 @@ def test_damaged_lines_are_left_out_and_the_next_start_writes_after_them(tmp_pat
     assert re.search(rf"{FILE}: record \d+ of \d+ .* \(and 9 more\); left out", caplog.text)
     log, clock = start(tmp_path, 1040, step=8)
     train(log, clock, 9, 12)
-    account = account_in(tmp_path)
+    account = read_account(tmp_path)
     assert account.productive_seconds == 12
 
 
@@ -326,7 +320,7 @@ def test_which_start_at_step_0_goes_on_with_the_account(again, starts, tmp_path,
     opened = open_run_folder(config, again, single_rank(), RunClock())
     assert len(opened.goodput.account().starts) == starts
     assert ("goodput: this run has lost " in capsys.readouterr().out) is (starts > 1)
-    account = account_in(tmp_path / "run")
+    account = read_account(tmp_path / "run")
     assert [each.step for each in account.starts] == [0] * starts
     assert account.productive_seconds == 0
     opened.goodput.close()

@@ -112,7 +112,6 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
         return
     assert limit == STEP_SECONDS
     fault = find_fault(ages, limit)
-    assert fault is not None
     assert "Frozen or gone (not even a heartbeat): 1" in fault
     late = [age("saving"), age(activity, silent=STEP_SECONDS - 1), age("validating")]
     assert limit_for_all(late, LONGEST) == LONGEST
@@ -124,7 +123,6 @@ def test_what_follows_a_step_lies_before_the_next_one() -> None:
     """The other ranks wait in the following step for the rank that still saves."""
     ages = [age("saving", still=700), age("training", still=690)]
     fault = find_fault(ages, LONGEST)
-    assert fault is not None
     assert [line.split()[1] for line in fault.splitlines() if line.endswith("<--")] == ["0"]
 
 
@@ -231,7 +229,6 @@ def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monke
     assert watched.watch._count == before + 3
     assert told == [0]
     comes_back.set()
-    assert watched.watch._telling is not None
     watched.watch._telling.join()
     watched.watch._beat()
     watched.watch._telling.join()

@@ -73,7 +73,6 @@ def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, mo
 def test_a_full_shared_memory_gets_its_remedy() -> None:
     nccl = "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)"
     said = pretrain.known_failure(RuntimeError(nccl))
-    assert said is not None
     assert said.startswith(f"{nccl}\n/dev/shm is too small or full for NCCL: make room there")
     assert "--shm-size" in said
     assert pretrain.known_failure(RuntimeError("CUDA error: an illegal memory access")) is None
