@@ -40,17 +40,14 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
     assert once.latest == f"step_{saved['step']:08d}"
     assert once.output.count(SAYS) == 1
     assert f"Ctrl-C: saving a checkpoint at step {saved['step']}" in once.output
-    assert (
-        f"stopped by Ctrl-C after step {saved['step']}; exit code 75: the same command goes on" in once.output
-    )
+    assert f"stopped by Ctrl-C after step {saved['step']}; exit code 75: the same command goes" in once.output
     assert "wandb sync" in once.output.split("saving a checkpoint")[1]
     assert once.output.count("Traceback") == 1  # torchrun's own traceback
     assert left_of(once) == []
 
     # Rank 1's save waits for a signal that does not come, so that the second Ctrl-C comes during the save.
-    twice = start(
-        tmp_path, waits_for=[saved["step"] + 3, 1, signal.SIGINT], write_waits_for=[1, signal.SIGUSR1]
-    )
+    waits_for = [saved["step"] + 3, 1, signal.SIGINT]
+    twice = start(tmp_path, waits_for=waits_for, write_waits_for=[1, signal.SIGUSR1])
     twice.wait_until(lambda: len(twice.steps()) >= saved["step"] + 2)
     press(twice)
     twice.wait_until(lambda: "Ctrl-C: saving a checkpoint" in twice.output)
@@ -78,9 +75,8 @@ def test_before_the_first_step(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline().startswith(
-        f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny"
-    )
+    said = process.stdout.readline()
+    assert said.startswith(f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 130

@@ -22,9 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run it on two ranks, each with half of the experts."""
-    return start(
-        tmp_path_factory.mktemp("demo_moe"), *SHORT.split(), ranks=2, config="configs/demo_moe.yaml"
-    ).wait()
+    folder = tmp_path_factory.mktemp("demo_moe")
+    return start(folder, *SHORT.split(), ranks=2, config="configs/demo_moe.yaml").wait()
 
 
 def test_the_loss_falls_in_all_phases(demo: Run) -> None:

@@ -30,11 +30,8 @@ def test_a_layout_in_short() -> None:
     assert (config.parallel.tensor, config.parallel.sequence, config.parallel.pipeline) == (2, True, 1)
     assert not config.parallel.distributed_optimizer
     assert (config.train.recompute, config.train.grad_clip) == ("full", 0.5)
-    assert (config.train.global_batch_size, config.train.seq_len_tokens, config.model.num_layers) == (
-        8,
-        64,
-        2,
-    )
+    train = config.train
+    assert (train.global_batch_size, train.seq_len_tokens, config.model.num_layers) == (8, 64, 2)
     assert not sizes.apply(DEMO, "tp=2", world_size=2).parallel.sequence
     with pytest.raises(ValueError, match="tpp=2: not part of a layout; name tp"):
         layout_overrides("tpp=2")
@@ -84,9 +81,8 @@ def row(world_size: int, speed: float | None, **other: object) -> dict[str, obje
 
 
 def test_weak_scaling_compares_equal_work_per_device() -> None:
-    (found,) = scaling(
-        [row(1, 100.0), row(1, 1.0, model="other")], [row(4, 90.0), row(4, 5.0, layout="tp=2")]
-    )
+    others = row(1, 1.0, model="other"), row(4, 5.0, layout="tp=2")
+    (found,) = scaling([row(1, 100.0), others[0]], [row(4, 90.0), others[1]])
     assert (found["devices"], found["efficiency"], found["causal_keys"]) == ("1 -> 4", 0.9, 5.5)
     with pytest.raises(ValueError, match=r"80.0 and 40.0 tokens per device"):
         scaling([row(1, 100.0, sequences=4)], [row(4, 90.0)])

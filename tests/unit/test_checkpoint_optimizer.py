@@ -151,11 +151,8 @@ def test_a_stretch_of_a_tensor_is_a_few_boxes() -> None:
                 assert tuple(box.shape) == size
                 assert all(size) or not size
                 found.append(box.flatten())
-            assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(start, end)), (
-                shape,
-                start,
-                end,
-            )
+            expected = torch.arange(start, end)
+            assert torch.equal(torch.cat([torch.arange(0), *found]), expected), (shape, start, end)
             assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
@@ -187,10 +184,8 @@ def test_a_save_and_a_load_name_the_optimizer_s_own_tensors(kind: tuple[bool, st
 @pytest.fixture
 def as_format_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the distributed optimizer's state as megatron-core does."""
-    fully_reshardable = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-    }
+    fully_reshardable = {"distrib_optim_sharding_type": "fully_reshardable"}
+    fully_reshardable |= {"chained_optim_avoid_prefix": True}
 
     def by_megatron(model: Model, phase_optimizer: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         state = sharded_state(model, None, metadata)

@@ -138,9 +138,8 @@ def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
         wrong[int(place * len(good))] ^= 4
         path.write_bytes(wrong)
         at_once = find_damage(folder, single_rank(), checksums=True, tensors_later=True)
-        assert at_once is None or (
-            name in at_once and "_extra_state" in at_once
-        )  # small objects are read before
+        # Small objects are read before.
+        assert at_once is None or (name in at_once and "_extra_state" in at_once)
         with pytest.raises(DamagedCheckpoint, match=f"{name} has checksum") as found:
             load(folder, reader, with_optimizer)
         before = find_damage(folder, single_rank(), checksums=True)

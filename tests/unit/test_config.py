@@ -115,9 +115,8 @@ def test_validation_sets_by_name_in_their_order(write):
 
 def test_the_field_decides_what_a_word_means(write):
     text = PHASE + "gsa: {adaptive_k: off, value_gate: off, output_gate: on}\nmodel: {qk_norm: true}\n"
-    config = load_config(
-        write(text), ["run.name=1e3", "parallel.sequence=no", "logging.wandb_project=2026-01-01"]
-    )
+    overrides = ["run.name=1e3", "parallel.sequence=no", "logging.wandb_project=2026-01-01"]
+    config = load_config(write(text), overrides)
     assert config.gsa.adaptive_k == "off"
     assert (config.gsa.value_gate, config.gsa.output_gate) == (False, True)
     assert config.model.qk_norm is True
@@ -280,9 +279,8 @@ def test_what_a_saved_config_has_of_another_version(write):
     saved = config_to_yaml(Config()).replace("model:\n", "model:\n  future: 3\n")
     with pytest.raises(ConfigError) as caught:
         config_from_yaml(saved, "saved.pt")
-    assert str(caught.value) == (
-        "saved.pt: 1 problem\n  model.future = 3: unknown key; use the version of gsa_train that saved it"
-    )
+    said = "model.future = 3: unknown key; use the version of gsa_train that saved it"
+    assert str(caught.value) == f"saved.pt: 1 problem\n  {said}"
     removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n"
     saved = config_to_yaml(Config()).replace("gsa:\n", removed)
     saved = saved.replace("initial_text: fresh", "initial_text: anew")

@@ -80,9 +80,8 @@ def with_ids(table: str) -> list[object]:
 def test_the_least_values(base: Path, fields: str, value: str, said: str) -> None:
     overrides = ["train.recompute=full", *(f"{field}={value}" for field in fields.split())]
     found = "\n".join(check_config(load_config(base, overrides), 8))
-    assert [
-        field for field in fields.split() if not re.search(rf"^{field} = {value}(\.0)?: {said}", found, re.M)
-    ] == []
+    expected = {field: rf"^{field} = {value}(\.0)?: {said}" for field in fields.split()}
+    assert [field for field, line in expected.items() if not re.search(line, found, re.M)] == []
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), with_ids(BROKEN_RULES))
@@ -192,10 +191,8 @@ def test_wandb_must_be_installed_where_it_is_used(base, monkeypatch, spec):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     for mode in ("auto", "offline"):
         (problem,) = check_packages(load_config(base, [f"logging.wandb={mode}"]))
-        assert problem == (
-            f"logging.wandb = {mode}: the package wandb is not installed; "
-            "run pip install wandb, or set logging.wandb=disabled"
-        )
+        assert problem.startswith(f"logging.wandb = {mode}: the package wandb is not installed; ")
+        assert problem.endswith("run pip install wandb, or set logging.wandb=disabled")
     assert check_packages(load_config(base, ["logging.wandb=disabled"])) == []
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert check_packages(load_config(base)) == []

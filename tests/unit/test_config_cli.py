@@ -18,9 +18,8 @@ def no_launcher(monkeypatch):
 
 
 def test_options_and_overrides_in_any_order(tmp_path):
-    arguments = parse_arguments(
-        ["a.b=1", "--config", "c.yaml", "x[0].y=2", "--resume-from", str(tmp_path), "z="]
-    )
+    words = ["a.b=1", "--config", "c.yaml", "x[0].y=2", "--resume-from", str(tmp_path), "z="]
+    arguments = parse_arguments(words)
     assert arguments.config_path == "c.yaml"
     assert arguments.overrides == ("a.b=1", "x[0].y=2", "z=")
     assert arguments.resume_from == str(tmp_path)

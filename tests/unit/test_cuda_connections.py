@@ -99,9 +99,8 @@ sys.exit("torch was not imported")
 )
 def test_launchers_set_it_before_torch_is_imported(command, with_tensor, without, tmp_path):
     """An import may query CUDA, and then it is too late."""
-    environment = {
-        name: text for name, text in os.environ.items() if name not in (VARIABLE, "CUDA_VISIBLE_DEVICES")
-    }
+    hidden = (VARIABLE, "CUDA_VISIBLE_DEVICES")
+    environment = {name: text for name, text in os.environ.items() if name not in hidden}
     environment |= {"RANK": "0", "WORLD_SIZE": "2"}
     for layout, expected in ((with_tensor, "1"), (without, "not set")):
         arguments = [*command, layout]

@@ -44,15 +44,13 @@ def write_all_that_a_report_reads(folder):
     scores = {"data": {"web": {"perplexity": 9.0}}, "tasks": {"results": {"piqa": {"acc,none": 0.5}}}}
     scores |= {"requests": {"piqa": {"accuracy": 0.5}}, "ruler": {"mean": {"4096": 0.5}}}
     model = {"step": 60, "settings": ["gsa.k_max = 64"]}
-    (evaluation / "results.json").write_text(
-        json.dumps({"model": model, "command": "gsa-evaluate", **scores})
-    )
+    results = {"model": model, "command": "gsa-evaluate", **scores}
+    (evaluation / "results.json").write_text(json.dumps(results))
 
 
 SAVED = {"event": "checkpoint", "phase": "sparse", "checkpoint_bytes": 9, "checkpoint_save_seconds": 1.0}
-STARTS = [
-    json.dumps({"unix_seconds": 1e9 + step, "step": step, "run_id": "a", **START}) for step in (0, 40, 50)
-]
+ANY_START = {"run_id": "a", **START}
+STARTS = [json.dumps({"unix_seconds": 1e9 + step, "step": step, **ANY_START}) for step in (0, 40, 50)]
 
 
 def places_in(value, path=()):

@@ -48,12 +48,9 @@ def missing_commands(text: str) -> list[str]:
 
 def repository_files() -> list[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.splitlines()
-    return listed or [
-        path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if ".venv" not in path.parts
-    ]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    files = (path for path in ROOT.rglob("*") if ".venv" not in path.parts)
+    return listed.stdout.splitlines() or [path.relative_to(ROOT).as_posix() for path in files]
 
 
 FILES = ["/" + name for name in repository_files()]

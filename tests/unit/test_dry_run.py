@@ -65,18 +65,16 @@ def table_of(lines: list[str]) -> dict[str, list[float]]:
 
 def test_the_time_follows_from_a_given_mfu():
     config = load()
-    lines = section(
-        describe(config, 8, "NVIDIA A100-SXM4-80GB", mfu=0.5), "Time on 8 x NVIDIA A100-SXM4-80GB"
-    )
+    device = "NVIDIA A100-SXM4-80GB"
+    lines = section(describe(config, 8, device, mfu=0.5), f"Time on 8 x {device}")
     assert lines[1] == "  MFU 50% of 312 TFLOP/s (bf16): as given"
     assert lines[2].split() == ["phase", "tokens/s", "hours", "GPU-days"]
     rows = table_of(lines[3:])
     assert list(rows) == ["warm-up", "sparse", "total"]
     seconds = 0.0
     for phase in config.phases:
-        flops = flops_per_token(
-            config.model, config.gsa, config.moe, phase, config.train.seq_len_tokens
-        ).total
+        sections = (config.model, config.gsa, config.moe, phase)
+        flops = flops_per_token(*sections, config.train.seq_len_tokens).total
         tokens = phase.steps * config.train.global_batch_size * config.train.seq_len_tokens
         tokens_per_second = 8 * 0.5 * 312e12 / flops
         hours = tokens / tokens_per_second / 3600
@@ -147,12 +145,10 @@ def test_a_restart_needs_no_initial_weights(tmp_path: Path) -> None:
 def test_ranks_are_laid_out_as_megatron_core_does(tensor, context, pipeline, world_size):
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
     data = world_size // tensor // context // pipeline
-    generator = parallel_state.RankGenerator(
-        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp"
-    )
-    config = dataclasses.replace(
-        Config(), parallel=ParallelConfig(tensor=tensor, context=context, pipeline=pipeline)
-    )
+    sizes = {"tp": tensor, "ep": 1, "dp": data, "pp": pipeline, "cp": context}
+    generator = parallel_state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp")
+    layout = ParallelConfig(tensor=tensor, context=context, pipeline=pipeline)
+    config = dataclasses.replace(Config(), parallel=layout)
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
 
     def groups(axis: str) -> list[list[int]]:
@@ -168,9 +164,7 @@ def test_ranks_are_laid_out_as_megatron_core_does(tensor, context, pipeline, wor
 
 
 SHIPPED = sorted(path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith(("demo", "tiny")))
-NOTE = (
-    r"Peak memory by --dry-run is (\d+) GiB \(for 80 GB GPUs\), or (\d+) GiB with (\S+) \(for 141 GB GPUs\)\."
-)
+NOTE = r"Peak memory by --dry-run is (\d+) GiB \(for 80 GB GPUs\), or (\d+) GiB with (\S+) \(for 141 GB GPUs"
 
 
 def peak_gib(name: str, overrides: list[str]) -> float:
@@ -198,10 +192,8 @@ def test_every_config_fits_the_gpus_that_its_head_names(name: str) -> None:
 
 def test_long_contexts_come_with_their_baseline() -> None:
     for length in ("32k", "128k"):
-        gsa, standard = (
-            load_config(CONFIGS / f"{kind}_1.7b_{length}.yaml", world_size=8, need_data=False)
-            for kind in ("gsa", "standard")
-        )
+        paths = (CONFIGS / f"{kind}_1.7b_{length}.yaml" for kind in ("gsa", "standard"))
+        gsa, standard = (load_config(path, world_size=8, need_data=False) for path in paths)
         assert gsa.train == standard.train
         assert gsa.model == standard.model
         assert gsa.parallel == standard.parallel

@@ -104,10 +104,8 @@ def test_metrics_match_all_tokens(moe: dict[str, Any], recompute: str) -> None:
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     take_step(model, optimizer, random_batches(config, 0), config, lr=1e-2)
-    loads, bias = (
-        None if held is None else held.tolist()
-        for held in (model.routers[0].loads, model.routers[0].expert_bias)
-    )
+    held = (model.routers[0].loads, model.routers[0].expert_bias)
+    loads, bias = (None if each is None else each.tolist() for each in held)
     seen = Seen(model)
     take_step(model, optimizer, random_batches(config, 1), config, lr=1e-2, step=1, measures=True)
     found = attention_metrics(model.runtime.stats.reduce(NOTHING, [], [])[0])

@@ -61,9 +61,8 @@ PARTS = {
 
 @pytest.mark.parametrize(("model", "gsa", "moe"), VARIANTS)
 def test_parameters_match_the_model(model, gsa, moe):
-    built = dataclasses.replace(
-        CONFIG, model=model, gsa=gsa, moe=dataclasses.replace(moe, experts_impl="sequential")
-    )
+    sequential = dataclasses.replace(moe, experts_impl="sequential")
+    built = dataclasses.replace(CONFIG, model=model, gsa=gsa, moe=sequential)
     expected = dict.fromkeys((*PARTS.values(), "idle"), 0)
     for name, parameter in tiny_model(built).gpt.named_parameters():
         expected[next(field for part, field in PARTS.items() if part in name)] += parameter.numel()

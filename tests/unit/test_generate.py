@@ -103,9 +103,8 @@ def test_the_last_ids_of_a_vocabulary_with_gaps_can_be_chosen(folder: Path, tmp_
     shutil.copytree(folder / "hf", tmp_path / "gaps")
     content = json.loads((tmp_path / "gaps" / "tokenizer.json").read_text())
     last = Tokenizer(str(SAMPLE)).vocab_size + 20
-    content["added_tokens"].append(
-        {**content["added_tokens"][0], "id": last, "content": "<|last|>", "special": True}
-    )
+    token = {"id": last, "content": "<|last|>", "special": True}
+    content["added_tokens"].append({**content["added_tokens"][0], **token})
     if isinstance(content["model"]["vocab"], dict):
         content["model"]["vocab"]["<|last|>"] = last
     (tmp_path / "gaps" / "tokenizer.json").write_text(json.dumps(content))

@@ -137,16 +137,10 @@ def test_a_plan_says_where_its_parts_come_from(run: Path, called: Called) -> Non
         assert row in measured
     code, alone = called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77")
     assert code == 0
-    rows = (
-        "durable 40 s as long as the stall",
-        "down 60 s default (--down-seconds)",
-        "every 77 steps (1m17s)",
-    )
+    rows = ("durable 40 s as long as the stall", "down 60 s default", "every 77 steps (1m17s)")
     assert [row for row in rows if row not in alone] == []
-    assert called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77") == (
-        0,
-        alone,
-    )  # the seed's result
+    again = called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77")
+    assert again == (0, alone)  # the seed's result
 
 
 ONE = "--gpus 1 --mtbf-hours 1"

@@ -258,9 +258,8 @@ def test_nothing_that_hangs_or_has_ended_keeps_a_rank_from_ending(fault, tmp_pat
     with monkeypatch.context() as patched:
         if fault == "report folder hangs":
             patched.setattr(Path, "mkdir", lambda *_, **__: comes_back.wait(60))
-        writer = ConsoleWriter(
-            2, {"stderr of a pipe that is gone": break_pipe, "stderr hangs": hang}.get(fault, os.write)
-        )
+        write = {"stderr of a pipe that is gone": break_pipe, "stderr hangs": hang}.get(fault, os.write)
+        writer = ConsoleWriter(2, write)
         patched.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
         patched.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children))
         patched.setattr(os, "_exit", codes.append)

@@ -26,9 +26,8 @@ class Job:
         self.run_dir = folder / "demo"
         (self.run_dir / "checkpoints").mkdir(parents=True)
         self.script = folder / "job.sh"
-        self.frozen = next(
-            Path(line.removeprefix("folder=")) for line in printed.splitlines() if line.startswith("folder=")
-        )
+        folders = [line for line in printed.splitlines() if line.startswith("folder=")]
+        self.frozen = Path(folders[0].removeprefix("folder="))
         (self.frozen / "source").mkdir(parents=True)
         self.script.write_text(printed)
         self.log = folder / "log"

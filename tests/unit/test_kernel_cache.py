@@ -31,9 +31,7 @@ def test_who_says_where_is_heard_and_named() -> None:
     prepare_kernel_cache(RunConfig(kernel_cache_dir="/fields"), environment)
     assert environment == {"TRITON_CACHE_DIR": "/mine", "TRITON_CACHE_MANAGER": "my:own"}
     said = kernel_cache_in_words(RunConfig(kernel_cache_dir="/fields"), environment)
-    assert said.startswith(
-        "/mine (TRITON_CACHE_DIR of the environment instead of run.kernel_cache_dir = /fields)"
-    )
+    assert said.startswith("/mine (TRITON_CACHE_DIR of the environment instead of run.kernel_cache_dir = ")
     of_field: dict[str, str] = {}
     prepare_kernel_cache(RunConfig(kernel_cache_dir="/fields"), of_field)
     assert of_field["TRITON_CACHE_DIR"] == "/fields"
@@ -49,9 +47,8 @@ def test_another_process_finds_what_one_has_compiled(folder: Path) -> None:
     assert again.get_group("a.json") == group
     assert Path(group["a.cubin"]).read_bytes() == b"\0\1"
     assert Path(group["a.cubin"]).parent == folder / "k1"
-    assert kernel_cache_in_words(RunConfig(dir=str(folder.parent)), os.environ).endswith(
-        "1 entries of earlier starts"
-    )
+    said = kernel_cache_in_words(RunConfig(dir=str(folder.parent)), os.environ)
+    assert said.endswith("1 entries of earlier starts")
 
 
 def test_ranks_that_write_one_kernel_at_once_leave_it_whole(folder: Path) -> None:

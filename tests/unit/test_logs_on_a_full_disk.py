@@ -110,9 +110,8 @@ def test_lines_wait_through_several_outages_and_are_written_in_order(tmp_path, r
         below.room, below.truncates = room, truncates
         events.append(file.write(line_of(step)))
         assert file.works == (step in (1, 4))
-        assert [each["step"] for each in read_records(path)] == list(
-            range(1, 2 if step in (2, 3) else step + 1)
-        )
+        there = range(1, 2 if step in (2, 3) else step + 1)
+        assert [each["step"] for each in read_records(path)] == list(there)
     assert read_strictly(path) == [line_of(step) for step in range(1, 5)]
     assert [each and each["event"] for each in events] == [None, "log_failed", None, "log_written"]
     below.room = 0
