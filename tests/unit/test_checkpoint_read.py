@@ -125,9 +125,7 @@ PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
-    place, with_optimizer, folder, trained, reader
-):
+def test_a_wrong_bit_is_found_wherever_it_is(place, with_optimizer, folder, trained, reader):
     """Without the optimizer most of the file is not used. An intact file is never called damaged."""
     names = sorted(tensor_files(folder))
     assert len(names) > 1

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,7 @@ TP, CP = ParallelConfig(tensor=2), ParallelConfig(context=2)
 ZERO_3 = ParallelConfig(tensor=2, strategy="deepspeed", zero_stage=3)
 
 
-def prepare(
-    layouts: list[ParallelConfig], capability: int | None = HOPPER, **environment: str
-) -> dict[str, str]:
+def prepare(layouts: list[ParallelConfig], capability: int | None = HOPPER, **environment: str) -> Any:
     prepare_connections(layouts, environment, capability)
     return environment
 

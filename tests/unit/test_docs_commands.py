@@ -182,9 +182,7 @@ MEASURED: list[tuple[str, str, dict[int, float]]] = [
 
 
 @pytest.mark.parametrize(("after", "start", "numbers"), MEASURED)
-def test_the_tables_of_performance_have_the_numbers_of_the_benches(
-    after: str, start: str, numbers: dict[int, float]
-) -> None:
+def test_the_tables_of_performance_have_the_numbers_of_the_benches(after, start, numbers):
     text = (ROOT / "docs/reference/performance.md").read_text(encoding="utf-8").partition(after)[2]
     line = next(line for line in text.splitlines() if line.startswith(start))
     for cell, number in numbers.items():

@@ -29,7 +29,7 @@ def load(overrides: Sequence[str] = (), world_size: int = 8) -> Config:
 def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a checkout may have the data
     report = describe(load(), 8)
-    for name in (
+    names = (
         "Layout",
         "Parameters",
         "Tokens",
@@ -37,7 +37,8 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         "Time on",
         "Memory per rank",
         "Data",
-    ):
+    )
+    for name in names:
         assert f"\n\n{name}" in report
     for fragment in (
         "gsa_1.7b on 8 ranks",

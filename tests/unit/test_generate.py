@@ -137,9 +137,7 @@ def test_lines_of_the_input_and_sampling(folder: Path, call: Call, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["", '{"half": ', "{}"])
-def test_a_damaged_tokenizer_is_named(
-    folder: Path, tmp_path: Path, call: Call, name: str, content: str
-) -> None:
+def test_a_damaged_tokenizer_is_named(folder, tmp_path, call, name, content):
     copy = shutil.copytree(folder / "hf", tmp_path / "hf")
     (copy / name).write_text(content)
     code, _, said = call("--hf", copy, "--prompt", "The", "--max-new-tokens", 2)

@@ -22,9 +22,7 @@ EVERY = 50
 Called = Callable[..., tuple[int, str]]
 
 
-def line(
-    kind: str, at: float, step: int, more: dict[str, Any] | None = None, **seconds: float
-) -> dict[str, Any]:
+def line(kind: str, at: float, step: int, more: Any = None, **seconds: float) -> dict[str, Any]:
     return {"kind": kind, "step": step, "time": at, "phase": "sparse", "seconds": seconds, **(more or {})}
 
 
@@ -174,9 +172,7 @@ def test_what_is_refused(words: str, expected: str, called: Called) -> None:
 
 def test_folders_without_an_account_are_refused(run: Path, tmp_path: Path, called: Called) -> None:
     (tmp_path / "goodput.jsonl").write_text((run / "goodput.jsonl").read_text())
-    with pytest.raises(
-        NoAccount, match=r"config\.yaml cannot be read \(.*\); copy it from a checkpoint of the run"
-    ):
+    with pytest.raises(NoAccount, match=r"config\.yaml cannot be read \(.*\); copy it from a checkpoint"):
         measure_run(tmp_path)
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
     for make in (lambda: None, (tmp_path / "metrics.jsonl").touch):

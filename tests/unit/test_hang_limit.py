@@ -130,14 +130,7 @@ class Watched:
     """Holds a watch of this process, whose end is recorded instead of executed. If it is not `running`, tests call its
     parts."""
 
-    def __init__(
-        self,
-        folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        running: bool = True,
-        longest_seconds: float = LONGEST,
-        **limits: float,
-    ) -> None:
+    def __init__(self, folder: Path, monkeypatch: Any, running: bool = True, **limits: float) -> None:
         self.found = threading.Event()
         self.looks = 0
         monkeypatch.delenv("RANK", raising=False)
@@ -145,7 +138,7 @@ class Watched:
         monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_, **__: None)
         monkeypatch.setattr("torch.distributed.barrier", lambda: None)
         self.folder = folder
-        self.watch = HangWatchdog(0, 1, StepLimit(longest_seconds, **limits), folder, step=0)
+        self.watch = HangWatchdog(0, 1, StepLimit(LONGEST, **limits), folder, step=0)
         self.watch.on_hang = lambda *_: self.found.set()
         self.watch.on_beat = self._count
         if not running:
@@ -275,9 +268,7 @@ def test_nothing_that_hangs_or_has_ended_keeps_a_rank_from_ending(fault, tmp_pat
 
 
 @pytest.mark.parametrize("saves_in_time", [True, False])
-def test_where_torchrun_is_gone_a_rank_is_asked_to_save_and_ended_if_it_does_not(
-    saves_in_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_torchrun_is_gone_a_rank_is_asked_to_save_and_ended(saves_in_time, tmp_path, monkeypatch):
     watch = Watched(tmp_path, monkeypatch, running=False).watch
     watch._over.clear()
     codes = list[int]()

@@ -84,12 +84,8 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
     memory.pinned_like(tensors)
     assert memory.block_bytes == 6 * MIB
     memory.reserve([tensor.nbytes for tensor in tensors])
-    for save in (
-        tensors,
-        tensors[:1],
-        tensors,
-        [*tensors, torch.rand(100_000)],
-    ):  # the last into the rest of a block
+    into_the_rest_of_a_block = [*tensors, torch.rand(100_000)]
+    for save in (tensors, tensors[:1], tensors, into_the_rest_of_a_block):
         memory.pinned_like(save)
     assert made == [2 * MIB] * 3
     memory.pinned_like([*tensors, torch.rand(600_000)])
