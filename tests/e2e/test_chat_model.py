@@ -61,13 +61,9 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "train" / "s.jsonl").write_text("\n".join(lines * 20))
     data = {"train_dir": folder / "train", "validation_dir": folder / "train", "tokenizer": tokenizer}
     places = [f"data.{name}={place}" for name, place in {**data, "chat_template": template}.items()]
-    run = start(
-        folder,
-        *SETTINGS.split(),
-        *places,
-        f"model.vocab_size={vocabulary}",
-        config=str(REPOSITORY / "configs/demo_sft.yaml"),
-    ).wait()
+    places.append(f"model.vocab_size={vocabulary}")
+    config = str(REPOSITORY / "configs/demo_sft.yaml")
+    run = start(folder, *SETTINGS.split(), *places, config=config).wait()
     exported = export_hf(run.folder / "checkpoints" / "step_00000060", folder / "hf").folder
     return Chat(run.folder, exported, turn_end)
 

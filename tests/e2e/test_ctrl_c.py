@@ -67,14 +67,8 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     command = [sys.executable, "launch/pretrain.py", "--config", CONFIG, f"run.dir={tmp_path}"]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **ENVIRONMENT}, **pipes)
     said = process.stdout.readline()
     assert said.startswith(f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny")
     process.send_signal(signal.SIGINT)

@@ -65,12 +65,9 @@ def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_ends_so() -> None:
-    names = [
-        f"{package.__name__}.{each.name}"
-        for package in (commands, evaluation_commands, study_commands)
-        for each in pkgutil.iter_modules(package.__path__)
-        if each.name not in NOT_MAINS
-    ]
+    packages = (commands, evaluation_commands, study_commands)
+    found = [(package, each.name) for package in packages for each in pkgutil.iter_modules(package.__path__)]
+    names = [f"{package.__name__}.{name}" for package, name in found if name not in NOT_MAINS]
     assert {name.partition(".")[0] for name in names} == {"gsa_train", "gsa_eval", "gsa_study"}
     for name in names:
         main = importlib.import_module(name).main

@@ -28,10 +28,9 @@ SIZES: dict[str, Any] = {
 
 def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
     """Return gradients of both matrices, [experts, out, in], under any name."""
+    of_layer = f"decoder.layers.{layer}.mlp.experts."
     mine = {
-        name.split("experts.", 1)[1]: gradient
-        for name, gradient in gradients.items()
-        if name.startswith(f"decoder.layers.{layer}.mlp.experts.")
+        name.removeprefix(of_layer): each for name, each in gradients.items() if name.startswith(of_layer)
     }
     if "weight1" in mine:
         shapes = (SIZES["experts"], 16, -1), (SIZES["experts"], SIZES["expert_ffn_hidden_size"], 16)

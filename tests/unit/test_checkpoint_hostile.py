@@ -99,11 +99,9 @@ def test_a_crafted_pickle_is_refused_by_both_ways_in(craft, expected, folder, tm
     craft(folder, marker)
     adapt_manifest(folder)
     base = tiny_config([SPARSE])
-    config = dataclasses.replace(
-        base,
-        run=dataclasses.replace(base.run, dir=str(tmp_path), name="run"),
-        checkpoint=dataclasses.replace(base.checkpoint, initial_weights=str(folder), verify="full"),
-    )
+    run = dataclasses.replace(base.run, dir=str(tmp_path), name="run")
+    weights = dataclasses.replace(base.checkpoint, initial_weights=str(folder), verify="full")
+    config = dataclasses.replace(base, run=run, checkpoint=weights)
     with pytest.raises(ResumeError, match=expected):
         choose_start(config, ARGUMENTS, phase_ranges(config.phases), single_rank())
     found = find_initial_weights(config, single_rank())
@@ -274,17 +272,8 @@ def test_what_leads_out_or_lies_is_named_in_one_line(lie, expected, folder):
     assert "\n" not in found
 
 
-ROOMS = (
-    "gsa_train",
-    "gsa_eval",
-    "gsa_study",
-    "gsa_hf",
-    "data",
-    "kernels",
-    "launch",
-    "benchmarks",
-    "examples",
-)
+ROOMS = ("gsa_train", "gsa_eval", "gsa_study", "gsa_hf", "data", "kernels")
+ROOMS += ("launch", "benchmarks", "examples")
 UNSAFE = re.compile(
     r"""^\s*(?:import|from)\s.*\b(?:pickle|dill|joblib|cloudpickle|marshal|shelve|torch\.distributed\.checkpoint(?![.]))\b
     | \btorch\.load\((?!.*weights_only=True) | \ballow_pickle\b | \bdist_checkpointing\.load\(
@@ -300,13 +289,11 @@ def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
     root = Path(__file__).parents[2]
     sources = [path for room in ROOMS for path in (root / room).rglob("*.py")]
     found = {path.relative_to(root).as_posix(): len(UNSAFE.findall(path.read_text())) for path in sources}
-    assert (
-        {name: count for name, count in found.items() if count}
-        == {
-            "gsa_train/checkpoint/guarded.py": 2,
-            "gsa_train/checkpoint/parallel_read.py": 1,  # the guarded one's base
-            "gsa_train/distributed/megatron_versions.py": 2,  # calls megatron-core's loader with the guarded readers
-        }
+    expected = {"gsa_train/checkpoint/guarded.py": 2}
+    expected["gsa_train/checkpoint/parallel_read.py"] = 1  # the guarded one's base
+    expected["gsa_train/distributed/megatron_versions.py"] = (
+        2  # calls megatron-core's loader with guarded readers
     )
+    assert {name: count for name, count in found.items() if count} == expected
     assert issubclass(TextLoader, yaml.SafeLoader)
     assert issubclass(_SAVED_LOADER, (yaml.SafeLoader, yaml.CSafeLoader))

@@ -105,13 +105,8 @@ def test_launchers_set_it_before_torch_is_imported(command, with_tensor, without
         arguments = [*command, layout]
         if command[0] == "launch/pretrain.py":
             arguments.append(f"run.dir={tmp_path}")
-        done = subprocess.run(
-            [sys.executable, "-c", FIRST_TORCH, *arguments],
-            cwd=REPOSITORY,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        words = [sys.executable, "-c", FIRST_TORCH, *arguments]
+        outputs = {"capture_output": True, "text": True, "check": False}
+        done = subprocess.run(words, cwd=REPOSITORY, env=environment, **outputs)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == expected

@@ -30,26 +30,11 @@ from helpers.damage import Table, damages_of, files_below
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 STEPS = (2, 4)
-UNREAD = (
-    "tensorboard/",
-    "wandb/",
-    "profile/",
-    "previous/",
-    "slurm/",
-    "faults/",
-    "report.html",
-    "console.log",
-)
+UNREAD = ("tensorboard/", "wandb/", "profile/", "previous/", "slurm/", "faults/")
+UNREAD += ("report.html", "console.log")
 """Files that no start reads, or only quotes."""
-OUTPUTS = (
-    "metrics.jsonl",
-    "metrics_rewound.jsonl",
-    "samples.jsonl",
-    "starts.jsonl",
-    "goodput.jsonl",
-    "alive.json",
-)
-OUTPUTS += ("summary.json", "stopped.json", "lock")
+OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl", "starts.jsonl", "goodput.jsonl")
+OUTPUTS += ("alive.json", "summary.json", "stopped.json", "lock")
 """A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step.
 From starts.jsonl it takes the run's id, which has a checksum."""
 REWIND = Rewind(checkpoint_step=2, spike_step=4, first_skipped=3, last_skipped=4, spikes=1)

@@ -16,13 +16,8 @@ ODD = ["x", "NaN", "\ud800", -1, 1.5, True, 10**400, 1e300, [], [1, [2]], {}, {"
 
 def write_all_that_a_report_reads(folder):
     skipped = {"event": "skipped_batches", "step": 40, "phase": "sparse", "last_step": 41}
-    validation = {
-        "event": "validation",
-        "step": 60,
-        "phase": "sparse",
-        "time": 1e9 + 70,
-        "validation_set": "web",
-    }
+    validation = {"event": "validation", "step": 60, "phase": "sparse", "time": 1e9 + 70}
+    validation["validation_set"] = "web"
     losses = {"loss": 2.0, "loss_by_source": {"C4": 3.0}, "code_loss": 2.5}
     validation |= {f"validation_{name}": loss for name, loss in losses.items()}
     saved = {"step": 70, **SAVED, "time": 1e9 + 80}
@@ -97,15 +92,8 @@ def walk(folder, name, kinds, check):
     path.write_text(before)
 
 
-READ = [
-    "metrics.jsonl",
-    "metrics_rewound.jsonl",
-    "samples.jsonl",
-    "starts.jsonl",
-    "goodput.jsonl",
-    "alive.json",
-]
-READ += ["summary.json", "stopped.json", "evaluations/a/results.json"]
+READ = ["metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl", "starts.jsonl", "goodput.jsonl"]
+READ += ["alive.json", "summary.json", "stopped.json", "evaluations/a/results.json"]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -157,13 +145,8 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     assert "1 records have lists for another number of layers; left out" in caplog.text
 
 
-LINKED = [
-    "config.yaml",
-    "evaluations/a/table.md",
-    "evaluations/a/x.png",
-    "analysis/a/sink.png",
-    "faults/a/report.txt",
-]
+LINKED = ["config.yaml", "evaluations/a/table.md", "evaluations/a/x.png"]
+LINKED += ["analysis/a/sink.png", "faults/a/report.txt"]
 
 
 @pytest.mark.parametrize("name", LINKED)

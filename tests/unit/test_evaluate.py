@@ -124,11 +124,9 @@ def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytes
         return torch.zeros(()), torch.zeros(())
 
     monkeypatch.setattr("gsa_train.validation.perplexity.evaluation_step", count)
-    config = dataclasses.replace(
-        CONFIG,
-        parallel=ParallelConfig(pipeline=3, virtual_pipeline=2),
-        train=dataclasses.replace(CONFIG.train, micro_batch_size=1),
-    )
+    train = dataclasses.replace(CONFIG.train, micro_batch_size=1)
+    interleaved = ParallelConfig(pipeline=3, virtual_pipeline=2)
+    config = dataclasses.replace(CONFIG, parallel=interleaved, train=train)
     stages = dataclasses.replace(single_rank(), pipeline_size=3)
     evaluate(ready_model(), [ValidationSet("x", text_of(40, seed=1), {})], EOS, config, stages)
     assert sum(parts) == 42

@@ -22,14 +22,8 @@ MODEL = ModelConfig(
 )
 GSA = GSAConfig(indexer_heads=3, indexer_dim=8, k_base=5, k_min=2, k_max=9)
 DENSE = MoEConfig()
-EXPERTS = MoEConfig(
-    experts=6,
-    top_k=2,
-    expert_ffn_hidden_size=10,
-    shared_expert_ffn_hidden_size=14,
-    first_dense_layers=1,
-    layer_interval=2,
-)
+WIDTHS = {"expert_ffn_hidden_size": 10, "shared_expert_ffn_hidden_size": 14}
+EXPERTS = MoEConfig(experts=6, top_k=2, first_dense_layers=1, layer_interval=2, **WIDTHS)
 """In layers 1 and 3 of four."""
 LENGTH = 23
 
@@ -133,13 +127,8 @@ def brute_force(
     return {part: 2 * number / LENGTH for part, number in counts.items()}
 
 
-PHASES = [
-    PhaseConfig(attention="dense", train="indexer"),
-    PhaseConfig(attention="dense", train="base"),
-    PhaseConfig(attention="dense", train="all"),
-    PhaseConfig(attention="sparse", train="all"),
-    PhaseConfig(attention="sparse", train="base"),
-]
+PHASES = [PhaseConfig(attention="dense", train=train) for train in ("indexer", "base", "all")]
+PHASES += [PhaseConfig(attention="sparse", train=train) for train in ("all", "base")]
 
 
 RUNS = [
@@ -180,12 +169,8 @@ def test_a_measured_selection_replaces_the_assumed_one():
     assert half.dense_equivalent == assumed.dense_equivalent
 
 
-SAMPLED = [
-    (6 * STRETCH_ROWS, 1, 0.3333),
-    (12 * STRETCH_ROWS, 2, 0.5),
-    (2 * STRETCH_ROWS, 1, 0.25),
-    (STRETCH_ROWS, 4, 0.5),
-]
+SAMPLED = [(6 * STRETCH_ROWS, 1, 0.3333), (12 * STRETCH_ROWS, 2, 0.5)]
+SAMPLED += [(2 * STRETCH_ROWS, 1, 0.25), (STRETCH_ROWS, 4, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -113,12 +113,8 @@ def test_a_run_that_ends_by_itself(tmp_path: Path) -> None:
     account = read_account(tmp_path)
     assert (account.productive_seconds, account.wall_seconds) == (10, 20)
     losses = {**dict.fromkeys(LOSSES, 0), "import": 3, "checkpoint": 2, "first_step": 3, "save": 2}
-    assert log.summary() == {
-        "ettr": 0.5,
-        "wall_seconds": 20,
-        "productive_seconds": 10,
-        "lost_seconds": losses,
-    }
+    expected = {"ettr": 0.5, "wall_seconds": 20, "productive_seconds": 10, "lost_seconds": losses}
+    assert log.summary() == expected
     said = "goodput: this run has lost 10s of 20s so far (ETTR 50.0%): import 3.0s, first steps (compilation) 3.0s, "
     assert log.in_words() == f"{said}reading checkpoints 2.0s, stalls of saves 2.0s"
 
