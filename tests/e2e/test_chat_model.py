@@ -27,27 +27,14 @@ pytestmark = pytest.mark.slow
 
 ANSWERS = {"what is a gate": "sparse query key", "and a head": "value token"}
 NEW_TOKENS = 40
-SETTINGS = (
-    *("model.num_layers=2", "model.hidden_size=64", "model.num_heads=2", "model.ffn_hidden_size=64"),
-    *("gsa.indexer_heads=1", "gsa.indexer_dim=16", "train.seq_len_tokens=64"),
-    "train.micro_batch_size=8",
-    "train.global_batch_size=8",
-    "gsa.k_base=64",
-    "gsa.k_min=64",
-    "gsa.k_max=64",
-    "phases.0.steps=60",
-    "phases.0.lr=1e-2",
-    "phases.0.warmup_steps=5",
-    "data.packing_pool_documents=8",
-    "evaluate.every_steps=0",
-    "evaluate.ngram_baselines=false",
-    "checkpoint.initial_weights=''",
-    "checkpoint.every_steps=60",
-    "logging.every_steps=20",
-    "logging.wandb=disabled",
-    "logging.tensorboard=false",
-    "logging.plots=false",
-)
+SETTINGS = """
+    model.num_layers=2 model.hidden_size=64 model.num_heads=2 model.ffn_hidden_size=64 gsa.indexer_heads=1
+    gsa.indexer_dim=16 train.seq_len_tokens=64 train.micro_batch_size=8 train.global_batch_size=8 gsa.k_base=64
+    gsa.k_min=64 gsa.k_max=64 phases.0.steps=60 phases.0.lr=1e-2 phases.0.warmup_steps=5
+    data.packing_pool_documents=8 evaluate.every_steps=0 evaluate.ngram_baselines=false
+    checkpoint.initial_weights='' checkpoint.every_steps=60 logging.every_steps=20 logging.wandb=disabled
+    logging.tensorboard=false logging.plots=false
+"""
 
 
 class Chat(NamedTuple):
@@ -74,13 +61,9 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "train" / "s.jsonl").write_text("\n".join(lines * 20))
     data = {"train_dir": folder / "train", "validation_dir": folder / "train", "tokenizer": tokenizer}
     places = [f"data.{name}={place}" for name, place in {**data, "chat_template": template}.items()]
-    run = start(
-        folder,
-        *SETTINGS,
-        *places,
-        f"model.vocab_size={vocabulary}",
-        config=str(REPOSITORY / "configs/demo_sft.yaml"),
-    ).wait()
+    places.append(f"model.vocab_size={vocabulary}")
+    config = str(REPOSITORY / "configs/demo_sft.yaml")
+    run = start(folder, *SETTINGS.split(), *places, config=config).wait()
     exported = export_hf(run.folder / "checkpoints" / "step_00000060", folder / "hf").folder
     return Chat(run.folder, exported, turn_end)
 
@@ -114,9 +97,8 @@ def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, questio
         said = capsys.readouterr().out
         assert said == f"{prompt}{written}\n"
 
-    monkeypatch.delenv(
-        "LOCAL_RANK", raising=False
-    )  # DeepSpeed sets it, and accelerate would wait for its world.
+    # DeepSpeed sets it, and accelerate would wait for its world.
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     theirs = HFLM(pretrained=str(chat.exported), device="cpu", batch_size=1)
     settings = {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False}
     for model in (theirs, GSATrainLM(run=str(chat.run)), GSATrainLM(hf=str(chat.exported))):

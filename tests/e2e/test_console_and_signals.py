@@ -21,28 +21,16 @@ from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, inherited, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 LONG = ("phases.0.steps=5000", "checkpoint.every_steps=100000")
-CONSOLES = {
-    "stdout closed": "{run} >&-",
-    "stderr closed": "{run} 2>&-",
-    "all closed": "{run} <&- >&- 2>&-",
-    "full disk": "{run} >/dev/full 2>&1",
-    "its reader leaves": "{run} 2>&1 | head -n 1",
-    "no reader reads": "{run} 2>&1 | sleep 1000",
-    "ascii": "PYTHONIOENCODING=ascii {run}",
-    "latin-1": "PYTHONIOENCODING=latin-1 {run}",
-}
+CONSOLES = {"full disk": "{run} >/dev/full 2>&1", "no reader reads": "{run} 2>&1 | sleep 1000"}
+"""tests/unit/test_console.py has more."""
 
 
 class Terminal:
     """Holds a separate shell in a separate terminal, with a run in the foreground."""
 
     def __init__(self, folder: Path, ranks: int, console: str, overrides: tuple[str, ...]) -> None:
-        words = [
-            sys.executable,
-            *(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]),
-        ]
-        if ranks == 0:
-            words = [sys.executable]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        words = [sys.executable, *(torchrun if ranks else [])]
         words += ["launch/pretrain.py", "--config", CONFIG, f"run.dir={folder}", "run.name=run", *overrides]
         self.folder, self.leader = folder, -1
         pid, self.leader = pty.fork()
@@ -160,9 +148,8 @@ def test_ctrl_c_that_ends_the_reader_too(tmp_path: Path, terminals: list[Termina
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("target", ["rank 0", "rank 1", "torchrun"])
-@pytest.mark.parametrize("nohup", ["", "nohup "])
-def test_each_signal_saves(tmp_path, terminals, number, target, nohup):
-    terminal = Terminal(tmp_path, 2, in_foreground(nohup, tmp_path), LONG)
+def test_each_signal_saves(tmp_path, terminals, number, target):
+    terminal = Terminal(tmp_path, 2, "{run}", LONG)
     terminals.append(terminal)
     terminal.wait_for("steps")
     (terminal.launcher() if target == "torchrun" else terminal.rank(int(target[-1]))).send_signal(number)

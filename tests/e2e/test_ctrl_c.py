@@ -40,17 +40,14 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
     assert once.latest == f"step_{saved['step']:08d}"
     assert once.output.count(SAYS) == 1
     assert f"Ctrl-C: saving a checkpoint at step {saved['step']}" in once.output
-    assert (
-        f"stopped by Ctrl-C after step {saved['step']}; exit code 75: the same command goes on" in once.output
-    )
+    assert f"stopped by Ctrl-C after step {saved['step']}; exit code 75: the same command goes" in once.output
     assert "wandb sync" in once.output.split("saving a checkpoint")[1]
     assert once.output.count("Traceback") == 1  # torchrun's own traceback
     assert left_of(once) == []
 
     # Rank 1's save waits for a signal that does not come, so that the second Ctrl-C comes during the save.
-    twice = start(
-        tmp_path, waits_for=[saved["step"] + 3, 1, signal.SIGINT], write_waits_for=[1, signal.SIGUSR1]
-    )
+    waits_for = [saved["step"] + 3, 1, signal.SIGINT]
+    twice = start(tmp_path, waits_for=waits_for, write_waits_for=[1, signal.SIGUSR1])
     twice.wait_until(lambda: len(twice.steps()) >= saved["step"] + 2)
     press(twice)
     twice.wait_until(lambda: "Ctrl-C: saving a checkpoint" in twice.output)
@@ -63,7 +60,6 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
     assert f"resuming from {once.checkpoints / once.latest}" in train(tmp_path, *COMMAND, ranks=2).output
 
     account = read_account(once.folder)
-    assert account is not None
     assert [each.ended for each in account.starts] == ["interrupted", "lost", "complete"]
     assert account.starts[1].down_seconds == 0  # the user's own time
     assert account.starts[2].down_seconds == account.lost_seconds["down"] > 0
@@ -71,18 +67,10 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     command = [sys.executable, "launch/pretrain.py", "--config", CONFIG, f"run.dir={tmp_path}"]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith(
-        f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny"
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **ENVIRONMENT}, **pipes)
+    said = process.stdout.readline()
+    assert said.startswith(f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 130

@@ -1,38 +1,24 @@
 """Tests the demo, shortened: what a run prints, learns and leaves in its folder."""
 
-import gzip
-import hashlib
 import json
 import math
 import re
 import time
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gsa_eval.commands import analyze, evaluate
 from gsa_train.config import load_config
 from helpers.runs import REPOSITORY, Run, run_script, start, whole_run
 
 CONFIG = "configs/demo.yaml"
 STEPS, TOKENS = 40, 40 * 4 * 128
-SHORT = (
-    "train.seq_len_tokens=128",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=4",
-    "phases.0.steps=10",
-    "phases.0.warmup_steps=2",
-    "phases.1.steps=10",
-    "phases.2.steps=20",
-    "phases.2.warmup_steps=5",
-    "evaluate.every_steps=20",
-    "evaluate.max_blocks=16",
-    "checkpoint.every_steps=10",
-    "checkpoint.keep_last=2",
-    "logging.every_steps=5",
-    "logging.wandb=disabled",
-)
+SHORT = """
+    train.seq_len_tokens=128 train.micro_batch_size=2 train.global_batch_size=4 phases.0.steps=10
+    phases.0.warmup_steps=2 phases.1.steps=10 phases.2.steps=20 phases.2.warmup_steps=5 evaluate.every_steps=20
+    evaluate.max_blocks=16 checkpoint.every_steps=10 checkpoint.keep_last=2 logging.every_steps=5
+    logging.wandb=disabled
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +26,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run it on two ranks of torchrun. At any time `latest` names a complete checkpoint."""
-    run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2, agent=True, config=CONFIG)
-    assert run.process is not None
+    run = start(tmp_path_factory.mktemp("demo"), *SHORT.split(), ranks=2, agent=True, config=CONFIG)
     while run.process.poll() is None:
         if latest := run.latest:
             assert (run.checkpoints / latest / "metadata.json").exists() or run.latest != latest
         time.sleep(0.02)
     return run.wait()
-
-
-def test_the_indexer_warms_up_on_a_base_that_has_learned():
-    """In a random model attention is nearly even, and the recall equals random keys'."""
-    phases = [(phase.attention, phase.train) for phase in load_config(CONFIG).phases]
-    assert phases == [("dense", "base"), ("dense", "indexer"), ("sparse", "all")]
 
 
 def test_the_tiny_experiment_of_the_code_tour_runs_as_printed(tmp_path):
@@ -115,7 +94,7 @@ def test_the_summary_has_every_key(demo):
 
 def test_the_resolved_config_repeats_the_run(demo):
     config = load_config(demo.folder / "config.yaml")
-    assert config == load_config(CONFIG, [*SHORT, f"run.dir={demo.folder.parent}", "run.name=run"])
+    assert config == load_config(CONFIG, [*SHORT.split(), f"run.dir={demo.folder.parent}", "run.name=run"])
     for checkpoint in demo.checkpoints.glob("step_*"):
         assert load_config(checkpoint / "config.yaml") == config
 
@@ -133,66 +112,3 @@ def test_report_and_tensorboard_are_written(demo):
     logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert [step for step, _ in logged] == demo.series("step")
     assert [value for _, value in logged] == pytest.approx(demo.series("loss"))
-
-
-TASK = """
-task: colours
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: label
-"""
-
-
-@pytest.mark.nightly
-def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path, monkeypatch):
-    """The test compares every file by hash and time, and folders by name."""
-    pytest.importorskip("lm_eval")
-    (tmp_path / "wiki.test.tokens").write_text(" \n = Tower = \n \n A tall tower of stone . \n")
-    (tmp_path / "c4").mkdir()
-    c4 = json.dumps({"text": "A gate of the tower is open. " * 20, "url": "https://example.org"})
-    (tmp_path / "c4" / "c4-validation.00000-of-00008.json.gz").write_bytes(gzip.compress(c4.encode()))
-    example = {"question": "Grass is", "choices": [" green", " blue"], "label": 0}
-    (tmp_path / "test.jsonl").write_text(json.dumps(example) + "\n")
-    (tmp_path / "colours.yaml").write_text(TASK.format(data=tmp_path / "test.jsonl"))
-    run, some = ("--run", demo.folder), ("--max-tokens", 256)
-    kinds = {
-        "own": (*run, *some),
-        "older": (*run, "--step", 30, *some),
-        "checkpoint": ("--checkpoint", demo.checkpoints / "step_00000030", *some),
-        "dense": (*run, *some, "gsa.attention=dense"),
-        "sparser": (*run, *some, "gsa.k_base=32", "gsa.adaptive_k=off"),
-        "windows": (*run, *some, "--stride", 64, "--batch-size", 2),
-        "wikitext": (*run, "--data", f"wikitext:{tmp_path / 'wiki.test.tokens'}"),
-        "c4": (*run, "--data", tmp_path / "c4", "--context-length", 64),
-        "ruler": (*run, "--ruler", 400, "--ruler-samples", 1, "--ruler-tasks", "niah_single_1"),
-        "tasks": (*run, "--tasks", tmp_path / "colours.yaml"),
-    }
-    before = contents(demo.folder)
-    for name, words in kinds.items():
-        monkeypatch.setattr("sys.argv", ["evaluate.py", "--name", name, *map(str, words)])
-        assert evaluate.main() == 0, name
-    monkeypatch.setattr(
-        "sys.argv", ["analyze.py", "--run", str(demo.folder), "--name", "own", "--max-tokens", "48"]
-    )
-    assert analyze.main() == 0
-    assert contents(demo.folder) == before
-    assert {path.name for path in (demo.folder / "evaluations").iterdir()} == kinds.keys()
-    assert {path.name for path in (demo.folder / "analysis").iterdir()} == {"own"}
-
-
-def contents(folder: Path) -> dict[str, tuple[str, int] | None]:
-    """List everything except what evaluations and analyses write."""
-    return {
-        str(path.relative_to(folder)): (
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-            path.stat().st_mtime_ns,
-        )
-        if path.is_file()
-        else None
-        for path in folder.rglob("*")
-        if path.relative_to(folder).parts[0] not in ("evaluations", "analysis")
-    }

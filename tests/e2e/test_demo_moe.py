@@ -8,22 +8,12 @@ import pytest
 from gsa_eval.commands import evaluate, export_hf, generate
 from helpers.runs import Run, start
 
-SHORT = (
-    "model.num_layers=2",
-    "train.seq_len_tokens=64",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=8",
-    "phases.0.steps=10",
-    "phases.0.warmup_steps=2",
-    "phases.1.steps=4",
-    "phases.1.warmup_steps=1",
-    "phases.2.steps=10",
-    "phases.2.warmup_steps=2",
-    "evaluate.max_blocks=8",
-    "checkpoint.every_steps=12",
-    "logging.every_steps=4",
-    "logging.wandb=disabled",
-)
+SHORT = """
+    model.num_layers=2 train.seq_len_tokens=64 train.micro_batch_size=2 train.global_batch_size=8
+    phases.0.steps=10 phases.0.warmup_steps=2 phases.1.steps=4 phases.1.warmup_steps=1 phases.2.steps=10
+    phases.2.warmup_steps=2 evaluate.max_blocks=8 checkpoint.every_steps=12 logging.every_steps=4
+    logging.wandb=disabled
+"""
 EXPERTS, LAYERS = 8, 2
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -32,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run it on two ranks, each with half of the experts."""
-    return start(tmp_path_factory.mktemp("demo_moe"), *SHORT, ranks=2, config="configs/demo_moe.yaml").wait()
+    folder = tmp_path_factory.mktemp("demo_moe")
+    return start(folder, *SHORT.split(), ranks=2, config="configs/demo_moe.yaml").wait()
 
 
 def test_the_loss_falls_in_all_phases(demo: Run) -> None:

@@ -38,9 +38,8 @@ def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
         "import os; from pathlib import Path; from helpers.notebooks import run\n"
         f"os.chdir({str(EXAMPLES)!r}); names, _ = run(Path({name!r}))\n{SHOWN[name]}"
     )
-    run_script(
-        [str(script)], tmp_path / "log", 1, launcher="python", environment={"CUDA_VISIBLE_DEVICES": ""}
-    )
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
+    run_script([str(script)], tmp_path / "log", 1, launcher="python", environment=on_cpus)
 
 
 def test_every_notebook_is_run() -> None:

@@ -21,27 +21,15 @@ finally:
 """
 
 
-def launch(
-    *arguments: str, ranks: int = 1, config: str = CONFIG, rank: int = 0
-) -> subprocess.CompletedProcess[str]:
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 300, "check": False}
+    return subprocess.run([sys.executable, *words], env={**os.environ, **environment}, **settings)
+
+
+def launch(*arguments: str, ranks: int = 1, rank: int = 0) -> subprocess.CompletedProcess[str]:
     """Start one rank of a job that announces `ranks`."""
-    command = [sys.executable, "-c", REPORT, "launch/pretrain.py", "--config", config, *arguments]
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "RANK": str(rank)}
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["-c", REPORT, "launch/pretrain.py", "--config", CONFIG, *arguments]
+    return run(*command, WORLD_SIZE=str(ranks), RANK=str(rank))
 
 
 def message_of(result: subprocess.CompletedProcess[str]) -> str:
@@ -52,53 +40,20 @@ def message_of(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr
 
 
-def test_several_mistakes_come_in_one_message():
-    message = message_of(launch("model.num_layers=four", "gsa.k_min=100", "train.grad_clp=1"))
-    assert message.startswith(f"{CONFIG}: 3 problems\n")
-    assert [line.split(" = ")[0].strip() for line in message.splitlines()[1:]] == [
-        "model.num_layers",
-        "train.grad_clp",
-        "gsa.k_min",
-    ]
-
-
-def test_wrong_use_shows_the_usage():
-    assert "not allowed with argument" in message_of(launch("--no-resume", "--resume-from", "."))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["data.tokenizer=/none.model"], "data.tokenizer = /none.model: "),
-        pytest.param(["--no-resum"], "--no-resum", marks=pytest.mark.nightly),
-    ],
-    ids=["wrong config", "wrong use"],
-)
-def test_what_another_rank_alone_finds_is_not_lost(arguments, line):
+def test_what_another_rank_alone_finds_is_not_lost():
     """The node of this rank lacks a file. Rank 0 continues, and nothing ends this rank."""
-    message = message_of(launch(*arguments, ranks=2, rank=1))
+    message = message_of(launch("data.tokenizer=/none.model", ranks=2, rank=1))
     assert f"rank 1 on {socket.gethostname()}: " in message
-    assert line in message
-
-
-def test_a_dry_run_prints_what_the_run_would_be():
-    result = launch("--dry-run", "--world-size", "4", "parallel.tensor=2")
-    assert result.returncode == 0
-    assert result.stderr == ""
-    assert result.stdout.startswith("tiny on 4 ranks\n")
-    for section in ("Layout", "Parameters", "Tokens", "Floating-point operations", "Memory per rank", "Data"):
-        assert f"\n{section}" in result.stdout
-    assert result.stdout.endswith("loaded: []\n")
+    assert "data.tokenizer = /none.model: " in message
 
 
 def test_a_dry_run_refuses_a_tokenizer_as_the_start_does():
     message = message_of(launch("--dry-run", "model.vocab_size=512"))
-    assert message.startswith(
-        "model.vocab_size = 512: data/sample/tokenizer.model has 4096 tokens; set model.vocab"
-    )
-    assert "is not a sentencepiece" in message_of(launch("--dry-run", "data.tokenizer=README.md"))
+    assert message.startswith("model.vocab_size = 512: data/sample/tokenizer.model has 4096 tokens; set")
     without = launch("--dry-run", "model.vocab_size=512", "data.tokenizer=/no/such")
     assert (without.returncode, without.stderr) == (0, "")
+    assert without.stdout.startswith("tiny on 1 rank")
+    assert without.stdout.endswith("loaded: []\n")
 
 
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n'
@@ -114,23 +69,13 @@ def test_a_validation_set_shorter_than_a_sequence_is_refused(config, line, tmp_p
     folder.mkdir()
     (folder / "short.jsonl").write_text(line)
     overrides = [f"data.validation_dir={folder}", f"run.dir={tmp_path}", "checkpoint.initial_weights=''"]
-    result = run("launch/pretrain.py", "--config", config, *overrides)
+    result = run("launch/pretrain.py", "--config", config, *overrides, **ENVIRONMENT)
     assert result.returncode == 2, result.stderr
     (message,) = [each for each in result.stderr.splitlines() if each.startswith("data.validation_dir")]
-    assert message.startswith(
-        f"data.validation_dir = {folder}: split '{folder}' is shorter than one block of "
-    )
+    assert message.startswith(f"data.validation_dir = {folder}: split '{folder}' is shorter than one block")
     assert message.endswith(" tokens; use a larger split or a smaller seq_len_tokens")
     assert "Traceback" not in result.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["validation"]
-
-
-def test_a_dry_run_of_two_ranks_is_printed_once(tmp_path):
-    command = ["launch/pretrain.py", "--config", CONFIG, "--dry-run"]
-    environment, log = {**os.environ, **ENVIRONMENT}, tmp_path / "log"
-    agent = ForkedAgent(("--standalone", "--nproc_per_node=2"), command, REPOSITORY, environment, {}, log)
-    assert agent.wait(300) == 0
-    assert log.read_text().count("tiny on 2 ranks") == 1
 
 
 NODES = """
@@ -144,21 +89,15 @@ runpy.run_path({launch!r} + "/pretrain.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("fault", "line"),
-    [
-        (
-            "sys.argv.append('model.rope_base=5000')",  # it would train to the end, with a different model on each rank
-            "has another config: model.rope_base = 5000.0, on rank 0 10000.0. Give all nodes the same",
-        ),
-        (
-            "os.chdir('/')",
-            "does not see the run folder of rank 0, /runs/r: ",
-        ),  # it would fail at the first save
-    ],
-    ids=["config", "run folder"],
-)
-def test_what_one_node_has_otherwise_ends_all_ranks_at_the_start(fault, line, tmp_path):
+FAULTS = {
+    # It would train to the end, with a different model on each rank.
+    "sys.argv.append('model.rope_base=5000')": "has another config: model.rope_base = 5000.0, on rank 0 10000.0. Give",
+    "os.chdir('/')": "does not see the run folder of rank 0, /runs/r: ",  # it would fail at the first save
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_node_has_otherwise_ends_all_ranks_at_the_start(fault, tmp_path):
     script, log, sample = tmp_path / "nodes.py", tmp_path / "log", REPOSITORY / "data" / "sample"
     script.write_text(NODES.format(fault=fault, launch=str(REPOSITORY / "launch")))
     data = {"train_dir": "train", "validation_dir": "validation", "tokenizer": "tokenizer.model"}
@@ -167,12 +106,12 @@ def test_what_one_node_has_otherwise_ends_all_ranks_at_the_start(fault, line, tm
     torchrun, environment = ("--standalone", "--nproc_per_node=2"), {**os.environ, **ENVIRONMENT}
     agent = ForkedAgent(torchrun, command, tmp_path, environment, {}, log)
     assert agent.wait(300) == 1
-    assert log.read_text().count(line) == 1
+    assert log.read_text().count(FAULTS[fault]) == 1
 
 
 def test_under_torchrun_the_message_comes_once_and_last():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "launch/pretrain.py"]
-    result = run(*torchrun, "--config", CONFIG, "modle.num_layers=2")
+    result = run(*torchrun, "--config", CONFIG, "modle.num_layers=2", **ENVIRONMENT)
     assert result.returncode == 1
     output = result.stdout + result.stderr
     assert output.count("did you mean model?") == 1

@@ -108,13 +108,8 @@ gsa.indexer_pool=4 ; train.seq_len_tokens=4 ; gsa.attention_impl=triton ->
 gsa.indexer_temperature=0 -> gsa.indexer_temperature = 0.0 | learned
 gsa.indexer_temperature=warm -> gsa.indexer_temperature = warm | learned
 gsa.indexer_loss_row_fraction=0 -> gsa.indexer_loss_row_fraction | not 1 / n
-gsa.indexer_loss_row_fraction=-0.5 -> gsa.indexer_loss_row_fraction | not 1 / n
-gsa.indexer_loss_row_fraction=1.1 -> gsa.indexer_loss_row_fraction | not 1 / n
 gsa.indexer_loss_row_fraction=0.3 -> gsa.indexer_loss_row_fraction | not 1 / n
-gsa.indexer_loss_row_fraction=1e-320 -> gsa.indexer_loss_row_fraction | not 1 / n
 gsa.dense_attention=cudnn -> gsa.dense_attention = cudnn | data.attend_across_documents = false | auto
-gsa.dense_attention=flash_sdpa -> gsa.dense_attention = flash_sdpa | data.attend_across_documents = false | auto
-gsa.dense_attention=flash_attn -> gsa.dense_attention = flash_attn | data.attend_across_documents = false | auto
 gsa.dense_attention=triton ; gsa.attention_impl=reference ->
     gsa.dense_attention = triton | gsa.attention_impl = reference
 gsa.variance_ema_decay=1 -> gsa.variance_ema_decay = 1.0 | outside [0, 1)
@@ -127,12 +122,10 @@ monitor.min_history_steps=23 -> monitor.min_history_steps = 23 | [24,
 monitor.lasting_sigmas=7 -> monitor.lasting_sigmas = 7.0 | monitor.sigmas = 6.0
 monitor.grad_norm_min_ratio=0.5 -> monitor.grad_norm_min_ratio = 0.5 | below 1
 monitor.lower_lr_factor=1 -> monitor.lower_lr_factor = 1.0 | outside (0, 1)
-monitor.loss_min_rise_nats=-1 -> monitor.loss_min_rise_nats = -1.0 | negative
 monitor.action=rewind ; checkpoint.every_steps=50 ->
     checkpoint.keep_last = 3 | monitor.rewind_min_steps = 100 | set it to 4
 train.iterations_to_skip=[20,21] -> train.iterations_to_skip.1 = 21 | no step of this run, which has 20
 train.iterations_to_skip=[3,0] -> train.iterations_to_skip.1 = 0 | no step
-monitor.recheck_every_steps=-1 -> monitor.recheck_every_steps = -1 | negative
 monitor.recheck_every_steps=10 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
     monitor.recheck_every_steps | gsa.dense_attention = cudnn | bit for bit | auto
 monitor.recheck_spikes=true ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
@@ -146,67 +139,44 @@ monitor.compare_replicas_every_steps=5 ; parallel.strategy=deepspeed ->
 monitor.compare_replicas_every_steps=5 ; parallel.tensor=2 ; parallel.pipeline=4 ->
     monitor.compare_replicas_every_steps = 5 | one replica
 model.rotary_percent=1.5 -> model.rotary_percent = 1.5 | above 1
-gsa.dense_below=-1 -> gsa.dense_below = -1 | negative
-model.rotary_percent=0 -> model.rotary_percent = 0.0 | not positive
 model.rotary_percent=0.3 -> model.rotary_percent = 0.3: turns 19 of | RoPE turns pairs | give 0.3125, which turns 20
 model.rotary_percent=0.58 ; model.head_dim=100 ->
     model.rotary_percent = 0.58: turns 57 of | give 0.5800000000000001, which turns 58
-model.rotary_percent=0.01 -> model.rotary_percent = 0.01: turns 0 of model.head_dim = 64 | give 0.03125, which turns 2
-checkpoint.keep_every_steps=-1 -> checkpoint.keep_every_steps = -1 | negative
 checkpoint.keep_every_steps=15 ; checkpoint.every_steps=10 ->
     checkpoint.keep_every_steps = 15 | not a multiple of checkpoint.every_steps = 10
 phases=[] -> phases = [] | no phase
 phases.1.name=warmup -> phases = warmup | 2 phases
 phases.1.name='' -> phases.1.name = '' | empty
+parallel.expert=2 -> parallel.expert = 2 | there is no expert to split, for moe.experts = 0
+phases.1.name="\e[2J" -> phases.1.name = | has characters that are not visible
+phases.1.name="a\u202eb" -> phases.1.name = | has characters that are not visible
 phases.1.steps=0 -> phases.1.steps = 0 | below 1
 phases.1.lr=0 ; phases.1.min_lr=0 -> phases.1.lr = 0.0 | not positive
-phases.1.min_lr=-1 -> phases.1.min_lr = -1.0 | negative
 phases.1.min_lr=1 -> phases.1.min_lr = 1.0 | above phases.1.lr
 phases.1.warmup_steps=10 -> phases.1.warmup_steps = 10 | phases.1.steps = 10
-phases.1.warmup_steps=-1 -> phases.1.warmup_steps = -1 | negative
-phases.1.indexer_lr_mult=0 -> phases.1.indexer_lr_mult = 0.0 | not positive
-phases.1.gate_lr_mult=0 -> phases.1.gate_lr_mult = 0.0 | not positive
-phases.1.kl_coeff=-1 -> phases.1.kl_coeff = -1.0 | negative
 phases.0.attention=sparse -> phases.0.train = indexer | phases.0.attention = sparse | eq. 14
 gsa.attention=dense ; phases.0.train=all -> phases.1.attention = sparse | gsa.attention = dense
 gsa.attention=dense ; phases.1.attention=dense -> phases.0.train = indexer | gsa.attention = dense
 train.adam_beta2=1.0 -> train.adam_beta2 = 1.0 | outside [0, 1)
 train.adam_beta1=-0.1 -> train.adam_beta1 = -0.1 | outside [0, 1)
-train.adam_epsilon=0 -> train.adam_epsilon = 0.0 | not positive
-train.weight_decay=-0.1 -> train.weight_decay = -0.1 | negative
 train.grad_clip=nan -> train.grad_clip = nan | finite
 phases.1.lr=inf -> phases.1.lr = inf | finite
 gsa.indexer_temperature=nan -> gsa.indexer_temperature = nan | finite
 data.max_bad_line_fraction=1.5 -> data.max_bad_line_fraction = 1.5 | outside [0, 1]
-evaluate.every_steps=-1 -> evaluate.every_steps = -1 | negative
-evaluate.max_blocks=0 -> evaluate.max_blocks = 0 | below 1
 data.source_weights.Web=-0.1 -> data.source_weights.Web | outside [0, 100] | leaves the source out
 data.source_weights.Web=nan -> data.source_weights.Web | outside [0, 100] | leaves the source out
-data.source_weights.Web=inf -> data.source_weights.Web | outside [0, 100] | leaves the source out
-data.source_weights.Web=101 -> data.source_weights.Web | outside [0, 100] | leaves the source out
-data.packing_pool_documents=0 -> data.packing_pool_documents = 0 | below 1
 data.packing=best_fit ; data.attend_across_documents=true ->
     data.packing = best_fit | needs data.attend_across_documents = false
 data.validation_dir='' -> data.validation_dir | empty
 data.validation_sets.wiki=' ' -> data.validation_sets.wiki | empty | give a folder
-checkpoint.every_steps=0 -> checkpoint.every_steps = 0 | below 1
-checkpoint.keep_last=0 -> checkpoint.keep_last = 0 | below 1
-checkpoint.save_retries=-1 -> checkpoint.save_retries = -1 | negative
-checkpoint.retry_after_steps=0 -> checkpoint.retry_after_steps = 0 | below 1
 train.global_batch_size=4000000 ->
     train.global_batch_size = 4000000 | tokens per step | count sequences, not tokens: at most
-logging.every_steps=0 -> logging.every_steps = 0 | below 1
-run.seed=-1 -> run.seed = -1 | negative
-run.time_limit_minutes=-1 -> run.time_limit_minutes = -1.0 | negative
-run.slurm_margin_minutes=-1 -> run.slurm_margin_minutes = -1.0 | negative
 phases.1.lr=1e300 -> phases.1.lr = 1e+300: more than fp32 holds; give a smaller number
 parallel.timeout_minutes=1e10 -> parallel.timeout_minutes = 10000000000.0: longer | give 1e+09 or less
-parallel.timeout_minutes=0 -> parallel.timeout_minutes = 0.0 | not positive
 parallel.hang_limit_seconds=-1 -> parallel.hang_limit_seconds = -1.0: negative | give 0 or more
 data.read_timeout_seconds=98 ->
     data.read_timeout_seconds = 98 | data.read_retries = 5 | fails after 603.5 s, when parallel.timeout
 data.read_retries=999999999999999 -> data.read_timeout_seconds = 60 | fails after 1.2e+17 s
-logging.straggler_ratio=0 -> logging.straggler_ratio = 0.0 | not positive
 run.dir=' ' -> run.dir | empty
 run.dir=~/runs -> run.dir = ~/runs | only a shell fills in ~ and $; write {HOME}/runs
 run.dir=/scratch/$NOBODY/runs -> run.dir = /scratch/$NOBODY/runs: only a shell fills in ~ and $
@@ -214,8 +184,6 @@ run.kernel_cache_dir=$NOBODY -> run.kernel_cache_dir = $NOBODY: only a shell fil
 run.name=a/b -> run.name | plain folder name
 run.name=.. -> run.name | plain folder name
 run.name='a\b' -> run.name | plain folder name
-run.name=' a' -> run.name | plain folder name
-run.name='' -> run.name | plain folder name
 """
 
 MOE_RULES = r"""
@@ -249,8 +217,6 @@ moe.experts=16 ; parallel.expert=8 ; parallel.pipeline=2 ->
 parallel.expert=4 ; parallel.optimizer_instances=4 ->
     parallel.optimizer_instances = 4 | does not divide the 2 replicas of an expert
 parallel.strategy=deepspeed -> parallel.strategy = deepspeed | moe.experts = 8 | to megatron
-moe.expert=8 -> moe.expert = 8 | unknown key | moe.experts
-moe.balancing=loss -> moe.balancing = loss | none, global_batch, aux_free
 """
 
 ROTARY_RULES = r"""
@@ -264,9 +230,6 @@ YARN ; model.rope_scaling.beta_slow=32 ->
     model.rope_scaling.beta_fast = 32.0 | not above model.rope_scaling.beta_slow = 32
 YARN ; model.rope_scaling.attention_factor=-1 -> attention_factor = -1.0 | negative
 YARN ; model.rope_base=1 -> model.rope_base = 1.0 | not above 1 with YaRN
-model.rope_scaling.rope_type=linear -> model.rope_scaling.rope_type = linear | one of default, yarn
-model.rope_scaling.scale=4 -> model.rope_scaling.scale = 4 | unknown key
-model.rope_scaling=yarn -> model.rope_scaling = yarn | not a section
 """
 
 GRAPH_RULES = r"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
 LR = 1e-2
@@ -30,6 +32,23 @@ def trained(config: Config) -> tuple[Model, PhaseOptimizer]:
     for seed in range(3):
         take_step(model, optimizer, random_batches(config, seed), config, lr=LR)
     return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def intact(
+    config: Config, trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return a checkpoint of the trained model; do not change it."""
+    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, config)
+
+
+@pytest.fixture
+def folder(intact: Path, tmp_path: Path) -> Path:
+    """Return a copy of the checkpoint, in a run folder."""
+    copy = tmp_path / "run" / "checkpoints" / intact.name
+    shutil.copytree(intact, copy)
+    (copy.parent / "latest").write_text(copy.name)
+    return copy
 
 
 @pytest.fixture

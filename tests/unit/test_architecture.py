@@ -43,13 +43,8 @@ def test_no_code_of_a_folder_of_transformers_is_run() -> None:
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     paths = sorted({str(package.parent) for package in PACKAGES})
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; {code}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    words = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; {code}"]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def test_planning_loads_neither_torch_nor_megatron() -> None:

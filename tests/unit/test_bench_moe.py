@@ -1,9 +1,7 @@
 """Tests the bench of experts: megatron-core's mixture with our weights equals ours up to rounding, and comparisons."""
 
-import gc
 import json
 import sys
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,25 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.micro_batch_graph import CaptureError
 from helpers.bench_without_cuda import stand_in_for_cuda
-from helpers.single_rank import (
-    DENSE,
-    SPARSE,
-    random_batches,
-    single_rank,
-    step_gradients,
-    tiny_config,
-    tiny_model,
-)
-from whole_steps.megatron_experts import (
-    EXPERTS,
-    take_megatron_experts,
-    unsupported_by_megatron_experts,
-)
+from helpers.single_rank import DENSE, random_batches, single_rank, step_gradients, tiny_config, tiny_model
+from whole_steps.megatron_experts import EXPERTS, take_megatron_experts, unsupported_by_megatron_experts
 from whole_steps.megatron_peer import unsupported_by_megatron
-from whole_steps.step_bench import OurTrainee
 
 SIZES: dict[str, Any] = {
     "experts": 8,
@@ -44,10 +28,9 @@ SIZES: dict[str, Any] = {
 
 def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
     """Return gradients of both matrices, [experts, out, in], under any name."""
+    of_layer = f"decoder.layers.{layer}.mlp.experts."
     mine = {
-        name.split("experts.", 1)[1]: gradient
-        for name, gradient in gradients.items()
-        if name.startswith(f"decoder.layers.{layer}.mlp.experts.")
+        name.removeprefix(of_layer): each for name, each in gradients.items() if name.startswith(of_layer)
     }
     if "weight1" in mine:
         shapes = (SIZES["experts"], 16, -1), (SIZES["experts"], SIZES["expert_ffn_hidden_size"], 16)
@@ -55,18 +38,15 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
         return [mine[name].view(shape).transpose(1, 2) for name, shape in pairs]
     if "linear_fc1.weight" in mine:
         return [mine["linear_fc1.weight"], mine["linear_fc2.weight"]]
-    return [
-        torch.stack([mine[f"local_experts.{n}.linear_fc{part}.weight"] for n in range(SIZES["experts"])])
-        for part in (1, 2)
-    ]
+    names = [f"local_experts.{n}.linear_fc{{}}.weight" for n in range(SIZES["experts"])]
+    return [torch.stack([mine[name.format(part)] for name in names]) for part in (1, 2)]
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None:
-    """Our experts and megatron-core's experts give the same loss and gradients in a step, including the two router
-    losses. Our balance loss uses the expert loads of the previous step. megatron-core's balance loss uses the loads of
-    the step's only micro-batch. Our model takes the same step twice, so that both losses use the same loads."""
+    """Our balance loss uses the expert loads of the previous step, megatron-core's the loads of the step's only
+    micro-batch. Our model takes the same step twice, so that both losses use the same loads."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)
@@ -90,24 +70,6 @@ def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None
         assert (one - other).norm() <= 1e-4 * one.norm()
 
 
-@pytest.mark.parametrize("experts", ["", *EXPERTS])
-def test_a_closed_trainee_leaves_nothing(experts: str) -> None:
-    """Models take turns because they do not fit together, but megatron-core's dispatchers keep a tensor."""
-    config = tiny_config([SPARSE], moe=SIZES)
-
-    def prepare(model: Model) -> None:
-        if experts:
-            take_megatron_experts(model, experts, "allgather")
-
-    trainee = OurTrainee(config, SPARSE, single_rank(), prepare, lr=0.0)
-    trainee.step(random_batches(config))
-    left = [weakref.ref(parameter) for parameter in trainee.model.gpt.parameters()]
-    left += [weakref.ref(buffer.grad_data) for ddp in trainee.optimizer.ddps for buffer in ddp.buffers]
-    trainee.close()
-    gc.collect()
-    assert [reference() for reference in left if reference() is not None] == []
-
-
 def test_what_cannot_be_compared_says_so() -> None:
     for moe, words in (
         ({"experts_impl": "sequential"}, "megatron-core's already"),
@@ -121,19 +83,15 @@ def test_what_cannot_be_compared_says_so() -> None:
 
 @pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real small steps run on a CPU, where nothing is traced and no graph is captured. The test checks turns,
-    comparisons and bars. Models that do not fit, or cannot be captured, say so, and the others continue."""
+    """Models that do not fit, or cannot be captured, say so, and the others continue."""
     import bench_moe
 
     stand_in_for_cuda(monkeypatch)
     monkeypatch.setattr(bench_moe, "init_parallel", lambda *_, **__: single_rank())
     monkeypatch.setattr(bench_moe, "shutdown_parallel", lambda: None)  # it serves other tests, too
-    order: list[str] = []
-    seconds = {"standard": 2.0, "gsa": 2.1, "gsa_graphs": 1.5, "standard_sequential": 5.0}
     take_turn = bench_moe.take_turn
 
-    def take_and_count(name: str, found: Any, *rest: Any) -> None:
-        order.append(name)
+    def take_or_fail(name: str, found: Any, *rest: Any) -> None:
         if name == "standard_grouped":
             raise torch.OutOfMemoryError("no room\nfor more")
         if name == "standard_graphs":
@@ -142,11 +100,9 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             train = replace(found.config.train, cuda_graphs=False)
             found.config = replace(found.config, train=train)
         take_turn(name, found, *rest)
-        found.step_seconds[-1] = seconds[name]
 
-    monkeypatch.setattr(bench_moe, "take_turn", take_and_count)
-    left = 2**31  # by each turn of one model
-    monkeypatch.setattr(bench_moe, "release_memory", lambda _: left * order.count("standard_sequential"))
+    monkeypatch.setattr(bench_moe, "take_turn", take_or_fail)
+    monkeypatch.setattr(bench_moe, "release_memory", lambda _: 0)
     small = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 64}
     options = [f"model.{name}={size}" for name, size in small.items()]
     options += ["moe.expert_ffn_hidden_size=16", "moe.shared_expert_ffn_hidden_size=16", "moe.top_k=2"]
@@ -156,51 +112,9 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "argv", ["bench_moe.py", "--out", str(tmp_path), *options])
     assert bench_moe.main() == 1
     report = json.loads((tmp_path / "bench_moe.json").read_text())
-    names = [
-        "standard",
-        "gsa",
-        "standard_graphs",
-        "gsa_graphs",
-        "standard_sequential",
-        "standard_grouped",
-    ]
-    assert order == [*names, "standard", "gsa", "gsa_graphs", "standard_sequential"]
     rows = {row["model"]: row for row in report["rows"]}
-    assert list(rows) == names
-    assert [rows[name]["ratio"] for name in names] == [1.0, 1.05, None, 0.75, 2.5, None]
-    assert {row["micro_batch"] for row in rows.values()} == {2}
+    without = {name for name, row in rows.items() if row["ratio"] is None}
+    assert without == {"standard_graphs", "standard_grouped"}
     assert rows["standard_grouped"]["failed"] == "out of memory: no room"
-    assert report["failures"] == [
-        "standard_graphs: no graph: not allowed",
-        "standard_sequential: after a turn 2.0 GiB stay allocated, which others lack",
-    ]
+    assert report["failures"] == ["standard_graphs: no graph: not allowed"]
     assert rows["standard_sequential"]["difference"] < bench_moe.ROUNDING
-    assert rows["standard"]["load_max"] >= 1
-    assert rows["gsa"]["active"] < rows["gsa"]["total"]
-    assert [(bar["what"], bar["value"], bar["met"]) for bar in report["bars"]] == [
-        ("tokens/s of standard over standard_sequential", 2.5, True),
-        ("tokens/s of standard over standard_grouped", None, False),
-        ("step of gsa_graphs over standard", 0.75, True),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("gib", "names", "sequences", "expected"),
-    [
-        (140, ["standard", "gsa"], 8, 4),
-        (140, ["standard", "gsa", "gsa_graphs"], 8, 2),  # a graph holds the memory of a pass a second time
-        (140, ["standard", "gsa"], 6, 2),
-        (79, ["standard", "gsa"], 8, 2),
-        (79, ["standard", "gsa", "gsa_graphs"], 8, 1),
-        (40, ["standard", "gsa"], 8, 1),
-    ],
-)
-def test_the_micro_batch_is_the_largest_that_fits_all_models(gib, names, sequences, expected, monkeypatch):
-    import bench_moe
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * 2**30, gib * 2**30))
-    options = ["model.num_layers=18", "moe.experts=16", f"train.global_batch_size={sequences}"]
-    found = bench_moe.load_all(names, options, sequences, None)
-    assert {each.config.train.micro_batch_size for each in found.values()} == {expected}
-    asked = bench_moe.load_all(names, options, sequences, 3 if sequences == 6 else 8)
-    assert {each.config.train.micro_batch_size for each in asked.values()} == {3 if sequences == 6 else 8}

@@ -1,9 +1,7 @@
-"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files. The tests
-also cover the state of a resumed optimizer. test_checkpoint_saves.py tests saves."""
+"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files."""
 
 import dataclasses
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,7 @@ import torch
 
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import load as checkpoint
-from gsa_train.checkpoint.damage import find_damage
-from gsa_train.checkpoint.files import (
-    complete_checkpoints,
-    find_checkpoint,
-    pass_over,
-    recover_folder,
-    resume_candidates,
-)
+from gsa_train.checkpoint.files import find_checkpoint, recover_folder, resume_candidates
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
@@ -28,15 +19,10 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.run_folder.resume import Start
 from helpers import saving
-from helpers.checkpoints import run_state, write_checkpoint
+from helpers.checkpoints import run_state
 from helpers.saving import is_intact, names_in
-from helpers.single_rank import (
-    SPARSE,
-    single_rank,
-    tiny_config,
-)
+from helpers.single_rank import single_rank
 
-DECAY = 0.1
 # pytest finds the fixtures here.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
 
@@ -56,10 +42,6 @@ def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path)
 
 
 # --- folders -----------------------------------------------------------------------------------------------
-
-
-def test_the_run_state_reads_back_equal(save):
-    assert read_run_state(save(7)) == run_state(7)
 
 
 def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
@@ -82,22 +64,22 @@ def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
     assert "of another kind of device: random-number generators start from run.seed" in caplog.text
 
 
-def test_only_the_newest_checkpoints_are_kept(save, tmp_path):
-    for step in (2, 9, 10, 100):
-        save(step, keep_last=2)
-    assert names_in(tmp_path) == {"step_00000010", "step_00000100", "latest"}
-    assert find_checkpoint(tmp_path) == tmp_path / "step_00000100"
+KEPT = [
+    ((2, 9, 10, 100), {"keep_last": 2}, (10, 100)),
+    ((4, 6, 8, 9, 10, 12, 13), {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4}, (4, 8, 12, 13)),
+]
 
 
-def test_milestones_stay_beside_the_newest(save, tmp_path):
-    for step in (4, 6, 8, 9, 10, 12, 13):
-        save(step, every_steps=2, keep_last=2, keep_every_steps=4)
-    assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (4, 8, 12, 13))]
+@pytest.mark.parametrize(("steps", "fields", "kept"), KEPT, ids=["the newest", "and milestones"])
+def test_which_checkpoints_are_kept(save, tmp_path, steps, fields, kept):
+    for step in steps:
+        save(step, **fields)
+    assert names_in(tmp_path) == {"latest", *(f"step_{step:08d}" for step in kept)}
+    assert find_checkpoint(tmp_path) == tmp_path / f"step_{kept[-1]:08d}"
 
 
 def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
-    """The checkpoint is on another disk, with a link in its place. If the link stayed, each save would warn about
-    it."""
+    """The checkpoint is on another disk, with a link in its place."""
     save(1)
     moved = (tmp_path / "step_00000001").rename(tmp_path / "moved")
     (tmp_path / "step_00000001").symlink_to(moved)
@@ -107,30 +89,17 @@ def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
     assert is_intact(moved)
 
 
-def test_small_files_are_in_each_checkpoint_and_its_manifest(trained, tmp_path):
-    """An example is the tokenizer: copies contain it, and a resume notices if it differs."""
-    small_files = {"tokenizer.model": b"pieces"}
-    saver = CheckpointSaver(
-        tmp_path, CheckpointConfig(async_save=False), single_rank(), small_files=small_files
-    )
-    for step in (1, 2):
-        (result,) = saver.begin(run_state(step), *trained)
-        assert (result.folder / "tokenizer.model").read_bytes() == b"pieces"
-        assert checkpoint_files.read_manifest(result.folder).files["tokenizer.model"].bytes == 6
-        assert find_damage(result.folder, single_rank(), checksums=True) is None
-    saver.close()
-    (result.folder / "tokenizer.model").write_bytes(b"places")
-    assert "tokenizer.model has checksum" in (find_damage(result.folder, single_rank(), checksums=True) or "")
-
-
 def test_saves_of_stops_do_not_push_out_what_a_rewind_needs(trained, tmp_path):
     checkpoint_config = CheckpointConfig(every_steps=4, keep_last=3)
-    saver = CheckpointSaver(tmp_path, checkpoint_config, single_rank(), reach_steps=7)
+    small = {"tokenizer.model": b"pieces"}  # in each checkpoint and its manifest
+    saver = CheckpointSaver(tmp_path, checkpoint_config, single_rank(), reach_steps=7, small_files=small)
     for step in (2, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17):  # every fourth, and stops
         saver.begin(run_state(step), *trained)
         saver.ended(now=step, wait=True)
     saver.close()
     assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (8, 12, 15, 16, 17))]
+    assert (tmp_path / "step_00000008" / "tokenizer.model").read_bytes() == b"pieces"
+    assert checkpoint_files.read_manifest(tmp_path / "step_00000008").files["tokenizer.model"].bytes == 6
 
 
 def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(save, tmp_path):
@@ -140,16 +109,6 @@ def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(save, tmp_path)
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000004"
     save(5, keep_last=2)
     assert resume_candidates(tmp_path) == [tmp_path / "step_00000005", tmp_path / "step_00000004"]
-
-
-def test_a_checkpoint_is_found_by_its_own_name_by_its_folder_and_by_its_run(save, tmp_path):
-    folder = save(3)
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "checkpoints").symlink_to(tmp_path, target_is_directory=True)
-    assert find_checkpoint(folder) == find_checkpoint(tmp_path) == folder
-    assert find_checkpoint(run_folder) == run_folder / "checkpoints" / folder.name
-    assert find_checkpoint(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("lost", ["metadata.json", None], ids=["incomplete", "missing"])
@@ -189,13 +148,8 @@ def kill_before_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
         return call
 
-    for owner, name in (
-        (os, "replace"),
-        (shutil, "rmtree"),
-        (Path, "rename"),
-        (Path, "mkdir"),
-        (Path, "open"),
-    ):
+    changes = ((os, "replace"), (shutil, "rmtree"), (Path, "rename"), (Path, "mkdir"), (Path, "open"))
+    for owner, name in changes:
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
 
 
@@ -238,61 +192,12 @@ def test_a_save_killed_anywhere_leaves_a_checkpoint_to_resume_from(again, tmp_pa
     assert names_in(tmp_path) == {new.name, "latest"}
 
 
-# --- damage ------------------------------------------------------------------------------------------------
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-DAMAGES = [
-    (flip_a_bit, "__0_0.distcp", "__0_0.distcp has checksum"),
-    (cut, "__0_1.distcp", "__0_1.distcp has .* bytes instead of"),
-    (Path.unlink, "__0_1.distcp", "__0_1.distcp is missing"),
-    (flip_a_bit, "common.pt", "common.pt has checksum"),
-    (flip_a_bit, ".metadata", ".metadata has checksum"),
-    (cut, "manifest.json", "manifest.json is damaged"),
-    (Path.unlink, "manifest.json", "it has no manifest.json"),
-    (Path.unlink, "metadata.json", "metadata.json is missing"),
-    (lambda path: shutil.rmtree(path.parent), "metadata.json", "it is missing or incomplete"),
-]
-
-
-@pytest.fixture(scope="module")
-def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
-
-
-@pytest.mark.parametrize(("damage", "name", "expected"), DAMAGES)
-def test_damage_is_found_and_named(damage, name, expected, intact, tmp_path):
-    folder = tmp_path / intact.name
-    shutil.copytree(intact, folder)
-    for checksums in (False, True):
-        assert find_damage(folder, single_rank(), checksums) is None
-    damage(folder / name)
-    found = find_damage(folder, single_rank(), checksums=True)
-    assert found is not None
-    assert re.match(expected, found), found
-    by_size = find_damage(folder, single_rank(), checksums=False)
-    if name.endswith(".distcp") or "checksum" not in expected:  # pickles are read anyway
-        assert by_size == (None if "checksum" in expected else found)
-
-
-def test_a_checkpoint_from_before_manifests_loads_unverified(intact, tmp_path, caplog):
-    folder = tmp_path / intact.name
-    shutil.copytree(intact, folder)
-    (folder / "manifest.json").unlink()
-    content = torch.load(folder / "common.pt", weights_only=False)
-    content["run"]["format_version"] = 1
-    torch.save(content, folder / "common.pt")
-    assert find_damage(folder, single_rank(), checksums=True) is None
-    assert "it is not verified" in caplog.text
+def test_a_damaged_checkpoint_gets_a_name_that_is_free(tmp_path):
+    for name in ("step_00000002", "step_00000003", "step_00000003.damaged"):
+        (tmp_path / name).mkdir()
+    (renamed,) = checkpoint_files.pass_over([tmp_path / "step_00000003"], tmp_path / "step_00000002")
+    assert renamed.name == "step_00000003.damaged.2"
+    assert (tmp_path / "latest").read_text() == "step_00000002"
 
 
 def test_ranks_share_files_and_bytes_about_evenly():
@@ -301,18 +206,3 @@ def test_ranks_share_files_and_bytes_about_evenly():
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(record.bytes for record in share.values()) for share in shares]
     assert max(loads) - min(loads) <= 50
-
-
-def test_a_resume_looks_at_what_latest_names_then_at_older_ones_and_keeps_what_it_passes_over(tmp_path):
-    for step in (1, 2, 3, 4):
-        write_files(tmp_path, step, keep_last=9)
-    (tmp_path / "latest").write_text("step_00000003")  # set back by hand
-    names = [path.name for path in resume_candidates(tmp_path)]
-    assert names == ["step_00000003", "step_00000002", "step_00000001"]
-    (tmp_path / "step_00000003.damaged").mkdir()
-    renamed = pass_over([tmp_path / "step_00000003"], tmp_path / "step_00000002")
-    assert [path.name for path in renamed] == ["step_00000003.damaged.2"]
-    assert (tmp_path / "latest").read_text() == "step_00000002"
-    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_0000000{n}" for n in (1, 2, 4)]
-    (tmp_path / "latest").unlink()
-    assert resume_candidates(tmp_path)[0].name == "step_00000004"

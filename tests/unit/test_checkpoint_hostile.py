@@ -1,11 +1,11 @@
 """Tests hostile checkpoints: pickles that run code, names that leave the folder, wrong sizes."""
 
-import ast
 import dataclasses
 import io
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from enum import Enum
@@ -27,30 +27,15 @@ from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_st
 from gsa_train.config import _SAVED_LOADER
 from gsa_train.config.text_yaml import TextLoader
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.phases import phase_ranges
 from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.run_folder.resume import ResumeError, choose_start
 from helpers import saving
-from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
-config, trained = saving.config, saving.trained
+config, trained, intact, folder = saving.config, saving.trained, saving.intact, saving.folder
 ARGUMENTS = Arguments("", (), None, False, False, False, False, 1)
 NO_TOKENIZER = cast(Tokenizer, SimpleNamespace(fingerprint=None))
-
-
-@pytest.fixture(scope="module")
-def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
-
-
-@pytest.fixture
-def folder(intact: Path, tmp_path: Path) -> Path:
-    copy = tmp_path / "run" / "checkpoints" / intact.name
-    shutil.copytree(intact, copy)
-    (copy.parent / "latest").write_text(copy.name)
-    return copy
 
 
 class Crafted:
@@ -114,11 +99,9 @@ def test_a_crafted_pickle_is_refused_by_both_ways_in(craft, expected, folder, tm
     craft(folder, marker)
     adapt_manifest(folder)
     base = tiny_config([SPARSE])
-    config = dataclasses.replace(
-        base,
-        run=dataclasses.replace(base.run, dir=str(tmp_path), name="run"),
-        checkpoint=dataclasses.replace(base.checkpoint, initial_weights=str(folder), verify="full"),
-    )
+    run = dataclasses.replace(base.run, dir=str(tmp_path), name="run")
+    weights = dataclasses.replace(base.checkpoint, initial_weights=str(folder), verify="full")
+    config = dataclasses.replace(base, run=run, checkpoint=weights)
     with pytest.raises(ResumeError, match=expected):
         choose_start(config, ARGUMENTS, phase_ranges(config.phases), single_rank())
     found = find_initial_weights(config, single_rank())
@@ -194,18 +177,21 @@ def point_elsewhere(**fields: Any) -> Callable[[Path], None]:
     return change
 
 
-def list_too(name: str, **fields: Any) -> Callable[[Path], None]:
+def manifest_with(**fields: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        (folder.parent / "outside").write_bytes(b"")
         content = json.loads((folder / "manifest.json").read_bytes())
-        content["files"][name] = {"bytes": 0, "crc32": "00000000", **fields}
-        (folder / "manifest.json").write_text(json.dumps(content))
+        (folder / "manifest.json").write_text(json.dumps(content | fields))
 
     return change
 
 
-def list_nothing(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"files": {}}')
+def list_too(name: str, size: int = 0) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder.parent / "outside").write_bytes(b"")
+        files = json.loads((folder / "manifest.json").read_bytes())["files"]
+        manifest_with(files=files | {name: {"bytes": size, "crc32": "00000000"}})(folder)
+
+    return change
 
 
 def link_out(folder: Path) -> None:
@@ -239,18 +225,10 @@ def state_with(**fields: Any) -> Callable[[Path], None]:
     return change
 
 
-def name_in_manifest(**fields: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        content = json.loads((folder / "manifest.json").read_bytes())
-        (folder / "manifest.json").write_text(json.dumps(content | fields))
-
-    return change
-
-
 def leave_out_shard(folder: Path) -> None:
-    content = json.loads((folder / "manifest.json").read_bytes())
-    del content["files"]["__0_0.distcp"]
-    (folder / "manifest.json").write_text(json.dumps(content))
+    files = json.loads((folder / "manifest.json").read_bytes())["files"]
+    del files["__0_0.distcp"]
+    manifest_with(files=files)(folder)
     shard = bytearray((folder / "__0_0.distcp").read_bytes())
     shard[len(shard) // 2] ^= 1
     (folder / "__0_0.distcp").write_bytes(shard)
@@ -259,24 +237,16 @@ def leave_out_shard(folder: Path) -> None:
 LIES = [
     (other_backend('{"sharded_backend": "zarr"}'), "metadata.json has the format 'zarr'"),
     (other_backend("{"), "metadata.json is damaged: "),
-    (other_backend("{}"), "metadata.json is damaged: "),
     (state_with(step=4), "it is the checkpoint of step 4 under the name of step 3"),
     (state_with(tokens="1"), "common.pt is damaged: it holds no run state"),
-    (state_with(unknown=1), "common.pt is damaged: it holds no run state"),
     (state_with(config_yaml="!!python/object/apply:os.mkdir [x]"), "common.pt is damaged: it does not hold"),
     (state_with(config_yaml=7), "common.pt is damaged: it does not hold the run's config"),
-    (name_in_manifest(run_id="other"), "manifest.json belongs to run "),
-    (name_in_manifest(step=2), "manifest.json belongs to run "),
-    (name_in_manifest(step="3"), "manifest.json is damaged: it names no run and step"),
+    (manifest_with(run_id="other"), "manifest.json belongs to run "),
+    (manifest_with(step=2), "manifest.json belongs to run "),
+    (manifest_with(step="3"), "manifest.json is damaged: it names no run and step"),
     (leave_out_shard, ".metadata names __0_0.distcp, which is not in the manifest"),
-    (
-        point_elsewhere(relative_path="../outside"),
-        ".metadata names '../outside', which leads out of the folder",
-    ),
-    (
-        point_elsewhere(relative_path="/etc/passwd"),
-        ".metadata names '/etc/passwd', which leads out of the folder",
-    ),
+    (point_elsewhere(relative_path="../outside"), ".metadata names '../outside', which leads out of the "),
+    (point_elsewhere(relative_path="/etc/passwd"), ".metadata names '/etc/passwd', which leads out of the "),
     (point_elsewhere(length=1 << 40), ".metadata says that bytes "),
     (point_elsewhere(offset=-1), ".metadata says that bytes -1 to"),
     (point_elsewhere(offset="0"), ".metadata is damaged: no place in a file"),
@@ -284,8 +254,11 @@ LIES = [
     (add_unlisted, ".metadata names other, which is not in the manifest"),
     (list_too("../outside"), "manifest.json names '../outside', which leads out of the folder"),
     (list_too("/etc/passwd"), "manifest.json names '/etc/passwd', which leads out of the folder"),
-    (list_too("__0_0.distcp", bytes=-1), "manifest.json is damaged: __0_0.distcp has no size and checksum"),
-    (list_nothing, "manifest.json is damaged: it does not list .metadata, common.pt, metadata.json"),
+    (list_too("__0_0.distcp", size=-1), "manifest.json is damaged: __0_0.distcp has no size and checksum"),
+    (
+        manifest_with(files={}),
+        "manifest.json is damaged: it does not list .metadata, common.pt, metadata.json",
+    ),
     (link_out, "__0_0.distcp is a link that leads out of the folder"),
 ]
 
@@ -295,78 +268,32 @@ def test_what_leads_out_or_lies_is_named_in_one_line(lie, expected, folder):
     assert find_damage(folder, single_rank(), checksums=True) is None
     lie(folder)
     found = find_damage(folder, single_rank(), checksums=True)
-    assert found is not None
     assert found.startswith(expected), found
     assert "\n" not in found
 
 
-ROOMS = ("gsa_train", "data", "kernels", "launch", "benchmarks", "examples")
-UNPICKLERS = {"pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve"}
-GUARDED = "gsa_train/checkpoint/guarded.py"
-VERSIONS = "gsa_train/distributed/megatron_versions.py"
-"""Calls megatron-core's loader with the guarded readers, as each of its versions takes them."""
-
-
-def loaders_in(path: Path) -> list[str]:
-    """Find calls that may run code from a file without forbidding it."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {each.name for each in node.names} | {getattr(node, "module", None) or ""}
-            found += sorted(names & (UNPICKLERS | {"torch.distributed.checkpoint"}))
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        called = f"{ast.unparse(node.func.value)}.{node.func.attr}"
-        options = {each.arg: ast.unparse(each.value) for each in node.keywords}
-        unsafe = {
-            "torch.load": options.get("weights_only") != "True",
-            "np.load": "allow_pickle" in options,
-            "numpy.load": "allow_pickle" in options,
-            "yaml.load": [ast.unparse(each) for each in node.args[1:]]
-            not in (["TextLoader"], ["_SAVED_LOADER"], ["yaml.SafeLoader"]),
-            "dist_checkpointing.load": True,
-        }
-        always = node.func.attr in (
-            "unsafe_load",
-            "full_load",
-            "read_pickle",
-            "load_checkpoint",
-            "load_state_dict_from_url",
-        )
-        if unsafe.get(called, always):
-            found.append(called)
-    return found
+ROOMS = ("gsa_train", "gsa_eval", "gsa_study", "gsa_hf", "data", "kernels")
+ROOMS += ("launch", "benchmarks", "examples")
+UNSAFE = re.compile(
+    r"""^\s*(?:import|from)\s.*\b(?:pickle|dill|joblib|cloudpickle|marshal|shelve|torch\.distributed\.checkpoint(?![.]))\b
+    | \btorch\.load\((?!.*weights_only=True) | \ballow_pickle\b | \bdist_checkpointing\.load\(
+    | \byaml\.load\((?!.*(?:TextLoader|_SAVED_LOADER|yaml\.SafeLoader)\))
+    | \.(?:unsafe_load|full_load|read_pickle|load_checkpoint|load_state_dict_from_url)\(""",
+    re.VERBOSE | re.MULTILINE,
+)
+"""Lines that may run code from a file. A call whose safe option is on another line is found, too."""
 
 
 def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
     """The test covers loaders of DeepSpeed and torch: ZeRO's state is loaded like megatron-core's."""
     root = Path(__file__).parents[2]
-    found = {
-        str(path.relative_to(root)): calls
-        for room in ROOMS
-        for path in (root / room).rglob("*.py")
-        if (calls := loaders_in(path))
-    }
-    reader = "gsa_train/checkpoint/parallel_read.py"  # the guarded one's base
-    assert found == {
-        GUARDED: ["pickle", "torch.distributed.checkpoint"],
-        reader: ["torch.distributed.checkpoint"],
-        VERSIONS: ["dist_checkpointing.load", "dist_checkpointing.load"],
-    }
+    sources = [path for room in ROOMS for path in (root / room).rglob("*.py")]
+    found = {path.relative_to(root).as_posix(): len(UNSAFE.findall(path.read_text())) for path in sources}
+    expected = {"gsa_train/checkpoint/guarded.py": 2}
+    expected["gsa_train/checkpoint/parallel_read.py"] = 1  # the guarded one's base
+    expected["gsa_train/distributed/megatron_versions.py"] = (
+        2  # calls megatron-core's loader with guarded readers
+    )
+    assert {name: count for name, count in found.items() if count} == expected
     assert issubclass(TextLoader, yaml.SafeLoader)
     assert issubclass(_SAVED_LOADER, (yaml.SafeLoader, yaml.CSafeLoader))
-
-
-def test_the_list_of_loaders_finds_them(tmp_path: Path) -> None:
-    lines = {
-        "import pickle": "pickle",
-        "torch.load(f)": "torch.load",
-        "torch.load(f, weights_only=False)": "torch.load",
-        "np.load(f, allow_pickle=True)": "np.load",
-        "yaml.load(f, yaml.Loader)": "yaml.load",
-        "engine.load_checkpoint(f)": "engine.load_checkpoint",
-        "dist_checkpointing.load(a, b)": "dist_checkpointing.load",
-    }
-    for line, expected in lines.items():
-        (tmp_path / "a.py").write_text(line)
-        assert loaders_in(tmp_path / "a.py") == [expected], line

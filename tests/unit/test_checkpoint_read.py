@@ -1,6 +1,7 @@
-"""Tests that several threads check every byte of a checkpoint while it is read."""
+"""Tests that damage to a checkpoint is named, before it is read and by the threads that check every byte they read."""
 
 import random
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -15,9 +16,58 @@ from gsa_train.checkpoint.damage import find_damage, tensor_files
 from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.config import Config
 from gsa_train.optimizer.mcore import build_optimizer
-from helpers.checkpoints import write_checkpoint
-from helpers.saving import config, trained  # noqa: F401 - fixtures
+from helpers import saving
 from helpers.single_rank import SPARSE, single_rank, tiny_model
+
+# pytest finds the fixtures here.
+config, trained, intact, folder = saving.config, saving.trained, saving.intact, saving.folder
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = [
+    (flip_a_bit, "__0_0.distcp", "__0_0.distcp has checksum"),
+    (cut, "__0_1.distcp", "__0_1.distcp has .* bytes instead of"),
+    (Path.unlink, "__0_1.distcp", "__0_1.distcp is missing"),
+    (flip_a_bit, "common.pt", "common.pt has checksum"),
+    (flip_a_bit, ".metadata", ".metadata has checksum"),
+    (cut, "manifest.json", "manifest.json is damaged"),
+    (Path.unlink, "manifest.json", "it has no manifest.json"),
+    (Path.unlink, "metadata.json", "metadata.json is missing"),
+    (lambda path: shutil.rmtree(path.parent), "metadata.json", "it is missing or incomplete"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name", "expected"), DAMAGES)
+def test_damage_is_found_and_named(damage, name, expected, folder):
+    for by_checksum in (False, True):
+        assert find_damage(folder, single_rank(), by_checksum) is None
+    damage(folder / name)
+    found = find_damage(folder, single_rank(), checksums=True)
+    assert re.match(expected, found), found
+    by_size = find_damage(folder, single_rank(), checksums=False)
+    if name.endswith(".distcp") or "checksum" not in expected:  # pickles are read anyway
+        assert by_size == (None if "checksum" in expected else found)
+
+
+def test_a_checkpoint_from_before_manifests_loads_unverified(folder, caplog):
+    (folder / "manifest.json").unlink()
+    content = torch.load(folder / "common.pt", weights_only=False)
+    content["run"]["format_version"] = 1
+    torch.save(content, folder / "common.pt")
+    assert find_damage(folder, single_rank(), checksums=True) is None
+    assert "it is not verified" in caplog.text
+
+
+# --- while it is read ----------------------------------------------------------------------------------------
 
 
 def test_checksums_of_parts_join_to_the_checksum_of_the_whole() -> None:
@@ -46,17 +96,7 @@ def test_threads_find_the_checksum_of_a_file(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.fixture(scope="module")
-def written(
-    trained: tuple[Any, Any],  # noqa: F811
-    config: Config,  # noqa: F811
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, Any, Any]:
-    """Write a checkpoint; return it with its model and optimizer."""
-    return write_checkpoint(tmp_path_factory.mktemp("read"), 2, *trained, config), *trained
-
-
-@pytest.fixture(scope="module")
-def reader(config: Config) -> tuple[Any, Any]:  # noqa: F811
+def reader(config: Config) -> tuple[Any, Any]:
     model = tiny_model(config)
     return model, build_optimizer(model, SPARSE, config)
 
@@ -70,24 +110,14 @@ def load(folder: Path, reader: tuple[Any, Any], with_optimizer: bool = True) -> 
     load_checkpoint(folder, *reader, single_rank(), with_optimizer, unchecked=tensor_files(folder))
 
 
-def test_an_intact_one_is_filled_in_and_never_called_damaged(written, reader):
-    folder, *writer = written
-    for with_optimizer in (True, False):
-        load(folder, reader, with_optimizer)
-    load(folder, reader)
-    found, expected = state_of(*reader), state_of(*writer)
-    assert len(found) == len(expected) > 20
-    assert all(map(torch.equal, found, expected))
-
-
-def test_each_load_reads_what_is_where_once(written, reader, monkeypatch):
+def test_each_load_reads_what_is_where_once(intact, reader, monkeypatch):
     """Locations from an earlier load are not used, because the files may differ."""
     read: list[Path] = []
     read_metadata = guarded.read_metadata
     monkeypatch.setattr(guarded, "read_metadata", lambda folder: read.append(folder) or read_metadata(folder))
     for loads in (1, 2):
-        load(written[0], reader)
-        assert read == [written[0]] * loads
+        load(intact, reader)
+        assert read == [intact] * loads
 
 
 PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
@@ -95,12 +125,8 @@ PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
-    place, with_optimizer, written, reader, tmp_path
-):
-    """Without the optimizer most of the file is not used."""
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(written[0], folder)
+def test_a_wrong_bit_is_found_wherever_it_is(place, with_optimizer, folder, trained, reader):
+    """Without the optimizer most of the file is not used. An intact file is never called damaged."""
     names = sorted(tensor_files(folder))
     assert len(names) > 1
     for name in names:
@@ -110,35 +136,26 @@ def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
         wrong[int(place * len(good))] ^= 4
         path.write_bytes(wrong)
         at_once = find_damage(folder, single_rank(), checksums=True, tensors_later=True)
-        assert at_once is None or (
-            name in at_once and "_extra_state" in at_once
-        )  # Small objects are read before.
+        # Small objects are read before.
+        assert at_once is None or (name in at_once and "_extra_state" in at_once)
         with pytest.raises(DamagedCheckpoint, match=f"{name} has checksum") as found:
             load(folder, reader, with_optimizer)
         before = find_damage(folder, single_rank(), checksums=True)
-        assert before is not None
         assert before in str(found.value)
         path.write_bytes(good)
+    load(folder, reader, with_optimizer)
     load(folder, reader)
-    assert all(map(torch.equal, state_of(*reader), state_of(*written[1:])))
+    found, expected = state_of(*reader), state_of(*trained)
+    assert len(found) == len(expected) > 20
+    assert all(map(torch.equal, found, expected))
 
 
-def test_the_other_files_are_checked_before(written: tuple[Path, Any, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(written[0], folder)
-    path = folder / "config.yaml"
-    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
-    assert "config.yaml has checksum" in (
-        find_damage(folder, single_rank(), checksums=True, tensors_later=True) or ""
-    )
-
-
-def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(written, reader, tmp_path):
+def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(folder, reader):
     """An error would leave other ranks waiting for this one in the middle of the load."""
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(written[0], folder)
-    files = tensor_files(folder)
-    path = folder / sorted(files)[0]
+    path = folder / "config.yaml"  # files that are not tensors are checked before
+    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
+    assert "config.yaml has" in str(find_damage(folder, single_rank(), checksums=True, tensors_later=True))
+    path = folder / sorted(tensor_files(folder))[0]
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(DamagedCheckpoint, match=r"has checksum .*cannot be read"):
         load(folder, reader)

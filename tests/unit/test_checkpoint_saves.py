@@ -1,6 +1,5 @@
 """Tests saves in the background, and saves that fail."""
 
-import resource
 import shutil
 import threading
 import time
@@ -13,14 +12,13 @@ import torch
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import save, staging
 from gsa_train.checkpoint.finite import _all_finite
-from gsa_train.checkpoint.load import load_checkpoint
-from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveLost, SaveResult
+from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveResult
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
 from helpers import saving
 from helpers.checkpoints import run_state
 from helpers.saving import LR, is_intact, names_in
-from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_model
+from helpers.single_rank import SPARSE, random_batches, take_step, tiny_model
 
 # pytest finds the fixtures here.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
@@ -74,30 +72,6 @@ def held_back(saver: CheckpointSaver) -> Iterator[threading.Event]:
         go_on.set()
 
 
-def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_meanwhile(make_saver, config):
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    take_step(model, optimizer, random_batches(config, 0), config, lr=LR)
-    saver = make_saver()
-    with held_back(saver):
-        assert saver.begin(run_state(1), model, optimizer) == []
-        before = {name: value.clone() for name, value in model.gpt.state_dict().items() if value is not None}
-        moments = [part.tensors["exp_avg"].clone() for part in optimizer.state_parts()]
-        take_step(model, optimizer, random_batches(config, 1), config, lr=LR, hold_update=saver.hold_update)
-        assert saver.ended(now=2) == []
-        assert saver.has(1)
-        assert saver.durable_step is None
-    (result,) = saver.ended(now=2, wait=True)
-    assert saver.durable_step == 1
-
-    load_checkpoint(result.folder, model, optimizer, single_rank(), with_optimizer=True)
-    for name, value in before.items():
-        assert torch.equal(model.gpt.state_dict()[name], value), name
-    for part, moment in zip(optimizer.state_parts(), moments, strict=True):
-        assert torch.equal(part.tensors["exp_avg"], moment)
-    assert optimizer.updates == 1
-
-
 def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everything_waits_for(
     make_saver, config, tmp_path, monkeypatch
 ):
@@ -121,6 +95,8 @@ def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everythi
     monkeypatch.setattr(staging, "_copy_all", copy_late)
     saver = make_saver()
     assert saver.begin(run_state(1), model, optimizer) == []
+    assert saver.has(1)
+    assert saver.durable_step is None
 
     def hold_update():
         assert not copied
@@ -133,6 +109,7 @@ def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everythi
     assert not all(map(torch.equal, before, model.gpt.parameters()))
     assert sum(copied) > 20
     (result,) = saver.ended(now=2, wait=True)
+    assert saver.durable_step == 1
     found = checkpoint_files.read_manifest(result.folder).files
     tensors = {name for name in expected if name.endswith(".distcp")}
     assert len(tensors) > 1
@@ -167,7 +144,6 @@ def test_the_next_save_waits_for_the_one_under_way(make_saver, trained, tmp_path
     saver = make_saver()
     with held_back(saver) as go_on:
         saver.begin(run_state(1), *trained)
-        assert saver._save is not None
         stall_so_far = saver._save.stall_seconds
         threading.Timer(0.1, go_on.set).start()
         (first,) = saver.begin(run_state(2), *trained)
@@ -186,42 +162,7 @@ def test_the_end_of_a_run_lets_the_save_under_way_end(make_saver, trained, tmp_p
     assert is_intact(tmp_path / "step_00000001")
 
 
-def test_a_save_has_taken_the_time_until_it_is_durable_however_long_old_ones_take_to_delete(
-    make_saver, trained, monkeypatch
-):
-    durable_at = []
-
-    def prune_slowly(*_):
-        durable_at.append(time.perf_counter())
-        time.sleep(0.5)
-        return []
-
-    monkeypatch.setattr(save, "prune", prune_slowly)
-    saver, before = make_saver(), time.perf_counter()
-    saver.begin(run_state(7), *trained)
-    (result,) = saver.ended(now=7, wait=True)
-    assert 0 < result.save_seconds <= durable_at[0] - before
-
-
-def test_without_async_save_a_checkpoint_is_durable_when_training_goes_on(make_saver, trained):
-    saver = make_saver(async_save=False)
-    (result,) = saver.begin(run_state(1), *trained)
-    assert saver.durable_step == result.step == 1
-    assert saver.ended(now=1, wait=True) == []
-
-
 # --- saves that fail ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse larger files: "File too large"."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def failed(saver: CheckpointSaver, step: int, trained: tuple[Model, PhaseOptimizer]) -> SaveResult:
@@ -230,67 +171,57 @@ def failed(saver: CheckpointSaver, step: int, trained: tuple[Model, PhaseOptimiz
     return result
 
 
-def test_a_failed_save_leaves_nothing_is_tried_again_and_in_the_end_stops_the_run(
-    make_saver, trained, tmp_path
-):
+def test_tries_come_at_growing_intervals_and_in_the_end_stop_the_run(make_saver, trained, monkeypatch):
     saver = make_saver(every_steps=100, save_retries=2, retry_after_steps=3)
-    (good,) = saver.begin(run_state(5), *trained) + saver.ended(now=5, wait=True)
-    largest = max(path.stat().st_size for path in good.folder.iterdir())
-    for step, next_step in ((10, 13), (13, 19)):
-        with files_of_at_most(largest // 2):
-            result = failed(saver, step, trained)
-        assert "File too large" in result.error
-        assert names_in(tmp_path) == {"step_00000005", "latest"}
-        saver.check()
-        assert [each for each in range(step + 1, 100) if saver.is_due(each)] == [next_step]
-    assert saver.next_try() == "next try at step 19"
-
-    (again,) = saver.begin(run_state(19), *trained) + saver.ended(now=19, wait=True)
-    assert again.error is None
-    assert is_intact(again.folder)
-    assert saver.failures == 0
-    assert not any(saver.is_due(each) for each in range(20, 100))
-
-    with files_of_at_most(largest // 2):
-        for step in (30, 40, 50):
-            saver.check()
-            failed(saver, step, trained)
-        assert saver.begin(run_state(60), *trained) == []
-        with pytest.raises(CheckpointError, match=r"3 saves in a row .* of step 19.* File too large"):
-            saver.check()
-
-
-def test_a_folder_that_cannot_be_made_is_a_failed_save(make_saver, trained, tmp_path):
-    (tmp_path / ".tmp_step_00000004").write_text("in the way")
-    saver = make_saver()
-    assert "Not a directory" in str(failed(saver, 4, trained).error)
-    assert saver.durable_step is None
-
-
-def test_copies_that_fail_are_a_failed_save_and_stop_no_update(make_saver, trained, tmp_path, monkeypatch):
-    saver = make_saver()
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_copy_all", lambda pairs: torch.ones(2).copy_(torch.ones(3)))
-        assert saver.begin(run_state(1), *trained) == []
-        saver.hold_update()
-        (result,) = saver.ended(now=2, wait=True)
-    assert str(result.error).startswith("rank 0: RuntimeError('The size of tensor")
-    assert names_in(tmp_path) == set()
-    (again,) = saver.begin(run_state(2), *trained) + saver.ended(now=2, wait=True)
-    assert is_intact(again.folder)
+        patch.setattr(save, "write_manifest", lambda *_: [].pop())
+        for step, next_step in ((10, 13), (13, 19)):
+            failed(saver, step, trained)
+            saver.check()
+            assert [each for each in range(step + 1, 100) if saver.is_due(each)] == [next_step]
+        assert saver.next_try() == "next try at step 19"
+        failed(saver, 19, trained)
+        assert saver.begin(run_state(60), *trained) == []
+        with pytest.raises(CheckpointError, match=r"3 saves in a row .*pop from empty list"):
+            saver.check()
 
 
-def test_whatever_is_raised_while_a_checkpoint_is_published_is_told(
-    make_saver, trained, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("owner", "name", "fails", "said"),
+    [
+        (
+            staging,
+            "_copy_all",
+            lambda _: torch.ones(2).copy_(torch.ones(3)),
+            "RuntimeError('The size of tensor",
+        ),
+        (save, "write_manifest", lambda *_: [].pop(), "IndexError('pop from empty list')"),
+    ],
+)
+def test_what_fails_in_the_background_is_a_failed_save_and_stops_no_update(
+    make_saver, trained, tmp_path, monkeypatch, owner, name, fails, said
 ):
     saver = make_saver()
     (good,) = saver.begin(run_state(1), *trained) + saver.ended(now=1, wait=True)
     with monkeypatch.context() as patch:
-        patch.setattr(save, "write_manifest", lambda *_: [].pop())
-        result = failed(saver, 2, trained)
-    assert result.error == "rank 0: IndexError('pop from empty list')"
+        patch.setattr(owner, name, fails)
+        assert saver.begin(run_state(2), *trained) == []
+        saver.hold_update()
+        (result,) = saver.ended(now=2, wait=True)
+    assert str(result.error).startswith(f"rank 0: {said}")
     assert names_in(tmp_path) == {"step_00000001", "latest"}
     assert is_intact(good.folder)
+    (again,) = saver.begin(run_state(2), *trained) + saver.ended(now=2, wait=True)
+    assert is_intact(again.folder)
+
+
+def test_a_save_has_taken_the_time_until_it_is_durable(make_saver, trained, monkeypatch):
+    durable_at, before = [], time.perf_counter()
+    monkeypatch.setattr(save, "prune", lambda *_: durable_at.append(time.perf_counter()) or [])
+    saver = make_saver()
+    saver.begin(run_state(7), *trained)
+    (result,) = saver.ended(now=7, wait=True)
+    assert 0 < result.save_seconds <= durable_at[0] - before
 
 
 def test_a_checkpoint_is_saved_though_older_ones_cannot_be_looked_for(make_saver, trained, monkeypatch):
@@ -303,16 +234,3 @@ def test_a_checkpoint_is_saved_though_older_ones_cannot_be_looked_for(make_saver
     assert result.error is None
     assert result.warnings == ["old checkpoints could not be deleted: Stale file handle"]
     assert saver.durable_step == 1
-
-
-def test_a_thread_that_could_not_tell_the_others_ends_its_rank_at_the_next_question(
-    make_saver, trained, monkeypatch
-):
-    saver = make_saver()
-    monkeypatch.setattr(saver, "_write_mine", lambda _: [].pop())
-    saver.begin(run_state(5), *trained)
-    assert saver._save is not None
-    assert saver._save.future is not None
-    saver._save.future.exception()
-    with pytest.raises(SaveLost, match=r"rank 0: how the save of step 5 ended .*IndexError"):
-        saver.ended(now=6)

@@ -1,11 +1,8 @@
 """Tests reading a config: the file, the overrides, the types, and one message for all mistakes."""
 
-import dataclasses
 import math
 import os
-import random
 import re
-import struct
 
 import pytest
 
@@ -25,6 +22,7 @@ from gsa_train.config import (
 )
 from gsa_train.config.load import field_names
 from gsa_train.config.other_names import FIELD_OF, OTHER_NAMES
+from helpers.broken_rules import rules_of
 
 PHASE = "phases:\n  - {name: sparse, steps: 5}\n"
 
@@ -49,16 +47,13 @@ def problems_of(path, overrides=(), **arguments) -> list[str]:
 
 
 def test_defaults_then_file_then_overrides(write):
+    assert load_config(write("")) == Config()
     path = write(PHASE + "train: {seq_len_tokens: 512, micro_batch_size: 2}\n")
     config = load_config(path, ["train.micro_batch_size=4", "train.micro_batch_size=8"])
     assert config.train.global_batch_size == TrainConfig().global_batch_size
     assert config.train.seq_len_tokens == 512
     assert config.train.micro_batch_size == 8
     assert config.phases == [PhaseConfig(name="sparse", steps=5)]
-
-
-def test_an_empty_file_is_the_defaults(write):
-    assert load_config(write("")) == Config()
 
 
 @pytest.mark.parametrize(
@@ -79,131 +74,55 @@ def test_nothing_is_no_value_of_a_section_or_list(write, text, override, said):
         load_config(write(text), [override])
 
 
-@pytest.mark.parametrize("key", ["phases.1.steps", "phases[1].steps"])
-def test_overrides_reach_list_items(write, key):
+@pytest.mark.parametrize("phases", [["phases[1].steps=7"], ["phases=[{name: x, steps: 3}, {steps: 7}]"]])
+def test_overrides_reach_list_items_and_replace_lists(write, phases):
     path = write("phases:\n  - {name: a, steps: 1}\n  - {name: b, steps: 2}\n")
-    assert [phase.steps for phase in load_config(path, [f"{key}=7"]).phases] == [1, 7]
+    assert [each.steps for each in load_config(path, [*phases, "phases.0.steps=1"]).phases] == [1, 7]
 
 
-def test_an_override_may_replace_the_list_of_phases(write):
-    config = load_config(write(PHASE), ["phases=[{name: x, steps: 3}]", "phases.0.lr=1e-2"])
-    assert config.phases == [PhaseConfig(name="x", steps=3, lr=0.01)]
+OVERRIDES = [
+    ("data.train_dir=s3://bucket/a=1", "s3://bucket/a=1"),
+    ("data.tokenizer='a #1'", "a #1"),
+    ("run.name= padded ", "padded"),
+    ("train.adam_epsilon=1e-8", 1e-8),
+    ("train.iterations_to_skip=[7,3]", [7, 3]),
+    ("train.iterations_to_skip=[]", []),
+    ("gsa.indexer_temperature=2", 2.0),
+    ("gsa.indexer_temperature=learned", "learned"),
+    # A name of digits is not an item's number, and a dot in a name starts no field.
+    ("data.source_weights.2019=1e-1", {"2019": 0.1}),
+    ("data.source_weights.dolma-v1.7/cc=0.5", {"dolma-v1.7/cc": 0.5}),
+]
 
 
-def test_an_override_may_hold_equals_signs_and_addresses(write):
-    config = load_config(
-        write(PHASE), ["data.train_dir=s3://bucket/a=1", "run.name= padded ", "data.tokenizer='a #1'"]
-    )
-    assert config.data.train_dir == "s3://bucket/a=1"
-    assert config.data.tokenizer == "a #1"
-    assert config.run.name == "padded"
+@pytest.mark.parametrize(("override", "value"), OVERRIDES)
+def test_what_an_override_means(write, override, value):
+    config = load_config(write(PHASE), [override])
+    section, name, *_ = override.partition("=")[0].split(".")
+    found = getattr(getattr(config, section), name)
+    assert (found, type(found)) == (value, type(value))
+    assert load_config(write(config_to_yaml(config))) == config
+
+
+def test_validation_sets_by_name_in_their_order(write):
+    path = write(PHASE + "data: {validation_dir: /v, validation_sets: {wiki: /a, books: /b}}\n")
+    config = load_config(path, ["data.validation_sets.code=s3://x/y=1", "data.validation_sets.wiki=/c"])
+    found = list(config.data.validation_folders.items())
+    assert found == [("wiki", "/c"), ("books", "/b"), ("code", "s3://x/y=1")]
+    assert load_config(write(config_to_yaml(config))) == config
+    assert load_config(path, ["data.validation_sets={}"]).data.validation_folders == {"validation": "/v"}
 
 
 def test_the_field_decides_what_a_word_means(write):
     text = PHASE + "gsa: {adaptive_k: off, value_gate: off, output_gate: on}\nmodel: {qk_norm: true}\n"
-    config = load_config(
-        write(text), ["run.name=1e3", "parallel.sequence=no", "logging.wandb_project=2026-01-01"]
-    )
+    overrides = ["run.name=1e3", "parallel.sequence=no", "logging.wandb_project=2026-01-01"]
+    config = load_config(write(text), overrides)
     assert config.gsa.adaptive_k == "off"
     assert (config.gsa.value_gate, config.gsa.output_gate) == (False, True)
     assert config.model.qk_norm is True
     assert config.parallel.sequence is False
     assert config.run.name == "1e3"
     assert config.logging.wandb_project == "2026-01-01"
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("2", 2.0), ("0.5", 0.5), ("1e1", 10.0), ("learned", "learned"), ("'3.0'", 3.0)]
-)
-def test_temperature_is_a_number_or_a_word(write, text, value):
-    found = load_config(write(PHASE + f"gsa: {{indexer_temperature: {text}}}")).gsa.indexer_temperature
-    assert found == value
-    assert type(found) is type(value)
-
-
-@pytest.mark.parametrize("text", ["1e-8", "1.0e-8", "0.00000001"])
-def test_floats_need_no_point(write, text):
-    assert load_config(write(PHASE), [f"train.adam_epsilon={text}"]).train.adam_epsilon == 1e-8
-
-
-SETS = PHASE + "data: {validation_sets: {wiki: /a, books: /b}}\n"
-
-
-def test_validation_sets_by_name_in_their_order(write):
-    config = load_config(
-        write(SETS), ["data.validation_sets.code=s3://x/y=1", "data.validation_sets.wiki=/c"]
-    )
-    assert list(config.data.validation_sets.items()) == [
-        ("wiki", "/c"),
-        ("books", "/b"),
-        ("code", "s3://x/y=1"),
-    ]
-    assert config.data.validation_folders == config.data.validation_sets
-    assert load_config(write(config_to_yaml(config))) == config
-
-
-@pytest.mark.parametrize("overrides", [[], ["data.validation_sets={}"]])
-def test_without_sets_validation_dir_is_the_only_one(write, overrides):
-    path = write((SETS if overrides else PHASE) + "evaluate: {split_by_source: on}\n")
-    config = load_config(path, [*overrides, "data.validation_dir=/v"])
-    assert config.data.validation_folders == {"validation": "/v"}
-    assert config.evaluate.split_by_source is True
-
-
-def test_sets_take_the_place_of_validation_dir(write):
-    assert list(load_config(write(SETS), ["data.validation_dir=/v"]).data.validation_folders) == [
-        "wiki",
-        "books",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("override", "fragments"),
-    [
-        (
-            "data.validation_sets.wiki=null",
-            ["data.validation_sets.wiki = null", "no value", "remove the name"],
-        ),
-        ("data.validation_sets.wiki=[1]", ["data.validation_sets.wiki", "not plain text"]),
-        ("data.validation_sets.wiki=${a}", ["data.validation_sets.wiki", "not plain text"]),
-        ("data.validation_sets.a.b=/x", ["a.b is not a plain name", "letters, digits"]),
-        ("data.validation_sets.wi-ki=/x", ["wi-ki is not a plain name", "letters, digits"]),
-        ("data.validation_sets.0=/x", ["0 is not a plain name"]),
-        ("data.validation_sets=/x", ["= /x: not a value under a name", "data.validation_sets.NAME=VALUE"]),
-        ("data.validation_set.x=/x", ["unknown key", "did you mean data.validation_sets?"]),
-        ("validation_sets.x=/x", ["unknown key", "did you mean data.validation_sets?"]),
-    ],
-)
-def test_mistakes_in_named_values(write, override, fragments):
-    (problem,) = problems_of(write(SETS), [override])
-    for fragment in fragments:
-        assert fragment in problem
-
-
-def test_a_list_of_numbers(write):
-    config = load_config(write(PHASE + "train: {iterations_to_skip: [7, 3]}\n"))
-    assert config.train.iterations_to_skip == [7, 3]
-    assert load_config(write(config_to_yaml(config))) == config
-    assert load_config(write(PHASE), ["train.iterations_to_skip=[1,2]"]).train.iterations_to_skip == [1, 2]
-    assert load_config(write(PHASE), ["train.iterations_to_skip=[]"]).train.iterations_to_skip == []
-
-
-def test_weights_of_sources_have_any_names(write):
-    text = PHASE + "data: {source_weights: {RedPajamaBook: 2, dolma-v1.7/cc: 0.5, 7: 1e-1}}\n"
-    config = load_config(write(text), ["data.source_weights.RedPajamaC4=0"])
-    assert config.data.source_weights == {
-        "RedPajamaBook": 2.0,
-        "dolma-v1.7/cc": 0.5,
-        "7": 0.1,
-        "RedPajamaC4": 0.0,
-    }
-    assert load_config(write(config_to_yaml(config))) == config
-    # A name of digits is not an item's number, and a dot in a name starts no field.
-    for name in ("2019", "dolma-v1.7/cc"):
-        config = load_config(write(PHASE), [f"data.source_weights.{name}=0.5"])
-        assert config.data.source_weights == {name: 0.5}
-    (problem,) = problems_of(write(PHASE), ["data.source_weights.a=much"])
-    assert "data.source_weights.a = much: not a number" in problem
 
 
 # ---- mistakes
@@ -217,82 +136,62 @@ def test_names_of_other_frameworks_lead_to_fields():
     assert ours & set(FIELD_OF) == set()
 
 
-@pytest.mark.parametrize(
-    ("override", "fragments"),
-    [
-        (
-            "gsa.reuse_teacher=group",
-            ["gsa.reuse_teacher = group: removed after release studies-0.1; use that"],
-        ),
-        (
-            "model.num_layer=3",
-            ["model.num_layer = 3", "did you mean model.num_layers?", "Keys of model:", "head_dim"],
-        ),
-        ("modle.num_layers=3", ["modle = {...}", "did you mean model?", "Sections:", "phases"]),
-        (
-            "phases.0.step=3",
-            ["phases.0.step = 3", "did you mean phases.0.steps?", "Keys of phases.0:", "min_lr"],
-        ),
-        ("model.seq_len_tokens=3", ["unknown key", "did you mean train.seq_len_tokens?"]),
-        ("seed=3", ["unknown key", "did you mean run.seed or data.seed?"]),
-        ("lr=3", ["unknown key", "did you mean phases.0.lr?"]),
-        ("train.steps=3", ["unknown key", "did you mean phases.0.steps or profile.steps?"]),
-        ("tensor_model_parallel_size=2", ["unknown key", "did you mean parallel.tensor?"]),
-        ("model.num_attention_heads=4", ["unknown key", "did you mean model.num_heads?"]),
-        ("phases.0.learning_rate=1", ["unknown key", "did you mean phases.0.lr?"]),
-        ("evaluate.interval=3", ["unknown key", "did you mean evaluate.every_steps?"]),
-        ("optimizer.lr=3", ["optimizer = {...}: unknown key; did you mean phases.0.lr?"]),
-        ("model.zzz=3", ["unknown key", "remove it", "Keys of model:"]),
-        ("model.num_layers=four", ["model.num_layers = four", "not an integer", "model.num_layers=4"]),
-        ("model.num_layers=4.0", ["model.num_layers = 4.0", "not an integer"]),
-        ("model.num_layers=true", ["not an integer"]),
-        ("model.num_layers=[1, 2]", ["not an integer"]),
-        (
-            f"run.seed={10**18}",
-            [f"run.seed = {10**18}: more than 18 digits; write for example run.seed=1234"],
-        ),
-        (f"train.iterations_to_skip=[-{10**18}]", ["not a list where each item is an integer"]),
-        ("model.qk_norm=2", ["model.qk_norm = 2: not true or false"]),
-        ("model.qk_norm=-1", ["model.qk_norm = -1: not true or false"]),
-        ('run.dir="a\\0"', [r"run.dir = 'a\x00': not plain text"]),
-        ("model.num_layers=null", ["model.num_layers = null", "no value"]),
-        ("model.rope_base=big", ["model.rope_base = big", "not a number"]),
-        ("model.qk_norm=maybe", ["model.qk_norm = maybe", "not true or false"]),
-        ("gsa.adaptive_k=of", ["gsa.adaptive_k = of", "not one of inverse, direct, off"]),
-        ("phases.0.train=everything", ["phases.0.train = everything", "not one of all, base, indexer"]),
-        ("run.name=${data.train_dir}", ["run.name", "not plain text"]),
-        ("run.name=???", ["run.name", "not plain text"]),
-        ("model=3", ["model = 3", "not a section", "num_layers"]),
-        ("phases=3", ["phases = 3", "not a list"]),
-        (
-            "train.iterations_to_skip=3",
-            ["train.iterations_to_skip = 3", "not a list", "an integer", "=[1, 2]"],
-        ),
-        ("train.iterations_to_skip=[1, x]", ["train.iterations_to_skip", "each item is an integer"]),
-        ("train.iterations_to_skip=[null]", ["train.iterations_to_skip", "each item is an integer"]),
-        ("phases=[3]", ["phases.0 = 3", "not a section", "steps"]),
-        ("phases.3.steps=1", ["phases.3.steps = 1", "phases has no item 3", "0"]),
-        ("phases.last.steps=1", ["phases has no item last"]),
-        ("model.num_layers.x=1", ["model.num_layers is not a section"]),
-        ("train.grad_clip=", ["train.grad_clip", "no value after the =", "train.grad_clip=VALUE"]),
-        ("train.grad_clip", ["train.grad_clip", "not of the form key=value"]),
-        ("=3", ["not of the form key=value"]),
-        ("run.name=[a", ["run.name = [a", "not readable as YAML"]),
-        (f"run.name={'[' * 5000}", ["run.name = [[", "nested more than 64 levels deep"]),
-        (f"{'a.' * 5000}b=1", ["unknown key"]),
-        (f"model.num_layers{'.a' * 5000}=1", ["model.num_layers is not a section"]),
-        ("model={num_layers: 2}", ["model", "several fields at once"]),
-        ("run.name=trial #2", ["run.name = trial #2", "a comment from # on", "in quotes"]),
-        ("run.name=#2", ["run.name = #2", "a comment from # on"]),
-        ("evaluate.prompts=[a, b] # c", ["evaluate.prompts", "a comment from # on"]),
-        ("phases.².steps=1", ["phases has no item ²"]),
-    ],
-)
-def test_a_mistake_names_field_value_and_remedy(write, override, fragments):
-    path = write(PHASE + "model: {num_layers: 4}\n")
-    (problem,) = problems_of(path, [override])
-    for fragment in fragments:
-        assert fragment in problem
+MISTAKES = r"""
+gsa.reuse_teacher=group -> gsa.reuse_teacher = group: removed after release studies-0.1; use that
+model.num_layer=3 -> model.num_layer = 3 | did you mean model.num_layers? | Keys of model: | head_dim
+modle.num_layers=3 -> modle = {...} | did you mean model? | Sections: | phases
+phases.0.step=3 -> phases.0.step = 3 | did you mean phases.0.steps? | Keys of phases.0: | min_lr
+model.seq_len_tokens=3 -> unknown key | did you mean train.seq_len_tokens?
+seed=3 -> unknown key | did you mean run.seed or data.seed?
+train.steps=3 -> unknown key | did you mean phases.0.steps or profile.steps?
+tensor_model_parallel_size=2 -> unknown key | did you mean parallel.tensor?
+evaluate.interval=3 -> unknown key | did you mean evaluate.every_steps?
+optimizer.lr=3 -> optimizer = {...}: unknown key; did you mean phases.0.lr?
+model.zzz=3 -> unknown key | remove it | Keys of model:
+model.num_layers=four -> model.num_layers = four | not an integer | model.num_layers=4
+model.num_layers=4.0 -> model.num_layers = 4.0 | not an integer
+model.num_layers=true -> not an integer
+model.num_layers=[1, 2] -> not an integer
+model.num_layers=null -> model.num_layers = null | no value
+model.qk_norm=2 -> model.qk_norm = 2: not true or false
+model.qk_norm=maybe -> model.qk_norm = maybe | not true or false
+model.rope_base=big -> model.rope_base = big | not a number
+run.dir="a\0" -> run.dir = 'a\x00': not plain text
+run.name=${data.train_dir} -> run.name | not plain text
+data.validation_sets.wiki=null -> data.validation_sets.wiki = null | no value | remove the name
+data.validation_sets.wiki=[1] -> data.validation_sets.wiki | not plain text
+data.validation_sets.wi-ki=/x -> wi-ki is not a plain name | letters, digits
+data.validation_sets=/x -> = /x: not a value under a name | data.validation_sets.NAME=VALUE
+validation_sets.x=/x -> unknown key | did you mean data.validation_sets?
+data.source_weights.a=much -> data.source_weights.a = much: not a number
+gsa.adaptive_k=of -> gsa.adaptive_k = of | not one of inverse, direct, off
+model=3 -> model = 3 | not a section | num_layers
+phases=3 -> phases = 3 | not a list
+train.iterations_to_skip=3 -> train.iterations_to_skip = 3 | not a list | an integer | =[1, 2]
+train.iterations_to_skip=[1, x] -> train.iterations_to_skip | each item is an integer
+phases=[3] -> phases.0 = 3 | not a section | steps
+phases.3.steps=1 -> phases.3.steps = 1 | phases has no item 3 | 0
+phases.².steps=1 -> phases has no item ²
+model.num_layers.x=1 -> model.num_layers is not a section
+train.grad_clip= -> train.grad_clip | no value after the = | train.grad_clip=VALUE
+train.grad_clip -> train.grad_clip | not of the form key=value
+=3 -> not of the form key=value
+run.name=[a -> run.name = [a | not readable as YAML
+model={num_layers: 2} -> model | several fields at once
+run.name=trial #2 -> run.name = trial #2 | a comment from # on | in quotes
+"""
+LARGE = [
+    ([f"run.seed={10**18}"], [f"run.seed = {10**18}: more than 18 digits; write for example run.seed=1234"]),
+    ([f"train.iterations_to_skip=[-{10**18}]"], ["not a list where each item is an integer"]),
+    ([f"run.name={'[' * 5000}"], ["run.name = [[", "nested more than 64 levels deep"]),
+    ([f"{'a.' * 5000}b=1"], ["unknown key"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), [*rules_of(MISTAKES), *LARGE])
+def test_a_mistake_names_field_value_and_remedy(write, overrides, fragments):
+    (problem,) = problems_of(write(PHASE + "model: {num_layers: 4}\n"), overrides)
+    assert [fragment for fragment in fragments if fragment not in problem] == []
 
 
 def test_all_mistakes_are_reported_at_once(write):
@@ -321,41 +220,24 @@ def test_what_follows_from_a_mistake_is_not_reported_again(write):
     assert "did you mean model.num_layers" in problem
 
 
-def test_a_bad_section_does_not_hide_prose_that_uses_its_name(write):
-    found = problems_of(write(PHASE), ["model=3", "data.tokenizer=missing.model"], world_size=1)
-    assert any(problem.startswith("data.tokenizer = missing.model") for problem in found)
+UNREADABLE = [
+    ("model:\n  num_layers: [3\n", "line 3"),
+    ("model: {a: *b}\n", "aliases"),
+    (f"model: {'[' * 5000}{']' * 5000}\n", "nested more than 64 levels deep"),
+    ("".join(" " * level + "a:\n" for level in range(300)), "nested more than 64 levels deep"),
+    (f"# {'x' * (1 << 22)}\n", "more than the 4194304 that such a file may have"),
+    ("- 1\n- 2\n", "holds a list"),
+    ("a: 1\n---\nb: 2\n", "line 2"),
+    ("[a, b]: 1\n", "line 1"),
+    ("run: !!python/object:os.system {}\n", "line 1"),
+    ("model:\n  num_layers: 3\n  num_heads: 2\n  num_layers: 4\n", "num_layers is already set in line 2"),
+]
 
 
-def test_duplicate_keys(write):
-    (problem,) = problems_of(write("model:\n  num_layers: 3\n  num_heads: 2\n  num_layers: 4\n"))
-    assert "line 4" in problem
-    assert "num_layers is already set in line 2" in problem
-
-
-@pytest.mark.parametrize(
-    ("text", "fragments"),
-    [
-        ("model:\n  num_layers: [3\n", ["line 3"]),
-        ("model:\n\tnum_layers: 3\n", ["line 2"]),
-        ("model: {a: *b}\n", ["line 1", "aliases"]),
-        (f"model: {'[' * 5000}{']' * 5000}\n", ["line 1", "nested more than 64 levels deep"]),
-        (
-            "".join(" " * level + "a:\n" for level in range(300)),
-            ["line 64", "nested more than 64 levels deep"],
-        ),
-        (f"# {'x' * (1 << 22)}\n", ["more than the 4194304 that such a file may have"]),
-        ("- 1\n- 2\n", ["holds a list"]),
-        ("hello\n", ["holds text"]),
-        ("a: 1\n---\nb: 2\n", ["line 2"]),
-        ("model: {num_layers: !!int four}\n", ["line 1"]),
-        ("[a, b]: 1\n", ["line 1"]),
-        ("run: !!python/object:os.system {}\n", ["line 1"]),
-    ],
-)
-def test_unreadable_yaml(write, text, fragments):
+@pytest.mark.parametrize(("text", "said"), UNREADABLE)
+def test_unreadable_yaml(write, text, said):
     (problem,) = problems_of(write(text))
-    for fragment in fragments:
-        assert fragment in problem
+    assert said in problem
 
 
 def test_unreadable_files(tmp_path):
@@ -382,26 +264,14 @@ def test_round_trip_of_every_field(write):
         run=RunConfig(name="off", dir="null", seed=7),
         model=ModelConfig(rope_base=0.1 + 0.2, norm_epsilon=5e-324, init_std=math.pi, tie_embeddings=True),
         gsa=GSAConfig(adaptive_k="off", indexer_temperature="learned", value_gate=False),
-        phases=[PhaseConfig(name="1e3", lr=1e-300), PhaseConfig(name="ünïcode: #1", attention="dense")],
+        phases=[
+            PhaseConfig(name="1e3", lr=1e-300),
+            PhaseConfig(name="3", lr=2 / 3),
+            PhaseConfig(name="ünïcode: #1", attention="dense"),
+        ],
         data=DataConfig(train_dir="s3://b/ä b", tokenizer="''"),
     )
     assert load_config(write(config_to_yaml(config))) == config
-
-
-def test_floats_survive_bit_for_bit(write):
-    generator = random.Random(0)
-    for _ in range(20):
-        bits = [generator.getrandbits(63) for _ in range(6)]
-        values = [
-            value
-            for value in (struct.unpack("d", struct.pack("Q", b))[0] for b in bits)
-            if math.isfinite(value)
-        ]
-        phases = [PhaseConfig(name=str(index), lr=value) for index, value in enumerate(values)]
-        config = Config(gsa=GSAConfig(indexer_temperature=abs(values[0])), phases=phases)
-        read = load_config(write(config_to_yaml(config)))
-        assert [struct.pack("d", p.lr) for p in read.phases] == [struct.pack("d", value) for value in values]
-        assert read == config
 
 
 def test_what_a_saved_config_has_of_another_version(write):
@@ -409,20 +279,12 @@ def test_what_a_saved_config_has_of_another_version(write):
     saved = config_to_yaml(Config()).replace("model:\n", "model:\n  future: 3\n")
     with pytest.raises(ConfigError) as caught:
         config_from_yaml(saved, "saved.pt")
-    assert str(caught.value) == (
-        "saved.pt: 1 problem\n  model.future = 3: unknown key; use the version of gsa_train that saved it"
-    )
+    said = "model.future = 3: unknown key; use the version of gsa_train that saved it"
+    assert str(caught.value) == f"saved.pt: 1 problem\n  {said}"
     removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n"
     saved = config_to_yaml(Config()).replace("gsa:\n", removed)
     saved = saved.replace("initial_text: fresh", "initial_text: anew")
     assert "initial_text: anew" in saved
     assert load_config(write(saved)) == config_from_yaml(saved, "common.pt") == Config()
-    with pytest.raises(
-        ConfigError, match=r"gsa\.reuse_teacher = group: removed .*; use the version of gsa_train"
-    ):
+    with pytest.raises(ConfigError, match=r"gsa\.reuse_teacher = group: removed .*; use the version"):
         config_from_yaml(saved.replace("leader", "group"), "common.pt")
-
-
-def test_the_config_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().run.name = "x"  # type: ignore[misc]

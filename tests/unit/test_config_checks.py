@@ -1,23 +1,15 @@
 """Tests every check between fields, on a valid config with one change."""
 
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from gsa_eval.convert.hf_config import to_hf_config
-from gsa_train.config import (
-    Config,
-    ConfigError,
-    ModelConfig,
-    MoEConfig,
-    ParallelConfig,
-    PhaseConfig,
-    load_config,
-)
+from gsa_train.config import Config, ConfigError, ModelConfig, MoEConfig, load_config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.model import check_rotary
-from gsa_train.config.moe import expert_layers
 from gsa_train.config.parallel import data_parallel_size
 from gsa_train.config.train import check_graphs
 from helpers.broken_rules import BROKEN_RULES, GRAPH_RULES, MOE_RULES, ROTARY_RULES, SHORT, rules_of
@@ -53,20 +45,43 @@ def moe_base(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_base_is_right(base):
-    assert check_config(load_config(base, world_size=8, need_data=False), 8) == []
-
-
 SIZES = """
     model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.ffn_hidden_size
     model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.selection_block
-    gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens train.micro_batch_size
-    train.global_batch_size train.recompute_num_layers data.num_lanes data.prefetch_blocks
-    """
+    gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens
+    train.micro_batch_size train.global_batch_size train.recompute_num_layers data.num_lanes
+    data.prefetch_blocks data.packing_pool_documents evaluate.max_blocks checkpoint.every_steps
+    checkpoint.keep_last checkpoint.retry_after_steps logging.every_steps
+"""
+NOT_NEGATIVE = """
+    monitor.loss_min_rise_nats monitor.recheck_every_steps gsa.dense_below checkpoint.keep_every_steps
+    phases.1.min_lr phases.1.warmup_steps phases.1.kl_coeff train.weight_decay evaluate.every_steps
+    checkpoint.save_retries run.seed run.time_limit_minutes run.slurm_margin_minutes
+"""
+POSITIVE = """
+    model.rotary_percent phases.1.indexer_lr_mult phases.1.gate_lr_mult train.adam_epsilon
+    parallel.timeout_minutes logging.straggler_ratio
+"""
 
 
 def with_ids(table: str) -> list[object]:
     return [pytest.param(*row, id=" ".join(row[0])) for row in rules_of(table)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "value", "said"),
+    [
+        (SIZES, "0", "below 1; give 1 or more"),
+        (NOT_NEGATIVE, "-1", "negative"),
+        (POSITIVE, "0", "not positive"),
+    ],
+    ids=["sizes", "not negative", "positive"],
+)
+def test_the_least_values(base: Path, fields: str, value: str, said: str) -> None:
+    overrides = ["train.recompute=full", *(f"{field}={value}" for field in fields.split())]
+    found = "\n".join(check_config(load_config(base, overrides), 8))
+    expected = {field: rf"^{field} = {value}(\.0)?: {said}" for field in fields.split()}
+    assert [field for field, line in expected.items() if not re.search(line, found, re.M)] == []
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), with_ids(BROKEN_RULES))
@@ -96,13 +111,6 @@ def test_what_cuda_graphs_do_not_go_with_is_one_line(overrides: list[str], fragm
     assert [fragment for fragment in fragments if fragment not in line] == [], line
     assert line.startswith("train.cuda_graphs = true: ")
     assert line.endswith(", or train.cuda_graphs to false")
-
-
-@pytest.mark.parametrize("field", SIZES.split())
-@pytest.mark.parametrize("value", [0, -2])
-def test_sizes_are_positive(base, field, value):
-    found = check_config(load_config(base, [f"{field}={value}", "train.recompute=full"]), 8)
-    assert f"{field} = {value}: below 1; give 1 or more" in found
 
 
 ALLOWED = """
@@ -144,7 +152,7 @@ EXPERTS moe.router_score=sigmoid moe.balancing=aux_free
 
 
 def test_what_is_allowed(base: Path, moe_base: Path) -> None:
-    for row in ALLOWED.strip().splitlines():
+    for row in ["", *ALLOWED.strip().splitlines()]:
         assert check_config(load_config(base, row.split()), 8) == [], row
     for row in ["", *ALLOWED_WITH_EXPERTS.strip().splitlines()]:
         load_config(moe_base, row.split(), 8, need_data=False)
@@ -183,56 +191,11 @@ def test_wandb_must_be_installed_where_it_is_used(base, monkeypatch, spec):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     for mode in ("auto", "offline"):
         (problem,) = check_packages(load_config(base, [f"logging.wandb={mode}"]))
-        assert problem == (
-            f"logging.wandb = {mode}: the package wandb is not installed; "
-            "run pip install wandb, or set logging.wandb=disabled"
-        )
+        assert problem.startswith(f"logging.wandb = {mode}: the package wandb is not installed; ")
+        assert problem.endswith("run pip install wandb, or set logging.wandb=disabled")
     assert check_packages(load_config(base, ["logging.wandb=disabled"])) == []
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert check_packages(load_config(base)) == []
-
-
-def test_a_wrong_word_for_wandb_gets_the_right_ones(base):
-    with pytest.raises(ConfigError, match="= off: not one of auto, online, offline, disabled"):
-        load_config(base, ["logging.wandb=off"])
-
-
-def test_a_config_made_in_python_is_checked_the_same_way():
-    config = Config(phases=[PhaseConfig(steps=0)])
-    assert check_config(config, 1) == ["phases.0.steps = 0: below 1; give 1 or more"]
-
-
-@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "a\u202eb"])
-def test_a_phase_has_a_name_that_a_line_can_hold(name: str) -> None:
-    (line,) = check_config(Config(phases=[PhaseConfig(name=name)]), 1)
-    assert line.startswith(f"phases.0.name = {name!r}: has characters that are not visible")
-
-
-def test_graphs_of_passes_are_allowed_on_one_rank(moe_base: Path) -> None:
-    graphs = ["train.cuda_graphs=true", "logging.every_steps=2"]
-    load_config(moe_base, graphs, 1, need_data=False)
-    with pytest.raises(ConfigError, match=r"train\.cuda_graphs = true: parallel\.expert = 2"):
-        load_config(moe_base, [*graphs, "parallel.expert=2"], 2, need_data=False)
-
-
-def test_experts_cannot_be_split_where_there_are_none() -> None:
-    config = Config(parallel=ParallelConfig(expert=2), phases=[PhaseConfig(name="sparse", steps=10)])
-    (line,) = check_config(config, 2)
-    assert line.startswith("parallel.expert = 2: there is no expert to split, for moe.experts = 0")
-
-
-@pytest.mark.parametrize(
-    ("moe", "layers"),
-    [
-        (MoEConfig(), []),
-        (MoEConfig(experts=8), [0, 1, 2, 3, 4, 5]),
-        (MoEConfig(experts=8, first_dense_layers=1), [1, 2, 3, 4, 5]),
-        (MoEConfig(experts=8, layer_interval=2), [0, 2, 4]),
-        (MoEConfig(experts=8, first_dense_layers=1, layer_interval=3), [1, 4]),
-    ],
-)
-def test_which_layers_have_experts(moe: MoEConfig, layers: list[int]) -> None:
-    assert expert_layers(Config(model=ModelConfig(num_layers=6), moe=moe)) == layers
 
 
 def test_an_export_to_transformers_names_the_field() -> None:

@@ -18,16 +18,16 @@ def no_launcher(monkeypatch):
 
 
 def test_options_and_overrides_in_any_order(tmp_path):
-    arguments = parse_arguments(
-        ["a.b=1", "--config", "c.yaml", "x[0].y=2", "--resume-from", str(tmp_path), "z="]
-    )
+    words = ["a.b=1", "--config", "c.yaml", "x[0].y=2", "--resume-from", str(tmp_path), "z="]
+    arguments = parse_arguments(words)
     assert arguments.config_path == "c.yaml"
     assert arguments.overrides == ("a.b=1", "x[0].y=2", "z=")
     assert arguments.resume_from == str(tmp_path)
     assert (arguments.no_resume, arguments.dry_run, arguments.world_size) == (False, False, 1)
-    assert not arguments.accept_new_data
-    assert parse_arguments(["--config=c.yaml"]).config_path == "c.yaml"
-    assert parse_arguments(["--config", "c.yaml", "--accept-new-data"]).accept_new_data
+    assert (arguments.device, arguments.mfu, arguments.accept_new_data) == (DEVICE, None, False)
+    assert parse_arguments(["--config=c.yaml", "--accept-new-data"]).accept_new_data
+    arguments = parse_arguments(["--config", "c", "--dry-run", "--mfu", "0.4", "--device", "NVIDIA B200"])
+    assert (arguments.device, arguments.mfu) == ("NVIDIA B200", 0.4)
 
 
 def test_world_size(monkeypatch):
@@ -39,45 +39,26 @@ def test_world_size(monkeypatch):
     assert parse_arguments(["--config", "c"]).world_size == 4
 
 
-def test_what_a_dry_run_plans_for():
-    arguments = parse_arguments(["--config", "c", "--dry-run", "--mfu", "0.4", "--device", "NVIDIA B200"])
-    assert (arguments.device, arguments.mfu) == ("NVIDIA B200", 0.4)
-    arguments = parse_arguments(["--config", "c", "--dry-run"])
-    assert (arguments.device, arguments.mfu) == (DEVICE, None)
-
-
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
         ([], "--config"),
-        (["--config"], "--config"),
         (["--config", "c", "--world-size", "8"], "--dry-run"),
         (["--config", "c", "--dry-run", "--world-size", "0"], "below 1"),
-        (["--config", "c", "--dry-run", "--world-size", "many"], "invalid int"),
         (["--config", "c", "--resume-from", "/no/such/folder"], "no such folder"),
         (["--config", "c", "--resume-from", ".", "--no-resume"], "not allowed with"),
         (["--config", "c", "--accept-new-data", "--no-resume"], "--no-resume, which starts from scratch"),
         (["--config", "c", "--resume", "."], "did you mean --resume-from or --resume-after-stop?"),
         (["--config", "c", "--worldsize=2"], "--worldsize=2: no such option; did you mean --world-size?"),
-        (["--config", "c", "-x"], "-x: no such option; --help lists them"),
         (["--config", "c", "--tp", "2"], "fields of the config have no dashes; write parallel.tensor=VALUE"),
         (
             ["--config", "c", "--hlpp", "2"],
-            "--hlpp: no such option; --help lists them; fields of the config are section.field=VALUE",
+            "--hlpp: no such option; --help lists them; fields of the config are",
         ),
-        (["--config", "c", "--tensor-model-parallel-size", "2"], "write parallel.tensor=VALUE"),
-        (["--config", "c", "--num-layers", "3"], "write model.num_layers=VALUE"),
         (["--config", "c", "--seed", "3"], "write run.seed=VALUE or data.seed=VALUE"),
-        (
-            ["--config", "c", "--num_layers=3"],
-            "fields of the config have no dashes; write model.num_layers=3",
-        ),
         (["--config", "c", "--model.num_layers=3"], "write model.num_layers=3"),
-        (["--conf", "c"], "--config"),
         (["--config", "c", "--mfu", "0.4"], "--mfu needs --dry-run"),
-        (["--config", "c", "--device", "NVIDIA H200"], "--device needs --dry-run"),
         (["--config", "c", "--dry-run", "--mfu", "40"], "at most 1"),
-        (["--config", "c", "--dry-run", "--mfu", "0"], "more than 0"),
         (["--config", "c", "--dry-run", "--device", "H200"], "give one of NVIDIA A100-SXM4-40GB, "),
     ],
 )
@@ -88,19 +69,13 @@ def test_wrong_use_exits_with_2(argv, fragment, capsys):
     assert fragment in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fragment"),
-    [
-        ("eight", "WORLD_SIZE=eight"),
-        ("2", "WORLD_SIZE=2 in the environment, but no RANK: start with torchrun"),
-    ],
-)
-def test_a_broken_environment_exits_with_2(monkeypatch, capsys, world_size, fragment):
-    monkeypatch.setenv("WORLD_SIZE", world_size)
+@pytest.mark.parametrize("world_size", ["eight", "2"])
+def test_a_broken_environment_exits_with_2(monkeypatch, capsys, world_size):
+    monkeypatch.setenv("WORLD_SIZE", world_size)  # without RANK
     with pytest.raises(SystemExit) as caught:
         parse_arguments(["--config", "c"])
     assert caught.value.code == 2
-    assert fragment in capsys.readouterr().err
+    assert f"WORLD_SIZE={world_size}" in capsys.readouterr().err
 
 
 def test_a_refusal_is_said_by_rank_0_else_by_who_is_let_live(monkeypatch, capsys):

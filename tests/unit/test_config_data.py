@@ -15,41 +15,25 @@ from gsa_train.config.file_checks import check_data
 def test_data_files(tmp_path):
     empty, full, model = tmp_path / "empty", tmp_path / "full", tmp_path / "tokenizer.model"
     empty.mkdir()
-    (full / "chunk1").mkdir(parents=True)
-    (full / "chunk1" / "a.jsonl.zst").touch()
-    model.touch()
-    assert check_data(DataConfig(train_dir=str(full), validation_dir=str(full), tokenizer=str(model))) == []
-    assert check_data(DataConfig(train_dir="s3://a", validation_dir="gs://b", tokenizer="hf://c")) == []
-    found = check_data(
-        DataConfig(train_dir=str(empty), validation_dir=str(tmp_path / "no"), tokenizer=str(empty))
-    )
-    assert [line.split(" = ")[0] for line in found] == [
-        "data.train_dir",
-        "data.validation_dir",
-        "data.tokenizer",
-    ]
-    assert "holds no *.jsonl, *.jsonl.zst, *.jsonl.gz, *.parquet" in found[0]
-    assert "no such folder" in found[1]
-    assert "no such file" in found[2]
-    found = check_data(DataConfig("~/text", validation_dir="$TEXT", tokenizer="hf://a"))
-    assert found == [
-        "data.train_dir = ~/text: no such folder, for only a shell fills in ~ and $; create it, or set another",
-        "data.validation_dir = $TEXT: no such folder, for only a shell fills in ~ and $; create it, or set another",
-    ]
-
-
-def test_links_to_folders_are_followed(tmp_path):
+    full.mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.jsonl.zst").touch()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "chunk1").symlink_to(tmp_path / "elsewhere")
-    assert check_data(DataConfig(str(tmp_path / "linked"), validation_dir="s3://a", tokenizer="s3://a")) == []
-
-
-@pytest.mark.parametrize("name", ["tokens.json", "tokens.journal", "text_document.idx"])
-def test_folders_of_tokens_pass(tmp_path, name):
-    (tmp_path / name).touch()
-    assert check_data(DataConfig(str(tmp_path), validation_dir="s3://a", tokenizer="s3://a")) == []
+    (full / "chunk1").symlink_to(tmp_path / "elsewhere")
+    model.touch()
+    assert check_data(DataConfig(train_dir=str(full), validation_dir=str(full), tokenizer=str(model))) == []
+    (tmp_path / "tokens").mkdir()
+    for name in ("tokens.json", "tokens.journal", "text_document.idx"):
+        (tmp_path / "tokens" / name).touch()
+        assert check_data(DataConfig(str(tmp_path / "tokens"), "s3://a", tokenizer="s3://a")) == []
+        (tmp_path / "tokens" / name).unlink()
+    assert check_data(DataConfig(train_dir="s3://a", validation_dir="gs://b", tokenizer="hf://c")) == []
+    found = check_data(DataConfig(str(empty), str(tmp_path / "no"), tokenizer=str(empty)))
+    said = ["train_dir = {}: holds no *.jsonl", "validation_dir = {}: no such folder"]
+    said.append("tokenizer = {}: no such file")
+    for line, start, place in zip(found, said, (empty, tmp_path / "no", empty), strict=True):
+        assert line.startswith("data." + start.format(place))
+    (line,) = check_data(DataConfig("~/text", "s3://a", tokenizer="hf://a"))
+    assert line.startswith("data.train_dir = ~/text: no such folder, for only a shell fills in ~ and $; ")
 
 
 def test_every_validation_set_must_be_there(tmp_path):
@@ -57,15 +41,9 @@ def test_every_validation_set_must_be_there(tmp_path):
     full.mkdir()
     (full / "a.jsonl.zst").touch()
     (tmp_path / "empty").mkdir()
-    sets = {
-        "good": str(full),
-        "hollow": str(tmp_path / "empty"),
-        "gone": str(tmp_path / "no"),
-        "far": "s3://a",
-    }
-    data = DataConfig(
-        train_dir=str(full), validation_dir="not read", validation_sets=sets, tokenizer="hf://a"
-    )
+    sets = {"good": full, "hollow": tmp_path / "empty", "gone": tmp_path / "no", "far": "s3://a"}
+    sets = {name: str(place) for name, place in sets.items()}
+    data = DataConfig(str(full), validation_dir="not read", validation_sets=sets, tokenizer="hf://a")
     hollow, gone = check_data(data)
     assert hollow.startswith(f"data.validation_sets.hollow = {tmp_path / 'empty'}: holds no ")
     assert gone.startswith(f"data.validation_sets.gone = {tmp_path / 'no'}: no such folder")
@@ -98,9 +76,8 @@ def test_a_share_that_does_not_answer_is_waited_for_and_then_named(tmp_path, mon
     monkeypatch.setattr(Path, "is_dir", patient)
     monkeypatch.setattr(file_checks._Question, "join", join)
     monkeypatch.setattr(file_checks, "time", SimpleNamespace(monotonic=lambda: now))
-    data = DataConfig(
-        str(dead), str(good), tokenizer=str(model), read_timeout_seconds=0.1, read_retries=1
-    )  # 0.7 s together.
+    limits = {"read_timeout_seconds": 0.1, "read_retries": 1}  # 0.7 s together
+    data = DataConfig(str(dead), str(good), tokenizer=str(model), **limits)
     (problem,) = check_data(data)
     assert problem.startswith(f"data.train_dir = {dead}: no answer for 0.7 s; see that it is mounted")
 
@@ -118,9 +95,7 @@ def test_a_folder_that_may_not_be_read_is_a_problem(tmp_path, monkeypatch):
     (tmp_path / "t.model").touch()
     monkeypatch.setattr(Path, "is_dir", refused)
     (problem,) = check_data(DataConfig(str(tmp_path), "s3://a", tokenizer=str(tmp_path / "t.model")))
-    assert problem.startswith(
-        f"data.train_dir = {tmp_path}: cannot be read ([Errno 13] Permission denied); check"
-    )
+    assert problem.startswith(f"data.train_dir = {tmp_path}: cannot be read ([Errno 13] Permission denied); ")
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan"), 1e300])

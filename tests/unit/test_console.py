@@ -74,9 +74,8 @@ def test_no_console_ends_or_blocks_a_process(tmp_path: Path, console_is: str, en
 
 def test_a_closed_terminal_ends_no_process(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command(SPEAKS, tmp_path / "done"), stdin=follower, stdout=follower, stderr=follower
-    )
+    end = {"stdin": follower, "stdout": follower, "stderr": follower}
+    process = subprocess.Popen(command(SPEAKS, tmp_path / "done"), **end)
     os.close(follower)
     os.read(leader, 100)
     os.close(leader)
@@ -151,9 +150,8 @@ def test_a_pipe_that_another_process_has_made_non_blocking_loses_no_line() -> No
 
 
 def test_a_process_that_ends_at_once_has_said_why(tmp_path: Path) -> None:
-    script = SPEAKS.split("file = ")[0] + (
-        "print('why', file=sys.stderr); console.drain_console(); os._exit(3)"
-    )
+    ends = "print('why', file=sys.stderr); console.drain_console(); os._exit(3)"
+    script = SPEAKS.split("file = ")[0] + ends
     ended = subprocess.run(command(script, tmp_path), capture_output=True, timeout=20, check=False)
     assert (ended.returncode, ended.stderr) == (3, b"why\n")
 

@@ -16,25 +16,12 @@ ODD = ["x", "NaN", "\ud800", -1, 1.5, True, 10**400, 1e300, [], [1, [2]], {}, {"
 
 def write_all_that_a_report_reads(folder):
     skipped = {"event": "skipped_batches", "step": 40, "phase": "sparse", "last_step": 41}
-    validation = {
-        "event": "validation",
-        "step": 60,
-        "phase": "sparse",
-        "time": 1e9 + 70,
-        "validation_set": "web",
-    }
-    validation |= {
-        "validation_loss": 2.0,
-        "validation_loss_by_source": {"C4": 3.0},
-        "validation_code_loss": 2.5,
-    }
-    events = [
-        SPIKE | {"step": 30, "action": "log"},
-        skipped,
-        validation,
-        {"step": 70, **SAVED, "time": 1e9 + 80},
-    ]
-    write_run(folder, *events, starts=(0, 40))
+    validation = {"event": "validation", "step": 60, "phase": "sparse", "time": 1e9 + 70}
+    validation["validation_set"] = "web"
+    losses = {"loss": 2.0, "loss_by_source": {"C4": 3.0}, "code_loss": 2.5}
+    validation |= {f"validation_{name}": loss for name, loss in losses.items()}
+    saved = {"step": 70, **SAVED, "time": 1e9 + 80}
+    write_run(folder, SPIKE | {"step": 30, "action": "log"}, skipped, validation, saved, starts=(0, 40))
     (folder / "starts.jsonl").write_text("".join(each + "\n" for each in STARTS))
     (folder / "metrics_rewound.jsonl").write_text(json.dumps(SPIKE | {"step": 45, "action": "rewind"}) + "\n")
     sample = {"prompt": "One", "text": " day", "ended": False}
@@ -52,15 +39,13 @@ def write_all_that_a_report_reads(folder):
     scores = {"data": {"web": {"perplexity": 9.0}}, "tasks": {"results": {"piqa": {"acc,none": 0.5}}}}
     scores |= {"requests": {"piqa": {"accuracy": 0.5}}, "ruler": {"mean": {"4096": 0.5}}}
     model = {"step": 60, "settings": ["gsa.k_max = 64"]}
-    (evaluation / "results.json").write_text(
-        json.dumps({"model": model, "command": "gsa-evaluate", **scores})
-    )
+    results = {"model": model, "command": "gsa-evaluate", **scores}
+    (evaluation / "results.json").write_text(json.dumps(results))
 
 
 SAVED = {"event": "checkpoint", "phase": "sparse", "checkpoint_bytes": 9, "checkpoint_save_seconds": 1.0}
-STARTS = [
-    json.dumps({"unix_seconds": 1e9 + step, "step": step, "run_id": "a", **START}) for step in (0, 40, 50)
-]
+ANY_START = {"run_id": "a", **START}
+STARTS = [json.dumps({"unix_seconds": 1e9 + step, "step": step, **ANY_START}) for step in (0, 40, 50)]
 
 
 def places_in(value, path=()):
@@ -107,15 +92,8 @@ def walk(folder, name, kinds, check):
     path.write_text(before)
 
 
-READ = [
-    "metrics.jsonl",
-    "metrics_rewound.jsonl",
-    "samples.jsonl",
-    "starts.jsonl",
-    "goodput.jsonl",
-    "alive.json",
-]
-READ += ["summary.json", "stopped.json", "evaluations/a/results.json"]
+READ = ["metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl", "starts.jsonl", "goodput.jsonl"]
+READ += ["alive.json", "summary.json", "stopped.json", "evaluations/a/results.json"]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -142,16 +120,8 @@ def test_no_damaged_record_keeps_a_report_from_being_written(tmp_path, name, kin
         ("metrics.jsonl", "phase", r"metrics\.jsonl: record 3 of 10 has no phase; left out"),
         ("metrics.jsonl", "step", r"metrics\.jsonl: record 3 of 10 is not an object with a step; left out"),
         ("starts.jsonl", "layout", r"starts\.jsonl: start 3 has no layout; left out"),
-        (
-            "starts.jsonl",
-            "unix_seconds",
-            r"starts\.jsonl: start 3 is not an object with unix_seconds; left out",
-        ),
-        (
-            "goodput.jsonl",
-            "kind",
-            r"goodput\.jsonl: record 2 of 2 is not what lines of its kind are; left out",
-        ),
+        ("starts.jsonl", "unix_seconds", r"starts\.jsonl: start 3 is not an object with unix_seconds; left"),
+        ("goodput.jsonl", "kind", r"goodput\.jsonl: record 2 of 2 is not what lines of its kind are; left"),
         ("samples.jsonl", "samples", r"samples\.jsonl: record 1 of 1 is of event samples without samples"),
         ("metrics_rewound.jsonl", "signal", r"record 1 of 1 is of event spike without signal; left out"),
     ],
@@ -175,16 +145,11 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     assert "1 records have lists for another number of layers; left out" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.yaml",
-        "evaluations/a/table.md",
-        "evaluations/a/x.png",
-        "analysis/a/sink.png",
-        "faults/a/report.txt",
-    ],
-)
+LINKED = ["config.yaml", "evaluations/a/table.md", "evaluations/a/x.png"]
+LINKED += ["analysis/a/sink.png", "faults/a/report.txt"]
+
+
+@pytest.mark.parametrize("name", LINKED)
 def test_a_report_shows_nothing_that_a_link_leads_out_to(tmp_path, caplog, name):
     """Who draws another's run and shows the page must not reveal their own file."""
     folder, secret = tmp_path / "run", tmp_path / "secret"

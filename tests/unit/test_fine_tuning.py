@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,19 +20,12 @@ from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_eval.commands.evaluate import parse
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.convert.import_hf import import_hf
 from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
 from gsa_eval.evaluate import run_evaluation
 from gsa_train.config import ConfigError, load_config
-from gsa_train.data.batches import (
-    TrainBatches,
-    open_training_corpus,
-    read_validation_sets,
-    to_micro_batch,
-)
+from gsa_train.data.batches import TrainBatches, open_training_corpus, to_micro_batch
 from gsa_train.data.tokenizer import load_tokenizer
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.validation.perplexity import evaluate, ngram_perplexities
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
@@ -45,7 +38,6 @@ from helpers.single_rank import (
     step_gradients,
     tiny_config,
     tiny_model,
-    token_losses,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -81,24 +73,12 @@ def config_of(chats: Path, **data: Any) -> Any:
 
 
 def test_marks_become_the_loss_mask() -> None:
-    marked = [
-        5 | UNSCORED,
-        6,
-        EOS | INSIDE,
-        7 | UNSCORED,
-        8,
-        EOS,
-        9 | UNSCORED,
-        3,
-        EOS | UNSCORED,
-        FILLER,
-        FILLER,
-    ]
+    marked = [5 | UNSCORED, 6, EOS | INSIDE, 7 | UNSCORED, 8, EOS]
+    marked += [9 | UNSCORED, 3, EOS | UNSCORED, FILLER, FILLER]
     batch = to_micro_batch(torch.tensor([marked], dtype=torch.int32), EOS, False)
     assert batch.tokens.tolist() == [[5, 6, EOS, 7, 8, EOS, 9, 3, EOS, EOS]]
     assert batch.labels.tolist() == [[6, EOS, 7, 8, EOS, 9, 3, EOS, EOS, EOS]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 0, 1, 0, 0, 0]]
-    assert batch.document_ids is not None
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 1, 2]]
 
 
@@ -108,9 +88,7 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
     batches.next_step()
     state = batches.state()
     del state["chat_version"]
-    with pytest.raises(
-        StateMismatch, match="saved with chat_version=1, but this run has chat_version=2"
-    ) as refusal:
+    with pytest.raises(StateMismatch, match="saved with chat_version=1, but this run has chat") as refusal:
         TrainBatches(config, single_rank(), load_tokenizer(config), state)
     assert refusal.value.other_data, "--accept-new-data goes on"
 
@@ -129,10 +107,7 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     template = find_chat_template(tokenizer.path, "", Reading())
-    data = {
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-        "chat_template_fingerprint": template.fingerprint,
-    }
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint, "chat_template_fingerprint": template.fingerprint}
     checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, data=data)
     close_optimizer(model, optimizer)
     exported = export_hf(checkpoint, tmp_path / "hf")
@@ -160,7 +135,6 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     batches = TrainBatches(config, single_rank(), tokenizer, None).next_step()
     rows: list[tuple[int, ...]] = []
     for batch in batches:
-        assert batch.document_ids is not None
         for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
             pieces = [tuple(tokens[ids == number].tolist()) for number in ids.unique()]
             pieces = [piece for piece in pieces if set(piece) != {tokenizer.eos_id}]
@@ -185,11 +159,6 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     assert result.loss_sum.item() / result.loss_tokens == pytest.approx(loss.item(), rel=1e-6)
     assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would change it
 
-    import_hf(folder, tmp_path / "in")
-    again = export_hf(tmp_path / "in", tmp_path / "again").folder
-    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "config.json"):
-        assert (again / name).read_bytes() == (folder / name).read_bytes()
-
 
 def test_an_export_without_the_template_of_training_says_so(chats: Path, tmp_path: Path) -> None:
     config = config_of(chats)
@@ -207,44 +176,6 @@ def test_an_export_without_the_template_of_training_says_so(chats: Path, tmp_pat
         run_evaluation(parse(words), words)
 
 
-def test_packed_is_unpacked(chats: Path) -> None:
-    """Losses and gradients of packed conversations equal those with one conversation per sequence."""
-    config = config_of(chats)
-    tokenizer = load_tokenizer(config)
-    batches = TrainBatches(config, single_rank(), tokenizer, None)
-    assert batches._stream is not None
-    blocks = batches._stream.next_blocks(4)
-    rows = []
-    for block in blocks:
-        ends = np.flatnonzero((block & ~UNSCORED) == tokenizer.eos_id) + 1
-        for piece in np.split(block, ends):
-            if len(piece) > 1 and piece[0] != FILLER:
-                rows.append(np.append(piece, np.full(LENGTH + 1 - len(piece), FILLER, np.int32)))
-    assert len(rows) > 1.5 * len(blocks)
-    rows += [np.full(LENGTH + 1, FILLER, np.int32)] * (-len(rows) % 2)
-    found = []
-    for each in (blocks, np.stack(rows)):
-        size = {"global_batch_size": len(each)}
-        of_size = dataclasses.replace(config, train=dataclasses.replace(config.train, **size))
-        parts = torch.from_numpy(each).split(2)
-        micro_batches = [to_micro_batch(part, tokenizer.eos_id, False) for part in parts]
-        found.append(step_gradients(tiny_model(config, variance_ema=0.02), NO_KL, micro_batches, of_size))
-    (packed, gradients), (unpacked, others) = found
-    assert packed.loss_tokens == unpacked.loss_tokens > 0
-    torch.testing.assert_close(packed.loss_sum, unpacked.loss_sum, rtol=1e-6, atol=0)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_a_batch_without_an_answer_has_a_loss_of_0() -> None:
-    config = tiny_config()
-    blocks = random_blocks(config).clamp(min=1) | UNSCORED
-    batches = [to_micro_batch(part, EOS, False) for part in blocks.split(2)]
-    result, gradients = step_gradients(tiny_model(config, variance_ema=0.02), NO_KL, batches, config)
-    assert (result.loss_sum, result.grad_norm) == (0, 0)
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
 def test_the_indexer_loss_counts_all_tokens() -> None:
     config = tiny_config()
     blocks = random_blocks(config)
@@ -256,24 +187,6 @@ def test_the_indexer_loss_counts_all_tokens() -> None:
     assert any("indexer" in name for name in found[0][1])
     for name, gradient in found[0][1].items():
         assert torch.equal(gradient, found[1][1][name]), name
-
-
-def test_validation_and_baselines_score_the_answers(chats: Path) -> None:
-    config = config_of(chats)
-    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, max_blocks=5))
-    tokenizer = load_tokenizer(config)
-    (found,) = read_validation_sets(config, tokenizer)
-    model = tiny_model(config, variance_ema=0.02)
-    batch = to_micro_batch(torch.from_numpy(found.text.blocks), tokenizer.eos_id, False)
-    losses = token_losses(model, batch, evaluating=True)[batch.loss_mask > 0]
-    assert found.text.scored_tokens == len(losses) < batch.labels.numel() / 2
-    record = evaluate(model, [found], tokenizer.eos_id, config, single_rank())
-    assert record["validation_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
-    trained = TrainBatches(config, single_rank(), tokenizer, None)
-    for _ in range(16 // config.train.global_batch_size):
-        trained.next_step()
-    baselines = ngram_perplexities(found.text.blocks, tokenizer, trained.state(), config)
-    assert 1 < baselines["bigram_perplexity"] < baselines["unigram_perplexity"] < 384
 
 
 def test_long_conversations_are_told_at_a_save(chats: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,13 +214,8 @@ def test_long_conversations_are_told_at_a_save(chats: Path, caplog: pytest.LogCa
 def test_configs_that_are_refused(overrides, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     initial = ["checkpoint.initial_weights=configs"]  # any folder
-    with pytest.raises(ConfigError) as caught:
-        load_config(
-            ROOT / "configs" / "demo_sft.yaml",
-            [*initial, "data.packing=concatenate", *overrides],
-            world_size=1,
-        )
-    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("configs/demo_sft.yaml", [*initial, "data.packing=concatenate", *overrides], world_size=1)
     load_config(ROOT / "configs" / "demo_sft.yaml", initial)
 
 
@@ -319,45 +227,27 @@ def test_transformers_is_asked_for_before_the_start(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
-    with pytest.raises(
-        TokenizerError, match=r"data\.chat_template: chat template .* does not have as tokens"
-    ):
-        load_tokenizer(
-            config_of(
-                chats,
-                tokenizer=str(ROOT / "data/sample/tokenizer.model"),
-                chat_template=str(chats / "chat_template.jinja"),
-            )
-        )
+    tokenizer, template = str(ROOT / "data/sample/tokenizer.model"), str(chats / "chat_template.jinja")
+    with pytest.raises(TokenizerError, match=r"data\.chat_template: chat template .* does not have as"):
+        load_tokenizer(config_of(chats, tokenizer=tokenizer, chat_template=template))
 
 
-def test_the_bundled_conversations_match_their_script(tmp_path, monkeypatch, capsys):
+def test_the_bundled_conversations_match_their_script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
     script = runpy.run_path(str(ROOT / "data" / "sample_conversations.py"))
     assert script["main"]() == 0
     for split in ("train", "validation"):
         name = f"{split}/conversations.jsonl"
         assert (tmp_path / name).read_bytes() == (ROOT / "data" / "sample_chat" / name).read_bytes()
-    monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path / name)])
-    assert script["main"]() == 1
-    assert f"--out {tmp_path / name}: cannot be written" in capsys.readouterr().err
 
 
-def test_the_config_for_1_7b_takes_the_model_of_its_pretraining() -> None:
-    configs = [
-        load_config(ROOT / f"configs/{name}_1.7b.yaml", world_size=8, need_data=False)
-        for name in ("sft", "gsa")
-    ]
-    for section in ("model", "gsa", "parallel"):
-        assert getattr(configs[0], section) == getattr(configs[1], section)
-    assert configs[0].data.format == "chat"
-
-
-def test_the_demo_takes_its_model_and_cuts_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_configs_match_their_pretraining_and_cut_no_conversation(monkeypatch):
     monkeypatch.chdir(ROOT)
     demo = load_config("configs/demo.yaml")
     config = load_config("configs/demo_sft.yaml", ["checkpoint.initial_weights=configs"])
     assert (config.model, config.gsa) == (demo.model, demo.gsa)
+    large, pretrained = (load_config(f"configs/{name}_1.7b.yaml", need_data=False) for name in ("sft", "gsa"))
+    assert (large.model, large.gsa, large.data.format) == (pretrained.model, pretrained.gsa, "chat")
     tokenizer: Tokenizer = load_tokenizer(config)
     corpus = open_training_corpus(config)
     assert isinstance(corpus, ChatFolder)

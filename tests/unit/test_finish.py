@@ -36,6 +36,13 @@ def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
         raise ValueError("a mistake")
 
 
+def run_in(folder: Path, **fields: Any) -> tuple[Run, Mock]:
+    """Return a run without a model, and its console."""
+    console, model = Mock(), cast(Any, None)
+    config = tiny_config([SPARSE], run={"dir": str(folder), "name": "a"})
+    return tiny_run(config, model, console=console, **fields), console
+
+
 @pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
 def test_a_report_that_fails_is_told(error, tmp_path, monkeypatch):
     """A complete run with a flipped bit in its records once ended in KeyError at each start."""
@@ -54,8 +61,7 @@ def test_no_rank_waits_for_the_report(tmp_path: Path, monkeypatch: pytest.Monkey
     process draws it, and says so if a run has no records."""
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
-    console, model = Mock(), cast(Any, None)
-    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
+    run, console = run_in(tmp_path)
     finish.finish(run, SPARSE)
     console.message.reset_mock()
     Report(replace(run, parallel=replace(run.parallel, rank=1))).on_complete()
@@ -68,8 +74,7 @@ def test_no_rank_waits_for_the_report(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    console, model = Mock(), cast(Any, None)
-    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
+    run, console = run_in(tmp_path)
     Report(run).on_complete()
     monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
     Report(run).on_complete()
@@ -78,12 +83,10 @@ def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(tmp_path, monkeypa
     assert "No such file or directory" in not_started
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkeypatch, loss):
-    monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": loss})
-    model: Any = None
-    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, step=7)
-    with pytest.raises(NotFinite, match=rf"step 7, the last one: the loss of the validation is {loss}"):
+def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkeypatch):
+    monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": math.inf})
+    run, _ = run_in(tmp_path, step=7)
+    with pytest.raises(NotFinite, match=r"step 7, the last one: the loss of the validation is inf"):
         finish.finish(run, SPARSE)
     assert not run.services.log.sinks.finish.called
 
@@ -95,9 +98,7 @@ def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(tmp_path
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"val_loss": 2.5, "by": {"\x1b[2J a\nb": 7}})
     monkeypatch.setattr(finish, "leave_world", lambda watchdog: left.append(watchdog.exit_code))
-    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"})
-    console, model = Mock(), cast(Any, None)
-    run = tiny_run(config, model, console=console, sinks=Sinks(tmp_path / "a", None, None))
+    run, console = run_in(tmp_path, sinks=Sinks(tmp_path / "a", None, None))
     said = r"saved, but its summary\.json cannot be written: .*/a/summary\.json'; make room .* trains no step"
     with pytest.raises(RunFolderError, match=said):
         finish.finish(run, SPARSE)

@@ -32,26 +32,17 @@ def killed_and_resumed() -> list[Line]:
     """Return the log of a killed process and of the next process. The kill is at second 1050 in step 22. The main
     thread's last progress is 4 s earlier. The killed process had logged step 20 and saved step 15. The next process
     begins at second 1060 and continues after step 15."""
+    first, second = {"import": 5.0}, {"import": 4.0, "checkpoint": 2.0}
     return [
-        start(1000, 1005, 0, **{"import": 5.0}),
-        line("steps", 1008, 1, **{"import": 5.0}, first_step=3.0),
-        line("steps", 1018, 11, **{"import": 5.0}, first_step=3.0, training=10.0),
-        line("steps", 1022, 15, **{"import": 5.0}, first_step=3.0, training=14.0),
-        line("steps", 1043, 20, **{"import": 5.0}, first_step=3.0, training=19.0, save=16.0),
-        line(
-            "lost", 1050, 21, {"progress": 1046}, **{"import": 5.0}, first_step=3.0, training=22.0, save=16.0
-        ),
-        start(1060, 1066, 15, **{"import": 4.0, "checkpoint": 2.0}),
-        line("steps", 1070, 16, **{"import": 4.0, "checkpoint": 2.0}, first_step=4.0),
-        line(
-            "end",
-            1084,
-            30,
-            {"reason": COMPLETE},
-            **{"import": 4.0, "checkpoint": 2.0},
-            first_step=4.0,
-            training=14.0,
-        ),
+        start(1000, 1005, 0, **first),
+        line("steps", 1008, 1, **first, first_step=3.0),
+        line("steps", 1018, 11, **first, first_step=3.0, training=10.0),
+        line("steps", 1022, 15, **first, first_step=3.0, training=14.0),
+        line("steps", 1043, 20, **first, first_step=3.0, training=19.0, save=16.0),
+        line("lost", 1050, 21, {"progress": 1046}, **first, first_step=3.0, training=22.0, save=16.0),
+        start(1060, 1066, 15, **second),
+        line("steps", 1070, 16, **second, first_step=4.0),
+        line("end", 1084, 30, {"reason": COMPLETE}, **second, first_step=4.0, training=14.0),
     ]
 
 
@@ -74,12 +65,6 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_the_time_between() -> N
     assert (first.ended, first.last_step, first.repeated_steps) == ("lost", 21, 6)
     assert (first.detection_seconds, second.down_seconds, second.start_up_seconds) == (4.0, 10.0, 6.0)
     assert (second.ended, second.repeated_steps) == (COMPLETE, 0)
-
-
-def test_before_the_next_start_nobody_knows_what_is_kept() -> None:
-    found = account(*killed_and_resumed()[:6])
-    assert found.productive_seconds == 20
-    assert lost(found)["repeated"] == 3.0
 
 
 def test_a_checkpoint_between_two_lines_shares_what_is_between_them() -> None:
@@ -122,49 +107,29 @@ def test_text_and_stragglers_are_no_productive_time_and_rare_names_are_other() -
     assert lost(found) == {"text": 2.0, "stragglers": 0.5, "other": 0.5}
 
 
-def ended_by(reason: str) -> Account:
-    """The run ends at second 10 and restarts at second 1000."""
-    return account(
+ENDS = {COMPLETE: 0, INTERRUPTED: 0, STOPPED: 990, "stopped by the monitor": 990, "corrupted": 990}
+
+
+@pytest.mark.parametrize("reason", ENDS)
+def test_the_time_until_the_next_start_is_lost_except_by_the_users_choice(reason: str) -> None:
+    """A complete run may be extended, and after Ctrl-C the user restarts the run at will. Slurm stops runs by SIGTERM,
+    and its queue is lost time."""
+    found = account(
         start(0, 0, 0),
         line("steps", 1, 1, first_step=1.0),
         line("end", 10, 10, {"reason": reason}, first_step=1.0, training=9.0),
         start(1000, 1002, 10, model=2.0),
         line("steps", 1003, 11, model=2.0, first_step=1.0),
     )
-
-
-@pytest.mark.parametrize("reason", [COMPLETE, INTERRUPTED])
-def test_a_run_that_waits_by_its_users_choice_loses_nothing(reason: str) -> None:
-    """A complete run may be extended, and after Ctrl-C the user restarts the run at will."""
-    found = ended_by(reason)
-    assert found.wall_seconds == 13
-    assert lost(found) == {"model": 2.0}
-    assert found.starts[1].down_seconds == 0
-
-
-@pytest.mark.parametrize("reason", [STOPPED, "stopped by the monitor", "corrupted"])
-def test_any_other_end_loses_the_time_until_the_next_start(reason: str) -> None:
-    """Slurm stops runs by SIGTERM, and its queue is lost time."""
-    found = ended_by(reason)
-    assert found.wall_seconds == 1003
-    assert lost(found) == {"model": 2.0, "down": 990.0}
-    assert found.starts[1].down_seconds == 990
+    assert found.wall_seconds == 13 + ENDS[reason]
+    assert found.starts[1].down_seconds == found.lost_seconds["down"] == ENDS[reason]
+    assert found.lost_seconds["model"] == 2
 
 
 def test_lines_that_a_full_disk_has_cost_change_no_sum() -> None:
     lines = killed_and_resumed()
     whole, found = account(*lines), account(*lines[:2], *lines[3:])
     assert (found.productive_seconds, found.lost_seconds) == (whole.productive_seconds, whole.lost_seconds)
-
-
-def test_clocks_of_two_hosts_that_differ_cost_nothing() -> None:
-    found = account(
-        start(0, 1, 0, model=1.0),
-        line("end", 10, 9, {"reason": "stopped"}, model=1.0, training=9.0),
-        start(8, 9, 9, model=1.0),
-    )
-    assert (found.wall_seconds, lost(found)) == (11, {"model": 2})
-    assert found.starts[1].down_seconds == 0
 
 
 def test_without_lines_there_is_nothing() -> None:

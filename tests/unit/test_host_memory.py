@@ -3,6 +3,7 @@
 import io
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,19 +15,21 @@ from helpers.single_rank import single_rank
 MIB = 2**20
 
 
+def assert_fit(sizes: Sequence[int], places: Sequence[tuple[int, int]], blocks: Sequence[int]) -> None:
+    """Check that nothing overlaps, and everything lies in its block."""
+    taken = sorted((block, start, start + size) for size, (block, start) in zip(sizes, places, strict=True))
+    for (block, _, end), (other, start, _) in itertools.pairwise(taken):
+        assert block < other or end <= start
+    assert all(end <= blocks[block] and start % ALIGNMENT == 0 for block, start, end in taken)
+
+
 def test_blocks_are_powers_of_two_and_nothing_overlaps() -> None:
     draw = random.Random(1)
     for count in (1, 3, 50):
         sizes = [draw.randrange(5 * MIB) for _ in range(count)] + [0, 1]
         blocks, places = pack(sizes)
         assert all(size & (size - 1) == 0 for size in blocks)
-        taken = sorted(
-            (block, start, start + size) for size, (block, start) in zip(sizes, places, strict=True)
-        )
-        for (block, _, end), (other, start, _) in itertools.pairwise(taken):
-            assert block < other or end <= start
-        assert all(end <= blocks[block] for block, _, end in taken)
-        assert all(start % ALIGNMENT == 0 for _, start, _ in taken)
+        assert_fit(sizes, places, blocks)
     assert pack([]) == ([], [])
 
 
@@ -63,13 +66,7 @@ def test_what_is_there_is_used_and_the_rest_is_made() -> None:
         sizes = [draw.randrange(3 * MIB) for _ in range(draw.randrange(40))]
         there = [1 << draw.randrange(18, 24) for _ in range(draw.randrange(6))]
         places, more = place(sizes, there)
-        blocks = [*there, *more]
-        taken = sorted(
-            (block, start, start + size) for size, (block, start) in zip(sizes, places, strict=True)
-        )
-        for (block, _, end), (other, start, _) in itertools.pairwise(taken):
-            assert block < other or end <= start
-        assert all(end <= blocks[block] for block, _, end in taken)
+        assert_fit(sizes, places, [*there, *more])
     assert place([100, 5000], [MIB]) == ([(0, 5120), (0, 0)], [])
     assert place([2 * MIB], [MIB]) == ([(1, 0)], [2 * MIB])
 
@@ -84,17 +81,13 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
     memory = HostMemory()
     tensors = [torch.rand(300_000) for _ in range(3)]
     memory.reserve([tensor.nbytes for tensor in tensors])
-    first = memory.pinned_like(tensors)
-    assert made == [2 * MIB] * 3
+    memory.pinned_like(tensors)
     assert memory.block_bytes == 6 * MIB
     memory.reserve([tensor.nbytes for tensor in tensors])
-    again = memory.pinned_like(tensors)
-    assert [each.data_ptr() for each in again] == [each.data_ptr() for each in first]
-    memory.pinned_like(tensors[:1])
-    memory.pinned_like(tensors)
+    into_the_rest_of_a_block = [*tensors, torch.rand(100_000)]
+    for save in (tensors, tensors[:1], tensors, into_the_rest_of_a_block):
+        memory.pinned_like(save)
     assert made == [2 * MIB] * 3
-    memory.pinned_like([*tensors, torch.rand(100_000)])  # into the rest of a block
-    assert len(made) == 3
     memory.pinned_like([*tensors, torch.rand(600_000)])
     assert len(made) == 4
     memory.release()
@@ -106,13 +99,11 @@ def test_a_save_that_comes_early_waits_for_no_pause(monkeypatch: pytest.MonkeyPa
     single_rank()
     monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
     monkeypatch.setattr(host_memory, "PAUSE_OVER_BLOCK", 1e9)
-    tensors = [torch.rand(200_000) for _ in range(3)]
-    memory = HostMemory()
-    memory.reserve([tensor.nbytes for tensor in tensors])
-    memory.pinned_like(tensors)
+    memory, other = HostMemory(), HostMemory()
+    for each in (memory, other):
+        each.reserve([800_000] * 3)
+    memory.pinned_like([torch.rand(200_000)] * 3)
     assert memory.block_bytes == 3 * MIB
-    other = HostMemory()
-    other.reserve([tensor.nbytes for tensor in tensors])
     other.close()
 
 

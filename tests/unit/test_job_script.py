@@ -26,9 +26,8 @@ class Job:
         self.run_dir = folder / "demo"
         (self.run_dir / "checkpoints").mkdir(parents=True)
         self.script = folder / "job.sh"
-        self.frozen = next(
-            Path(line.removeprefix("folder=")) for line in printed.splitlines() if line.startswith("folder=")
-        )
+        folders = [line for line in printed.splitlines() if line.startswith("folder=")]
+        self.frozen = Path(folders[0].removeprefix("folder="))
         (self.frozen / "source").mkdir(parents=True)
         self.script.write_text(printed)
         self.log = folder / "log"
@@ -100,27 +99,20 @@ def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: 
 BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 
 
+@pytest.mark.parametrize(("excluded", "exclude"), [("(null)", "n1,n3"), ("n[7-9]", "n[7-9],n1,n3")])
 @pytest.mark.parametrize("progress", ["", SAVE])
-def test_a_bad_device_sends_another_job_without_its_node(job, progress, monkeypatch):
-    """A new job is sent even if the previous start wrote no checkpoint. Jobs of the chain wait for it."""
-    waiting = "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n"
-    monkeypatch.setenv("WAITING", waiting)
+def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
+    """A new job is sent even if the previous start wrote no checkpoint. Jobs of the chain wait for it. sbatch uses its
+    option instead of the script's own, so that nodes that were excluded are named again."""
+    monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
-    monkeypatch.setenv("EXCLUDED", "(null)")
+    monkeypatch.setenv("EXCLUDED", excluded)
     assert job.start(progress + BAD + END.format(15) + "exit 1").wait(60) == 15
     said = job.log.read_text()
-    assert f"sbatch --parsable --exclude=n1,n3 {job.frozen}/job.sh" in said
-    assert [line for line in said.splitlines() if "update" in line] == [
-        "scontrol update JobId=9 Dependency=afterany:8 ExcNodeList=n1,n3"
-    ]
+    assert f"sbatch --parsable --exclude={exclude} {job.frozen}/job.sh" in said
+    updates = [line for line in said.splitlines() if "update" in line]
+    assert updates == [f"scontrol update JobId=9 Dependency=afterany:8 ExcNodeList={exclude}"]
     assert not job.requeued
-
-
-def test_nodes_that_a_job_had_excluded_stay_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch uses its option instead of the script's own."""
-    monkeypatch.setenv("EXCLUDED", "n[7-9]")
-    assert job.start(BAD + END.format(15) + "exit 1").wait(60) == 15
-    assert "sbatch --parsable --exclude=n[7-9],n1,n3 " in job.log.read_text()
 
 
 @pytest.mark.parametrize("named", ["", 'printf "n3\nn11\n" > "$GSA_SUBMISSION/bad_nodes"; '])
@@ -131,12 +123,6 @@ def test_where_no_node_of_its_own_is_named_a_job_does_not_come_back(job: Job, na
     assert "sbatch" not in job.log.read_text()
 
 
-def test_a_job_of_a_complete_run_starts_nothing(job: Job) -> None:
-    assert job.start("exit 0").wait(60) == 0
-    assert job.start("exit 1").wait(60) == 0
-    assert job.log.read_text().count("started") == 1
-
-
 def test_all_jobs_of_a_chain_are_one_launch(job: Job) -> None:
     """Separate launches would each restart from --resume-from, and move aside the previous job's training."""
     for _ in range(2):
@@ -144,22 +130,20 @@ def test_all_jobs_of_a_chain_are_one_launch(job: Job) -> None:
     assert job.log.read_text().count(f"launch {job.frozen}\n") == 2
 
 
-def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> None:
-    """The next job starts nothing even if the user meanwhile continues by another command."""
-    assert job.start(SPIKE + "exit 1").wait(60) == 13
-    (job.run_dir / "monitor_stop.json").unlink()
-    assert job.start("exit 0").wait(60) == 13
+@pytest.mark.parametrize(("srun", "code"), [("exit 0", 0), (SPIKE + "exit 1", 13)], ids=["complete", "spike"])
+def test_after_the_end_of_a_run_the_next_job_of_the_chain_starts_nothing(job, srun, code):
+    """After a spike also if the user meanwhile continues by another command."""
+    assert job.start(srun).wait(60) == code
+    (job.run_dir / "monitor_stop.json").unlink(missing_ok=True)
+    assert job.start("exit 1").wait(60) == code
     assert job.log.read_text().count("started") == 1
 
 
 def test_a_job_without_time_to_train_does_not_come_back_for_ever(job: Job) -> None:
     """The job ends after two time limits in a row without a new checkpoint; progress resets the count."""
-    assert job.start(STOP + "exit 1").wait(60) == 1
-    assert job.start(SAVE + STOP + "exit 1").wait(60) == 1
-    assert job.start(STOP + "exit 1").wait(60) == 1
-    assert job.log.read_text().count("scontrol requeue 7") == 3
-    assert job.start(STOP + "exit 1").wait(60) == 1
-    assert job.log.read_text().count("scontrol requeue 7") == 3
+    for progress, requeued in (("", 1), (SAVE, 2), ("", 3), ("", 3)):
+        assert job.start(progress + STOP + "exit 1").wait(60) == 1
+        assert job.log.read_text().count("scontrol requeue 7") == requeued
 
 
 @pytest.mark.parametrize(("code", "complete"), [(1, False), (0, True)])

@@ -34,27 +34,15 @@ def summary(error_file: Path) -> str:
     return str(ChildFailedError("pretrain.py", {0: failure}))
 
 
-def test_without_torchrun_on_stderr(monkeypatch, capsys):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+@pytest.mark.parametrize(
+    "setting", [("ERROR_FILE", None), ("RESTART_COUNT", "1"), ("ERROR_FILE", "/no/folder/e.json")]
+)
+def test_where_torchrun_will_print_no_summary_on_stderr(setting, error_file, monkeypatch, capsys):
+    monkeypatch.setenv(f"TORCHELASTIC_{setting[0]}", setting[1] or "")
+    if setting[1] is None:
+        monkeypatch.delenv(f"TORCHELASTIC_{setting[0]}")
     say_last("no text")
     assert capsys.readouterr().err == "no text\n"
-
-
-def test_under_torchrun_in_the_last_lines_of_its_summary(error_file, capsys):
-    say_last("a.yaml: 2 problems\n  one\n  two")
-    assert capsys.readouterr().err == ""
-    lines = summary(error_file).splitlines()
-    assert lines[-4:-1] == ["  traceback : a.yaml: 2 problems", "    one", "    two"]
-
-
-def test_where_torchrun_will_print_no_summary_on_stderr(error_file, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    say_last("no text")
-    assert capsys.readouterr().err == "no text\n"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file / "no" / "folder"))
-    say_last("still none")
-    assert capsys.readouterr().err == "still none\n"
 
 
 def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, monkeypatch):
@@ -85,7 +73,6 @@ def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, mo
 def test_a_full_shared_memory_gets_its_remedy() -> None:
     nccl = "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)"
     said = pretrain.known_failure(RuntimeError(nccl))
-    assert said is not None
     assert said.startswith(f"{nccl}\n/dev/shm is too small or full for NCCL: make room there")
     assert "--shm-size" in said
     assert pretrain.known_failure(RuntimeError("CUDA error: an illegal memory access")) is None
