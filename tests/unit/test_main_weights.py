@@ -6,17 +6,12 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import gsa_train.train
-from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.load import load_checkpoint, read_run_state
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import Config
-from gsa_train.data.batches import TrainBatches
+from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT
@@ -29,11 +24,9 @@ from gsa_train.run.state import Run
 from gsa_train.run_folder.resume import Start
 from gsa_train.train import train_phases
 from helpers.checkpoints import write_checkpoint
-from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
-SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 FIRST = dataclasses.replace(SPARSE, name="first", steps=3, lr=1e-4, min_lr=1e-4)
 BASE = dataclasses.replace(FIRST, name="base", train="base")
 """Does not train everything that the first phase does."""
@@ -85,54 +78,6 @@ def test_they_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
         assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
         assert optimizer.updates == 0
         close_optimizer(each, optimizer)
-
-
-def train(config: Config, folder: Path, resume_from: Path | None = None) -> list[dict[str, Any]]:
-    """Return the records of all phases, or those after a phase's final checkpoint."""
-    tokenizer, records = Tokenizer(config.data.tokenizer), []
-    start = Start()
-    if resume_from is not None:
-        state = read_run_state(resume_from)
-        start = Start(resume_from, state, phase_index=state.phase_index + 1)
-    run = tiny_run(
-        config,
-        tiny_model(config),
-        batches=TrainBatches(config, single_rank(), tokenizer, start.data_state),
-        tokenizer=tokenizer,
-        saver=CheckpointSaver(folder, config.checkpoint, single_rank()),
-        sinks=Mock(log=records.append),
-        start=start,
-        step=start.step,
-        tokens=start.tokens,
-        monitor=start.monitor,
-    )
-    ranges = phase_ranges(config.phases)
-    run.phase_optimizer = open_phase(
-        config, run.model, start, ranges[start.phase_index], single_rank(), RunClock()
-    )
-    assert train_phases(run, ranges) is None
-    assert run.phase_optimizer is None
-    run.services.saver.close()
-    return numbers_of(records)
-
-
-def test_a_run_resumed_between_two_phases_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    config = tiny_config(
-        [FIRST, dataclasses.replace(FIRST, name="second")],
-        model={"vocab_size": 4096},
-        data={
-            "train_dir": str(SAMPLE / "train"),
-            "tokenizer": str(SAMPLE / "tokenizer.model"),
-            "num_lanes": 1,
-        },
-        train={"precision": "bf16"},
-        checkpoint={"every_steps": 3, "async_save": False},
-        logging={"every_steps": 1},
-    )
-    whole = train(config, tmp_path / "whole")
-    assert [record["step"] for record in whole] == [1, 2, 3, 4, 5, 6]
-    resumed = train(config, tmp_path / "resumed", tmp_path / "whole" / "step_00000003")
-    assert resumed == whole[3:]
 
 
 def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.MonkeyPatch) -> None:

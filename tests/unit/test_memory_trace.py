@@ -124,8 +124,6 @@ def overrides_in(words: str) -> list[str]:
 CASES = cases_of(TABLE)
 
 NIGHTLY = CASES.keys() - {"one rank", "recompute full", "first stage of 2", "last stage of 2"}
-COMPARED = ["one rank", "recompute full", "first stage of 2", "last stage of 2"]
-"""Cases that are compared with each other."""
 
 
 # Queries of one layer's selection, and overrides: the whole sequence and runs of it, smaller budgets, and budgets so
@@ -161,7 +159,7 @@ def traced(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, int]]:
     """Trace in a separate process, where kernels are imported for CPU tensors."""
-    wanted = {*COMPARED, *chosen(request, test_the_dry_run_says_what_the_step_takes.__name__)}
+    wanted = chosen(request, test_the_dry_run_says_what_the_step_takes.__name__)
     steps = {name: case for name, case in CASES.items() if name in wanted}
     selections = chosen(request, test_the_dry_run_says_what_a_selection_takes.__name__)
     two_steps = chosen(request, test_a_step_leaves_no_more_than_the_one_before.__name__)
@@ -229,11 +227,3 @@ def test_a_step_leaves_no_more_than_the_one_before(name: str, traced: dict[str, 
     assert second == first > traced[name]["static"], (
         "of the first one tables are left, which the second one takes"
     )
-
-
-def test_the_trace_names_the_large_logits(traced: dict[str, Any]) -> None:
-    """Activations and logits are most of the peak, and differ between the cases, so the test can fail."""
-    one_rank, recomputed, first_stage, last_stage = (traced[name] for name in COMPARED)
-    assert one_rank["peak"] > 1.4 * one_rank["static"]
-    assert recomputed["peak"] < one_rank["peak"]
-    assert last_stage["peak"] > first_stage["peak"]

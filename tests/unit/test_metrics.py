@@ -5,7 +5,6 @@ import torch
 
 from gsa_train.data.batches import MicroBatch, mean_causal_keys, to_micro_batch
 from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
-from gsa_train.metrics.record_format import read_records
 from gsa_train.model.flops import flops_per_token
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
@@ -81,9 +80,3 @@ def test_a_validation_has_no_mean_of_visible_keys() -> None:
     assert (reduced.loss, reduced.causal_keys) == (0.5, None)
     assert (reduced.data_totals, reduced.data_checksum) == ({"a": 3}, 5)
     assert len(reduced.work_seconds) == 1
-
-
-def test_records_of_an_earlier_version_are_read_by_the_names_of_now(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "causal_keys": 12.5, "loss": 2.0}\n')
-    assert read_records(path) == [{"step": 1, "causal_keys": 12.5, "loss": 2.0}]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.data.batches import MicroBatch
 from gsa_train.distributed.parallel import DeviceError
 from gsa_train.model.mcore.build import build_model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -51,69 +50,51 @@ class CalledAgain(MicroBatchGraph):
 
 
 def trained(
-    phase: PhaseConfig,
-    graph: MicroBatchGraph | None,
-    batches: Callable[[int], list[MicroBatch]],
-    config: Config = CONFIG,
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return weights, and losses and gradient norms of steps, one of them measured and one after a validation."""
+    phase: PhaseConfig, graph: MicroBatchGraph | None, config: Config, across: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return losses and gradient norms of steps, one of them measured and one after a validation, and the weights."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, phase, config)
-    training = Training(
-        model,
-        optimizer,
-        config,
-        single_rank(),
-        SpikeDetector(config.monitor, torch.device("cpu")),
-        graph=graph,
-    )
+    detector = SpikeDetector(config.monitor, torch.device("cpu"))
+    training = Training(model, optimizer, config, single_rank(), detector, graph=graph)
     found = []
     for step in range(STEPS):
-        result = train_step(training, batches(step), 1e-2, step, measures=step == MEASURED)
-        found += [result.loss_sum, result.grad_norm]
+        batches = random_batches(config, step, across)
+        result = train_step(training, batches, 1e-2, step, measures=step == MEASURED)
+        found += [result.loss_sum.item(), result.grad_norm.item()]
         if step == MEASURED:
-            evaluation_step(model, batches(0), config, single_rank())
+            evaluation_step(model, random_batches(config, 0, across), config, single_rank())
     weights = named_weights(model) | dict(model.gpt.named_buffers())
     close_optimizer(model, optimizer)
     return found, weights
 
 
-@pytest.mark.parametrize("across", [False, True], ids=["documents", "one document"])
-@pytest.mark.parametrize("phase", [SPARSE, DENSE], ids=lambda phase: phase.name)
-def test_every_bit_matches_the_schedule(phase: PhaseConfig, across: bool) -> None:
-    def batches(step: int) -> list[MicroBatch]:
-        return random_batches(CONFIG, step, across)
-
-    graph = CalledAgain()
-    losses, weights = trained(phase, None, batches)
-    of_graph, its_weights = trained(phase, graph, batches)
-    assert graph.replays == 2 * (STEPS - WARM_UP_STEPS - 1)
-    assert graph.captures == 1
-    assert [each.item() for each in of_graph] == [each.item() for each in losses]
-    assert len({each.item() for each in losses}) > STEPS
-    for name, weight in weights.items():
-        assert torch.equal(its_weights[name], weight), name
+CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
+    "sparse": (SPARSE, {}, False),
+    "sparse, one document": (SPARSE, {}, True),
+    "dense": (DENSE, {}, False),
+    "dense, one document": (DENSE, {}, True),
+    "loads of experts": (SPARSE, EXPERTS, False),
+    "biases of experts": (SPARSE, {**EXPERTS, **BIASES}, False),
+}
 
 
-@pytest.mark.parametrize("balancing", [{}, BIASES], ids=["loads", "biases"])
-def test_every_bit_of_a_mixture_of_experts_matches_the_schedule(balancing: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_matches_the_schedule(name: str) -> None:
     """Routers count in the passes, and their balancing changes after each step."""
-    config = tiny_config(moe={**EXPERTS, **balancing})
-
-    def batches(step: int) -> list[MicroBatch]:
-        return random_batches(config, step)
-
-    graph = CalledAgain()
-    losses, weights = trained(SPARSE, None, batches, config)
-    of_graph, its_weights = trained(SPARSE, graph, batches, config)
+    phase, moe, across = CASES[name]
+    config, graph = tiny_config(moe=moe), CalledAgain()
+    losses, weights = trained(phase, None, config, across)
+    of_graph, its_weights = trained(phase, graph, config, across)
     assert graph.captures == 1
-    assert [each.item() for each in of_graph] == [each.item() for each in losses]
-    moved = "expert_bias" if balancing else "loads"
-    balances = [tensor for name, tensor in weights.items() if name.endswith(moved)]
-    assert len(balances) == config.model.num_layers
-    assert all(len(balance.unique()) > 1 for balance in balances)
-    for name, weight in weights.items():
-        assert torch.equal(its_weights[name], weight), name
+    assert graph.replays == 2 * (STEPS - WARM_UP_STEPS - 1)
+    assert of_graph == losses
+    assert len({*losses}) > STEPS
+    for tensor, weight in weights.items():
+        assert torch.equal(its_weights[tensor], weight), tensor
+    moved = [each for tensor, each in weights.items() if tensor.endswith(("expert_bias", "router.loads"))]
+    assert all(len(balance.unique()) > 1 for balance in moved)
+    assert bool(moved) == bool(moe)
 
 
 def test_other_shapes_and_another_pass_are_captured_again() -> None:

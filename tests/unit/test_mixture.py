@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gsa_data.best_fit import COUNTERS
-from gsa_data.pack import FILLER, document_ids, loss_mask
+from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer
 from gsa_train.config import Config
 from gsa_train.data.batches import TrainBatches, to_micro_batch
@@ -70,18 +70,6 @@ def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:
     losses = [token_losses(model, each)[:, :8] for each in batches]
     torch.testing.assert_close(losses[0], losses[1])
     assert batches[1].loss_mask.sum() == 2 * 8
-
-
-@pytest.mark.parametrize("across", [True, False])
-def test_batches_without_filler_are_as_they_were(across: bool) -> None:
-    blocks = random_blocks(tiny_config())
-    batch = to_micro_batch(blocks, EOS, across)
-    tokens = blocks[:, :-1].long()
-    assert torch.equal(batch.tokens, tokens)
-    assert torch.equal(batch.labels, blocks[:, 1:].long())
-    assert torch.equal(batch.loss_mask, loss_mask(tokens, EOS, across))
-    assert batch.loss_mask.dtype == torch.float32
-    assert across or torch.equal(batch.document_ids, document_ids(tokens, EOS))
 
 
 def steps(

@@ -18,7 +18,6 @@ from helpers.single_rank import (
     named_weights,
     random_batches,
     single_rank,
-    step_gradients,
     take_step,
     tiny_config,
     tiny_model,
@@ -61,42 +60,3 @@ def test_the_indexer_warm_up_and_validation_leave_the_base_and_the_routers_alone
     assert moved
     assert all(".indexer." in name for name in moved)
     close_optimizer(model, optimizer)
-
-
-@BOTH
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputation_changes_nothing(moe: dict[str, Any], recompute: str) -> None:
-    found = []
-    for how in ("none", recompute):
-        config = tiny_config(moe=moe, train={"recompute": how})
-        model = tiny_model(config)
-        result, gradients = step_gradients(model, SPARSE, random_batches(config), config)
-        found.append((result.loss_sum, gradients, balances(model)))
-    (loss, gradients, held), (other_loss, other_gradients, other_held) = found
-    assert torch.equal(loss, other_loss)
-    assert held == other_held
-    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
-
-
-def test_losses_of_the_router_do_not_depend_on_micro_batches() -> None:
-    """The order of micro-batches does not matter either, because the loads come from the previous step."""
-    gradients = []
-    for size in (1, 4):
-        config = tiny_config(
-            moe={**BALANCED, "balance_coeff": 1.0, "z_loss_coeff": 1.0}, train={"micro_batch_size": size}
-        )
-        model = tiny_model(config)
-        for router in model.routers:
-            router.loads.copy_(torch.linspace(0, 0.25, 8))
-        _, found = step_gradients(model, SPARSE, random_batches(config), config)
-        gradients.append({name: each for name, each in found.items() if ".router." in name})
-    for name, each in gradients[0].items():
-        torch.testing.assert_close(each, gradients[1][name], rtol=1e-5, atol=1e-6)
-
-
-def test_no_experts_is_todays_model() -> None:
-    """The fields of experts do not reach a dense model: megatron-core's config is the default's."""
-    model = tiny_model(tiny_config())
-    assert model.mcore_config.num_moe_experts is None
-    assert model.mcore_config.moe_ffn_hidden_size is None
-    assert not any("expert" in name or "router" in name for name, _ in model.gpt.named_parameters())

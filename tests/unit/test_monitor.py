@@ -76,22 +76,6 @@ def test_a_verdict_is_read_at_a_fixed_step_whatever_has_arrived() -> None:
     assert steps.of("spike") == [2]
 
 
-def test_an_event_says_what_was_seen_and_done() -> None:
-    steps = Steps(action="skip")
-    steps.take(".s")
-    assert steps.events == [
-        {
-            "event": "spike",
-            "step": 2,
-            "phase": "sparse",
-            "signal": "loss",
-            "value": 9.0,
-            "threshold": 5.0,
-            "action": "skip",
-        }
-    ]
-
-
 def test_neighbouring_flags_are_one_spike() -> None:
     steps = Steps(action="skip")
     gap = "." * SPIKE_GAP_STEPS

@@ -18,11 +18,11 @@ from gsa_train.optimizer.mcore import (
     lr_multipliers,
 )
 from gsa_train.optimizer.norms import update_norm
-from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from helpers.single_rank import (
     DENSE,
     SPARSE,
     WARM_UP,
+    LeavesOut,
     named_weights,
     random_batches,
     single_rank,
@@ -108,12 +108,6 @@ def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) ->
         torch.testing.assert_close(after - before[name], moved, rtol=0.02, atol=2e-7, msg=name)
 
 
-class LeavesOut(SpikeDetector):
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
-        verdict = super().judge(loss, grad_norm, grad_clip)
-        return verdict._replace(applied=torch.tensor(False))
-
-
 def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
     tensors = {
         name: value for name, value in model.gpt.state_dict().items() if isinstance(value, torch.Tensor)
@@ -184,38 +178,15 @@ def test_the_update_norm_matches_the_change_in_the_weights(precision: str, shard
 
 
 @SHARDED
-@pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool) -> None:
-    """The optimizer's wrapper is in a cycle through autograd that Python's collector cannot see."""
-    config = tiny_config(
-        train={"precision": precision},
-        parallel={
-            "distributed_optimizer": sharded,
-            "overlap_grad_reduce": overlap,
-            "overlap_param_gather": overlap and sharded,
-        },
-    )
-    model = tiny_model(config)
-    for phase in (WARM_UP, SPARSE):
-        optimizer = build_optimizer(model, phase, config)
-        take_step(model, optimizer, random_batches(config), config, LR)
-        old = [
-            weakref.ref(optimizer.ddps[0]),
-            weakref.ref(optimizer.optimizer),
-            weakref.ref(optimizer.ddps[0].buffers[0].grad_data),
-        ]
-        close_optimizer(model, optimizer)
-        del optimizer
-        gc.collect()
-        assert [reference() for reference in old] == [None, None, None], phase.name
-
-
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
-def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: bool) -> None:
-    """The activation's graph keeps autograd's nodes of the parameters, which the next phase's wrapper shares. The rest
+def test_closed_optimizer_is_freed(overlap: bool, precision: str, sharded: bool) -> None:
+    """The optimizer's wrapper is in a cycle through autograd that Python's collector cannot see. A module that keeps an
+    activation keeps its graph with autograd's nodes of the parameters, which the next phase's wrapper shares. The rest
     of the old wrapper must hold nothing and change nothing, even while it is referenced."""
-    config = tiny_config([DENSE, SPARSE], parallel={"overlap_grad_reduce": overlap})
+    parallel = {"distributed_optimizer": sharded, "overlap_grad_reduce": overlap}
+    parallel["overlap_param_gather"] = overlap and sharded
+    config = tiny_config([WARM_UP, DENSE, SPARSE], train={"precision": precision}, parallel=parallel)
     found = []
     for keeps_activation, keeps_optimizer in ((False, False), (True, False), (True, True)):
         model, norms, closed = tiny_model(config), [], []

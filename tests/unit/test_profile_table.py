@@ -10,11 +10,10 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from gsa_train.profiling.step_breakdown import Interval, breakdown
+from gsa_train.profiling.step_breakdown import Interval
 from gsa_train.profiling.table import profile_table
-from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
+from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals
 from gsa_train.profiling.trace_spans import trace_span
-from whole_steps.step_trace import in_columns
 
 MAIN, AUTOGRAD = 1, 2
 """Thread numbers of the profiler. Launches outside of operations get the main thread's."""
@@ -158,24 +157,6 @@ def test_time_on_the_device() -> None:
     assert sum(float(line[-2]) for line in waits[1:]) == pytest.approx(EXPECTED["idle"] / 2, abs=0.006)
 
 
-def test_columns_of_the_bench() -> None:
-    events = gpu_trace()
-    intervals = device_intervals(events)
-    columns = in_columns(breakdown(intervals, *traced_span(host_events(events), intervals)), steps=2)
-    expected = {f"{part.replace(' ', '_')}_ms": value / 2 for part, value in EXPECTED.items()}
-    rest = {
-        "kl_ms": 0,
-        "loss_ms": 0,
-        "data_ms": 0,
-        "traced_step_ms": 1.0,
-        "overlapped_communication_ms": 0.025,
-    }
-    assert columns == pytest.approx({**expected, **rest})
-    beside = columns.pop("overlapped_communication_ms")
-    assert beside > 0
-    assert columns.pop("traced_step_ms") == pytest.approx(sum(columns.values()))
-
-
 class Double(torch.autograd.Function):
     """Runs no operation that autograd knows, like our kernels."""
 
@@ -230,14 +211,6 @@ def cpu_trace(steps: int) -> EventList:
     events = trace.events()
     assert isinstance(events, EventList)
     return events
-
-
-def test_a_profiled_step_on_the_cpu() -> None:
-    events = cpu_trace(steps=2)
-    found = rows(profile_table(events, [5, 6], on_gpu=False))
-    for part in ("attention", "indexer", "mlp", "loss", "optimizer", "other"):
-        assert found[part] > 0
-    assert found.keys() <= {"attention", "indexer", "mlp", "loss", "optimizer", "other"}
 
 
 def test_kernels_follow_the_operations_of_a_real_trace() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from gsa_data.faults import DataFault, warn_once
 from gsa_data.source_weights import check_known
-from gsa_train.metrics.progress import Progress, compact
+from gsa_train.metrics.progress import Progress
 from gsa_train.validation.perplexity import describe
 
 RECORD = {
@@ -67,15 +67,6 @@ def test_columns_stay_in_place_without_values(capsys):
     assert "loss     nan" in broken
 
 
-def test_validation_line(capsys):
-    progress = Progress(600, interactive=False)
-    event = {"event": "validation", "step": 120, "phase": "sparse", "validation_loss": 3.5}
-    progress.show(event | {"validation_perplexity": 33.1, "validation_recall": None})
-    assert capsys.readouterr().out == (
-        "step    120/600  sparse    validation loss  3.5000  perplexity    33.10  recall    -- (random    --)\n"
-    )
-
-
 def test_each_further_validation_set_has_a_line(capsys):
     event = {"event": "validation", "step": 120, "phase": "sparse", "validation_loss": 3.5}
     event |= {"validation_code_loss": 1.25, "validation_code_perplexity": 3.49, "validation_recall": 0.5}
@@ -110,13 +101,6 @@ def test_bar_and_messages_on_a_terminal(capsys):
     assert "121/600  sparse  loss --  kl --  recall -- (random --)  -- tok/s" in err
 
 
-def test_a_pipe_is_not_a_terminal(capsys):
-    progress = Progress(600)
-    progress.show(RECORD)
-    progress.message("done")
-    assert capsys.readouterr().out.splitlines()[1] == "done"
-
-
 @pytest.mark.parametrize(("columns", "is_bar"), [(140, True), (0, False)])
 def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
     code = f"from gsa_train.metrics.progress import Progress; p = Progress(600); p.show({RECORD}); p.close()"
@@ -132,14 +116,6 @@ def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
     assert (b"120/600  warm-up  loss 5.1234" in shown) is is_bar
     os.close(ours)
     os.close(theirs)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (999_600, "1M"), (3.2e9, "3.2G"), (None, "--")],
-)
-def test_compact(value, text):
-    assert compact(value) == text
 
 
 def test_words_of_the_users_data_begin_no_line_and_move_no_cursor(capsys, caplog):

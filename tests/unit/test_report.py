@@ -1,22 +1,18 @@
 """Tests the HTML report: one self-contained page, whatever the state of the run's folder."""
 
 import html
-import itertools
 import json
 import math
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from plotly.offline import get_plotlyjs
 
 import gsa_train
-from gsa_eval.report import charts
 from gsa_eval.report.charts import thin
 from gsa_eval.report.events import KINDS
 from gsa_eval.report.page import MOST_EVENTS, write_report
-from gsa_eval.report.run_files import RunFiles
 from gsa_eval.report.run_series import shown_range, token_knots, tokens_at
 from gsa_train.config import load_config
 from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
@@ -119,24 +115,6 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
     assert set(re.findall(r'<h2 id="(\w+)"', page)) == {"runs", "events", "train", "gsa", "stability"}
 
 
-def phase_names(phases, last_step):
-    """Return (text, anchored end, its place, row) of each name above a chart."""
-    run = Mock(phases=phases, records=[{"step": 1}, {"step": last_step}], last_step=last_step, events=[])
-    names, _ = charts._phase_names(run, 0, last_step)
-    return [(name["text"], name["xanchor"], name["x"], name["yshift"] // charts.ROW_PIXELS) for name in names]
-
-
-def test_names_of_phases_are_whole_and_do_not_overlap():
-    assert phase_names([(0, "dense"), (500, "sparse")], 1000) == [
-        ("dense", "left", 0, 0),
-        ("sparse", "left", 500, 0),
-    ]
-    short = phase_names([(0, "dense"), (480, "indexer warm-up"), (500, "sparse")], 1000)
-    assert [row for *_, row in short] == [0, 0, 1]
-    last = phase_names([(0, "dense"), (990, "annealing")], 1000)
-    assert last[-1] == ("annealing", "right", 1000, 0)  # it ends where the chart does
-
-
 def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
     steps = list(range(1, 1001))
     falling = [3.0 + 0.5 * math.cos(step / 20) + 9.0 / step for step in steps]
@@ -164,26 +142,6 @@ def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
     values = [8.0 - step / 20 for step in range(1, 61)]
     assert layout["yaxis"]["range"] == pytest.approx(shown_range([(range(1, 61), values)]))
     assert layout["yaxis"]["range"][1] < 7.95
-
-
-def test_learning_rates_that_coincide_are_all_seen(tmp_path):
-    """Each line is on top of a wider one of another color."""
-    write_run(tmp_path / "a")
-    records = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
-        record["lrs"] = {"base": 1e-3, "gates": 1e-3, "indexer": 1e-3}
-    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    rates = lines_of(write_report([tmp_path / "a"], tmp_path / "r.html").read_text(), "learning rate")
-    assert [line["name"] for line in rates] == ["base", "gates", "indexer"]
-    widths = [line["line"]["width"] for line in rates]
-    assert all(below >= above + 2 for below, above in itertools.pairwise(widths))
-    assert len({line["line"]["color"] for line in rates}) == 3
-    write_run(tmp_path / "b")
-    (tmp_path / "b" / "metrics.jsonl").write_text((tmp_path / "a" / "metrics.jsonl").read_text())
-    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "r.html").read_text()
-    widths = [line["line"]["width"] for line in lines_of(page, "learning rate")]
-    assert len(widths) == 6
-    assert all(below >= above + 1 for below, above in itertools.pairwise(widths))
 
 
 def test_the_head_says_what_ran_on_what_for_how_long(tmp_path):
@@ -271,13 +229,6 @@ def test_a_save_that_ended_in_the_next_phase_begins_no_phase_again(tmp_path):
     assert budget["y"][-3:] == [5.0] * 3
 
 
-def test_a_run_of_an_older_version_and_one_just_started(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "a", "loss": 3.0}\n')
-    page = write_report([tmp_path], tmp_path / "report.html").read_text()
-    assert "unknown" in page
-    assert "running, or killed" in page
-
-
 def test_a_long_line_keeps_its_peaks_and_its_gaps():
     values = [math.sin(at / 300) for at in range(10_000)]
     values[4321], values[7000] = 50.0, math.nan
@@ -350,12 +301,3 @@ def test_a_run_that_hung_before_its_first_step(tmp_path):
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "restart after a hang" in without_plotly(page)
     assert charts_in(page) == {}
-
-
-@pytest.mark.parametrize("name", ["summary.json", "stopped.json"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
-def test_a_damaged_file_is_named_and_left_out(tmp_path, caplog, name, content):
-    write_run(tmp_path / "run")
-    (tmp_path / "run" / name).write_bytes(content)
-    assert RunFiles("run", tmp_path / "run").state == "running, or killed"
-    assert f"{name} is damaged" in caplog.text

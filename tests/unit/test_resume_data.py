@@ -147,11 +147,6 @@ def test_a_damaged_position_is_refused_in_any_case(config, tokenizer, saved):
         opened(config, damaged, tokenizer, accept=True)
 
 
-def test_text_that_cannot_be_opened(config: Config, tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataFault, match="does not exist"):
-        opened(with_data(config, train_dir="/no/such/folder"), None, tokenizer)
-
-
 # Ranks whose files differ, as where every node has a disk of its own
 
 
@@ -231,14 +226,6 @@ def test_a_start_warns_once_of_lost_newlines(tmp_path, config, tokenizer, caplog
 def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:
     with pytest.raises(TokenizerError, match=r"model\.vocab_size = 32: .* has 4096 tokens"):
         load_tokenizer(config)
-
-
-def test_a_file_that_is_no_tokenizer_is_named_with_its_field(config: Config) -> None:
-    readme = dataclasses.replace(config.data, tokenizer="data/sample/README.md")
-    with pytest.raises(
-        TokenizerError, match=r"data\.tokenizer: .*README.md' is not .*; give a sentencepiece"
-    ):
-        load_tokenizer(dataclasses.replace(config, data=readme))
 
 
 def test_names_that_the_config_repeats() -> None:

@@ -13,8 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_train import train
-from gsa_train.cli import parse_arguments
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
@@ -24,7 +22,7 @@ from gsa_train.run import folder as run_folder
 from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run_folder import lock as run_lock
 from gsa_train.run_folder.lock import FILE, RunFolderError, RunLock
-from gsa_train.run_folder.resume import ResumeError, Start
+from gsa_train.run_folder.resume import Start
 from gsa_train.run_folder.starts import read_starts
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
@@ -39,13 +37,6 @@ print("held", flush=True)
 sys.stdin.read()
 """
 """Another process's run."""
-TRY = """
-import fcntl, sys
-try:
-    fcntl.lockf(open(sys.argv[1], "a+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    sys.exit(7)
-"""
 
 
 @pytest.fixture
@@ -314,23 +305,6 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
     ):
         open_run_folder(config, Start(), single_rank(), RunClock())
     assert (run / "metrics.jsonl").read_text() == '{"step": 7}\n'
-
-
-def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, monkeypatch):
-    """A second launcher of a new run once chose step 0 while the first one trained, then moved its run away."""
-    for name in ("join_world", "check_same_config", "warn_of_cpus", "check_health", "check_presence"):
-        monkeypatch.setattr(train, name, lambda *_: None)
-    monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
-
-    def choose(*_: object, **__: object) -> Start:
-        other = subprocess.run([sys.executable, "-c", TRY, str(tmp_path / "run" / FILE)])
-        assert other.returncode == 7
-        raise ResumeError("a checkpoint of another model")
-
-    monkeypatch.setattr(train, "choose_start", choose)
-    with pytest.raises(ResumeError):
-        train.train(config, parse_arguments(["--config", "of no file"]), Mock())
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):

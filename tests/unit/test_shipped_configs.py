@@ -78,11 +78,6 @@ def test_every_number_of_gpus_that_divides_the_batch_is_accepted(name):
     assert sum(given for _, given in accepted) == 10
 
 
-def test_more_gpus_than_a_batch_of_micro_batches_name_the_micro_batch_that_fits():
-    with pytest.raises(ConfigError, match=r"set it to 512, or train\.micro_batch_size to 2$"):
-        load_config(CONFIGS / "gsa_1.7b.yaml", world_size=128, need_data=False)
-
-
 @pytest.mark.parametrize("size", ["1.7b", "7b", "moe_15b_a2b"])
 def test_the_four_models_differ_where_the_paper_says(size):
     configs = {

@@ -54,15 +54,6 @@ def test_a_phase_may_be_called_nan(tmp_path):
     assert read_records(tmp_path / "metrics.jsonl")[0]["phase"] == "NaN"
 
 
-def test_each_line_is_on_disk_when_log_returns(tmp_path):
-    sinks = open_run(tmp_path)
-    for step in (1, 2):
-        sinks.log(step_record(step))
-        assert steps_of(tmp_path)[-1] == step
-    sinks.close()
-    sinks.close()
-
-
 def test_resume_drops_what_will_run_again(tmp_path):
     with open_run(tmp_path) as sinks:
         for step in range(1, 8):
@@ -122,12 +113,6 @@ def test_a_file_from_which_nothing_is_dropped_is_not_written_again(tmp_path):
     assert path.stat().st_ino != before
     assert go_back(path, 5) == 0
     assert path.read_bytes() == b""
-
-
-def test_resume_into_a_new_folder(tmp_path):
-    with open_run(tmp_path / "a" / "b", resume_step=100) as sinks:
-        sinks.log(step_record(101))
-    assert steps_of(tmp_path / "a" / "b") == [101]
 
 
 def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
@@ -205,17 +190,6 @@ def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
     assert re.match(losses.multiline.tag[1], "validation/code_loss")
     assert not any(re.match(tag, "validation/loss_by_source/C4") for tag in losses.multiline.tag)
     assert re.match(rates.multiline.tag[0], "lr/base")
-
-
-def test_no_curve_of_a_checksum(tmp_path):
-    """A checksum would make a run's first chart a meaningless number of 1e10."""
-    with open_run(tmp_path, logging=LoggingConfig(wandb="disabled")) as sinks:
-        sinks.log(step_record(1, data_checksum=9_052_764_805, data_wait=0.5))
-    tags = tensorboard_of(tmp_path).Tags()["scalars"]
-    assert "data/data_wait" in tags
-    assert not [tag for tag in tags if "checksum" in tag]
-    (record,) = read_records(tmp_path / "metrics.jsonl")
-    assert record["data_checksum"] == 9_052_764_805
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):

@@ -15,7 +15,7 @@ import torch
 
 from gsa_train.config import MonitorConfig
 from gsa_train.reliability.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, replay
-from spike_trials import FAULTS, OLMO, Fault, table, try_rule
+from spike_trials import FAULTS, OLMO, table, try_rule
 
 ROBUST = MonitorConfig()
 RULES = {"robust": ROBUST, "sigma": OLMO}
@@ -252,17 +252,6 @@ def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> No
         for fault in {*FAULTS} - TEXT_LIKE:
             assert len(robust.found(fault)) >= len(olmo.found(fault)), fault
         assert robust.steps_lost() < olmo.steps_lost()
-
-
-def test_a_trial_counts_what_is_found_and_what_is_not() -> None:
-    trace = noise(700)
-    trace[300] *= 9
-    faults = {"large": Fault(3.0, 1.0, 5), "none": Fault(0.0, 1.0, 3)}
-    trial = try_rule(trace, ROBUST, 1.0, faults)
-    assert trial.false_alarms == [300]
-    places = (170, 300, 430, 560, 690)
-    assert trial.delays["large"] == [0.0] * len(places)
-    assert trial.delays["none"] == [0.0 if first == 300 else math.inf for first in places]
 
 
 def test_the_command_names_the_steps_of_a_run_and_takes_overrides(tmp_path, monkeypatch, capsys):

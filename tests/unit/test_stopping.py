@@ -31,7 +31,6 @@ from gsa_train.reliability import stop_signals
 from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.reliability.monitor.spikes import Verdict
 from gsa_train.reliability.stop_signals import (
-    FOLDER_GONE,
     ONE_PRESS_SECONDS,
     STOP_SIGNALS,
     TIME_LIMIT,
@@ -39,7 +38,6 @@ from gsa_train.reliability.stop_signals import (
     StopRequest,
     children_keep_running,
     find_deadline,
-    reason_in_words,
 )
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run import validate
@@ -222,17 +220,6 @@ def test_a_time_of_slurm_that_is_no_number_is_named(name: str, value: str) -> No
         find_deadline(0, 5, slurm, began=1000.0)
 
 
-def test_reasons_have_names() -> None:
-    assert [
-        reason_in_words(reason) for reason in (signal.SIGUSR1, signal.SIGINT, TIME_LIMIT, FOLDER_GONE)
-    ] == [
-        "SIGUSR1",
-        "Ctrl-C",
-        "the time limit",
-        "the removal of its run folder",
-    ]
-
-
 # --- when all ranks stop ---------------------------------------------------------------------------------------
 
 
@@ -373,13 +360,6 @@ def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(tmp_path
     after, _ = train_phase(tmp_path, lambda: 0, resume_from=tmp_path / "step_00000002")
     assert [each["step"] for each in after if each.get("event") == "validation"] == [2, 4]
     assert max(each["step_seconds"] for each in after if "event" not in each) < 1.0
-
-
-def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
-    records, stop = train_phase(tmp_path / "stopped", stop_at(0))
-    assert isinstance(stop, Stopped)
-    assert records == []
-    assert not (tmp_path / "stopped").exists()
 
 
 def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:

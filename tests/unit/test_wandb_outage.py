@@ -166,15 +166,6 @@ def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, 
     )  # killed; the time until it is gone depends on the machine
 
 
-@pytest.mark.nightly
-def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
-    log_start(tmp_path, (1,), server, then=401)
-    assert "W&B has refused the last records; to send them later: " in said(caplog)[-1]
-    server.does = "answer"
-    sync_as(said(caplog)[-1])
-    assert server.steps("abc") == [1]
-
-
 def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
     """W&B distinguishes their folders by a number after the id; a start without a server has its own name."""
     names = ["run-20261126_162634-abc-9", "run-20261126_162635-abc-1", "offline-run-20261126_162635-abc"]

@@ -109,14 +109,6 @@ def test_where_documents_do_not_matter_no_advice_is_about_them() -> None:
     assert "attend_across" not in said
 
 
-@pytest.mark.parametrize("length", ["32k", "128k"])
-@pytest.mark.parametrize("model", ["gsa", "standard"])
-def test_long_configs_attend_across_documents(model: str, length: str) -> None:
-    config = load_config(f"configs/{model}_1.7b_{length}.yaml", need_data=False)
-    assert config.data.attend_across_documents
-    assert config.train.seq_len_tokens > 2 * config.gsa.k_base
-
-
 def messages(
     caplog: pytest.LogCaptureFixture,
     recalls: Iterable[float | None],

@@ -18,7 +18,6 @@ from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import zero
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.step import evaluation_step
 from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
@@ -27,6 +26,7 @@ from helpers.single_rank import (
     EOS,
     SPARSE,
     WARM_UP,
+    LeavesOut,
     named_weights,
     random_batches,
     random_blocks,
@@ -181,14 +181,6 @@ def test_weights_on_their_way_are_waited_for() -> None:
     validate()
     close_optimizer(model, optimizer)
     assert_whole()
-
-
-class LeavesOut(SpikeDetector):
-    """Applies no update, as if each step were a spike."""
-
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
-        verdict = super().judge(loss, grad_norm, grad_clip)
-        return verdict._replace(applied=torch.zeros_like(verdict.applied))
 
 
 @pytest.mark.parametrize(
