@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
-from gsa_train.distributed.parallel import Parallel
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.reliability.monitor.layer_watch import LayerWatch
@@ -62,18 +61,16 @@ class Steps:
             self.step, Verdict(torch.tensor(applied), torch.tensor(row, dtype=torch.float32))
         )
 
-    def of(self, event: str) -> list[int]:
-        return [record["step"] for record in self.events if record["event"] == event]
-
 
 def test_a_verdict_is_read_at_a_fixed_step_whatever_has_arrived() -> None:
-    steps = Steps()
+    steps = Steps(action="skip")
     for kind in ".s.":
         steps.send(kind)
     steps.monitor.read(1)
     assert not steps.events
     steps.monitor.read(2)
-    assert steps.of("spike") == [2]
+    spike = {"event": "spike", "step": 2, "phase": "sparse", "signal": "loss", "value": 9.0}
+    assert steps.events == [{**spike, "threshold": 5.0, "action": "skip"}]
 
 
 def test_neighbouring_flags_are_one_spike() -> None:
@@ -85,27 +82,21 @@ def test_neighbouring_flags_are_one_spike() -> None:
     assert metrics["spikes_per_100k_steps"] == pytest.approx(1e5 * 2 / steps.step)
 
 
-def test_log_stops_only_for_what_is_not_finite() -> None:
-    steps = Steps(action="log")
-    steps.take("ssssssss")
-    assert steps.monitor.metrics()["skipped_updates"] == 0
-    with pytest.raises(MonitorStop, match=r"step 9: the loss is nan\. Nothing was saved after step 0"):
-        steps.take("n")
+STOPS = [
+    ({"action": "log"}, "ssssssss", "n", r"step 9: the loss is nan\. Nothing was saved after step 0"),
+    ({"action": "stop", "patience_steps": 3}, "ss.ss.sn.", "sss", r"step 12: .* 3 steps in a row"),
+    ({"action": "skip", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
+    ({"action": "lower_lr", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
+]
+"""Fields, steps that a run outlives, the steps after them, and what stops it."""
 
 
-def test_patience_counts_steps_in_a_row() -> None:
-    steps = Steps(action="stop", patience_steps=3)
-    steps.take("ss.ss.sn.")
-    with pytest.raises(MonitorStop, match=r"step 12: .* 3 steps in a row"):
-        steps.take("sss")
-
-
-@pytest.mark.parametrize("action", ["skip", "lower_lr"])
-def test_a_spike_that_does_not_end_ends_the_run(action: str) -> None:
-    steps = Steps(action=action, max_skips_in_a_row=7)
-    steps.take("ssssss.")
-    with pytest.raises(MonitorStop, match="7th step in a row"):
-        steps.take("sssssnn")
+@pytest.mark.parametrize(("fields", "before", "last", "said"), STOPS, ids=lambda each: str(each))
+def test_what_stops_a_run(fields: dict[str, Any], before: str, last: str, said: str) -> None:
+    steps = Steps(**fields)
+    steps.take(before)
+    with pytest.raises(MonitorStop, match=said):
+        steps.take(last)
 
 
 @pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
@@ -133,6 +124,7 @@ def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing
     steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
     steps.take("." * 140 + "ss")
     steps.monitor.watch_layers(142, {"layer_max_activation": [1.0, 2.0]})
+    assert state_of({}) == MonitorState(), "of a checkpoint from before the monitor"
     saved = dataclasses.asdict(steps.monitor.state())
     again = Steps(state_of(saved), action="lower_lr")
     assert dataclasses.asdict(again.monitor.state()) == saved
@@ -150,31 +142,22 @@ def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing
     assert state.detector["steps"] == 0
 
 
-def test_a_checkpoint_from_before_the_monitor_starts_it_afresh() -> None:
-    assert state_of({}) == MonitorState()
-
-
 # --- rewinds ------------------------------------------------------------------------------------------------
 
 SPIKE = SpikeFound(50, 52, "loss", 9.0, 5.0, 2)
 
 
 def test_the_batches_of_all_rewinds_and_of_the_user_are_left_out() -> None:
-    config = dataclasses.replace(
-        Config(), train=dataclasses.replace(Config().train, iterations_to_skip=[3, 20])
-    )
+    config = tiny_config(train={"iterations_to_skip": [3, 9]})
     rewinds = [{"first_skipped": 5, "last_skipped": 6}, {"first_skipped": 6, "last_skipped": 8}]
-    assert skipped_steps(config, rewinds) == {3, 5, 6, 7, 8, 20}
+    assert skipped_steps(config, rewinds) == {3, 5, 6, 7, 8, 9}
 
 
 def test_rewinds_are_bounded_and_need_an_old_checkpoint(tmp_path: Any) -> None:
-    parallel: Parallel = single_rank()
-    with pytest.raises(
-        MonitorStop, match=r"step 50: a spike \(loss 9\) after 3 rewinds \(monitor\.max_rewinds\)"
-    ):
-        rewind(SPIKE, tmp_path, [{}] * 3, Config(), parallel, 1000)
+    with pytest.raises(MonitorStop, match=r"step 50: a spike \(loss 9\) after 3 rewinds \(monitor\.max_rewi"):
+        rewind(SPIKE, tmp_path, [{}] * 3, Config(), single_rank(), 1000)
     with pytest.raises(MonitorStop, match=r"no checkpoint of step -50 or before .*checkpoint\.every_steps"):
-        rewind(SPIKE, tmp_path, [], Config(), parallel, 1000)
+        rewind(SPIKE, tmp_path, [], Config(), single_rank(), 1000)
 
 
 def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp_path: Path) -> None:
@@ -189,14 +172,8 @@ def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp
     ((name, fault),) = damaged
     assert name == "step_00000040"
     assert "config.yaml has 7 bytes" in fault
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        "latest",
-        "rewinds.json",
-        "set_aside",
-        "step_00000030",
-        "step_00000040.damaged",
-    }
+    kept = {"latest", "rewinds.json", "set_aside", "step_00000030", "step_00000040.damaged"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "latest").read_text() == "step_00000030"
     assert [path.name for path in (tmp_path / "set_aside").iterdir()] == ["step_00000045"]
     (folders[30] / "config.yaml").unlink()

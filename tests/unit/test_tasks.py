@@ -18,23 +18,19 @@ from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.report.page import write_report
 from gsa_train.checkpoint.files import find_checkpoint
-from gsa_train.checkpoint.load import load_checkpoint, read_run_state
-from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.file_checks import check_tasks
-from gsa_train.data.batches import TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.reliability.hang_watchdog import ACTIVITIES
-from gsa_train.reliability.stop_signals import Stopped
 from gsa_train.run.validate import Tasks
 from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
-from gsa_train.trainer import run_phase
 from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import (
@@ -48,9 +44,9 @@ from gsa_train.validation.tasks import (
 )
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
+from helpers.text_runs import SAMPLE, text_config, train_on_text
 from helpers.tiny_run import tiny_run
 
-SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 TOKENIZER = str(SAMPLE / "tokenizer.model")
 CONFIG = tiny_config()
 LENGTH = CONFIG.train.seq_len_tokens
@@ -139,17 +135,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run_config(tasks: list[str], save_every_steps: int = 1000, **evaluate: Any) -> Config:
-    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": TOKENIZER, "num_lanes": 1}
     evaluate = {"every_steps": 2, "max_blocks": 3, "tasks": tasks, "tasks_max_time_percent": 100, **evaluate}
-    return tiny_config(
-        [PHASE],
-        model={"vocab_size": 4096},
-        train={"seq_len_tokens": 32},
-        data=data | {"validation_dir": str(SAMPLE / "validation")},
-        evaluate={**evaluate, "tasks_every_steps": 2 if tasks else 0},
-        checkpoint={"every_steps": save_every_steps},
-        logging={"every_steps": 1},
-    )
+    evaluate["tasks_every_steps"] = 2 if tasks else 0
+    train, checkpoint = {"seq_len_tokens": 32}, {"every_steps": save_every_steps}
+    return text_config([PHASE], train=train, evaluate=evaluate, checkpoint=checkpoint)
 
 
 def trained(
@@ -160,56 +149,29 @@ def trained(
     **evaluate: Any,
 ) -> dict[str, Any]:
     """Return everything that a run writes in four steps, or up to a stop."""
-    torch.manual_seed(1)
-    config = run_config(tasks, **evaluate)
-    tokenizer = Tokenizer(TOKENIZER)
-    state = None if resume_from is None else read_run_state(resume_from)
-    model = tiny_model(config, variance_ema=0.02)
-    optimizer = build_optimizer(model, PHASE, config)
-    if resume_from is not None:
-        load_checkpoint(resume_from, model, optimizer, single_rank(), with_optimizer=True)
-    records: list[dict[str, Any]] = []
     messages: list[str] = []
-    run = tiny_run(
-        config,
-        model,
-        batches=TrainBatches(config, single_rank(), tokenizer, state.data if state else None),
-        validation_sets=read_validation_sets(config, tokenizer),
-        tokenizer=tokenizer,
-        tasks=prepare_tasks(tasks, tokenizer, 32, 0),
-        saver=CheckpointSaver(folder, config.checkpoint, single_rank()),
-        sinks=Mock(log=records.append),
+    records, run, ended_by = train_on_text(
+        run_config(tasks, **evaluate),
+        folder,
+        resume_from,
+        tasks=prepare_tasks(tasks, Tokenizer(TOKENIZER), 32, 0),
         console=Mock(message=messages.append),
         stop_vote=Mock(ask=ask),
         watchdog=MagicMock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
-        step=state.step if state else 0,
-        tokens=state.tokens if state else 0,
-        validation_due=state.validation_due if state else False,
-        tasks_due=state.tasks_due if state else False,
-        task_clock=TaskClock(**state.task_clock) if state else TaskClock(),
     )
-    stopped = None
-    try:
-        run_phase(run, PhaseRange(0, PHASE, 0, PHASE.steps), optimizer)
-    except Stopped as stop:
-        stopped = stop
-    finally:
-        close_optimizer(model, optimizer)
-        run.services.saver.close()
     timing = ("seconds", "per_second", "data_wait", "slowest", "time", "mfu")
     kept = [
         {name: value for name, value in record.items() if not any(word in name for word in timing)}
         for record in records
-        if not record.get("event", "").startswith("checkpoint")
     ]
     return {
         "records": kept,
-        "weights": named_weights(model),
-        "averages": [a.variance.ema.item() for a in model.attentions if a.variance is not None],
+        "weights": named_weights(run.model),
+        "averages": [a.variance.ema.item() for a in run.model.attentions if a.variance is not None],
         "rng": torch.get_rng_state(),
         "data": run.data.batches.state(),
         "messages": messages,
-        "stopped": stopped,
+        "stopped": ended_by,
         "clock": run.state.task_clock,
     }
 
@@ -230,10 +192,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(percent, pl
         found = trained(tmp_path / "with", places, tasks_max_time_percent=percent)
         assert of_event(found, "tasks") == []
         of_tasks = [message.split(":")[0] for message in found["messages"] if message.startswith("tasks")]
-        assert of_tasks == [
-            "tasks left out at step 2",
-            "tasks left out at step 4",
-        ]
+        assert of_tasks == [f"tasks left out at step {step}" for step in (2, 4)]
     else:
         first, second = of_event(found, "tasks")
         assert (first["step"], second["step"]) == (2, 4)

@@ -37,6 +37,7 @@ from gsa_train.step import StepResult, train_step
 from gsa_train.train import train_phases
 from gsa_train.trainer import run_phase
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from helpers.text_runs import text_config
 from helpers.tiny_run import tiny_run
 
 
@@ -154,16 +155,9 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypa
 
 def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(tmp_path, monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: None)  # for the other tests of this process
-    sample = Path(__file__).parents[2] / "data" / "sample"
-    config = tiny_config(
+    config = text_config(
         [SPARSE],
         run={"dir": str(tmp_path)},
-        model={"vocab_size": 4096},
-        data={
-            "train_dir": str(sample / "train"),
-            "validation_dir": str(sample / "validation"),
-            "tokenizer": str(sample / "tokenizer.model"),
-        },
         evaluate={"max_blocks": 1},
         logging={"wandb": "disabled", "tensorboard": False},
         monitor={"action": "rewind", "rewind_min_steps": 20},
