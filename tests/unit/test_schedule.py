@@ -12,27 +12,20 @@ from gsa_train.phases import learning_rate
 PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
 
 
-def test_warm_up_rises_linearly_from_a_first_step_above_zero_to_the_peak() -> None:
-    rates = [learning_rate(PHASE, step) for step in range(4)]
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+def rates(phase: PhaseConfig, *steps: int) -> list[float]:
+    return [learning_rate(phase, step) for step in range(*steps)]
 
 
-def test_cosine_falls_from_the_peak_at_every_step_as_a_half_cosine_and_ends_at_the_minimum() -> None:
-    rates = [learning_rate(PHASE, step) for step in range(4, 11)]
-    assert (rates[0], rates[-1], learning_rate(PHASE, 50)) == (1e-3, 1e-4, 1e-4)
-    for step, rate in enumerate(rates):
-        assert rate == pytest.approx(1e-4 + 9e-4 * math.cos(math.pi * step / 12) ** 2)
-
-
-def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
-    phase = dataclasses.replace(PHASE, decay="constant")
-    assert {learning_rate(phase, step) for step in range(3, 11)} == {1e-3}
+def test_a_linear_warm_up_and_a_half_cosine_down_to_the_minimum() -> None:
+    rising = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
+    falling = [1e-4 + 9e-4 * math.cos(math.pi * step / 12) ** 2 for step in range(7)]
+    assert rates(PHASE, 11) == pytest.approx([*rising, *falling])
+    assert learning_rate(PHASE, 50) == 1e-4
 
 
 def test_phases_without_warm_up_of_one_step_and_of_nothing_but_warm_up_are_defined() -> None:
-    rates = [learning_rate(PhaseConfig(steps=3, lr=1e-3, min_lr=0.0), step) for step in range(3)]
-    assert rates == pytest.approx([1e-3, 0.5e-3, 0.0])
-    assert learning_rate(PhaseConfig(steps=1, lr=1e-3, min_lr=1e-4), 0) == 1e-3
+    assert rates(PhaseConfig(steps=3, lr=1e-3, min_lr=0.0), 3) == pytest.approx([1e-3, 0.5e-3, 0.0])
+    assert rates(PhaseConfig(steps=1, lr=1e-3, min_lr=1e-4), 1) == [1e-3]
     assert learning_rate(PhaseConfig(steps=2, lr=1e-3, warmup_steps=2), 1) == 1e-3
 
 
@@ -53,22 +46,19 @@ def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(
 )
 def test_wsd_stays_at_the_peak_and_falls_over_its_last_steps(shape, height) -> None:
     phase = dataclasses.replace(PHASE, decay="wsd", decay_steps=4, decay_shape=shape)
-    rates = [learning_rate(phase, step) for step in range(11)]
-    assert rates[3:7] == [1e-3] * 4
-    assert rates[7:] == pytest.approx([1e-4 + 9e-4 * height(step / 4) for step in (1, 2, 3, 4)])
-    cool_down = dataclasses.replace(phase, steps=4, warmup_steps=0)
-    assert [learning_rate(cool_down, step) for step in range(4)] == rates[7:]
+    assert rates(phase, 3, 7) == [1e-3] * 4
+    falling = rates(phase, 7, 11)
+    assert falling == pytest.approx([1e-4 + 9e-4 * height(step / 4) for step in (1, 2, 3, 4)])
+    assert rates(dataclasses.replace(phase, steps=4, warmup_steps=0), 4) == falling, "a cool-down"
 
 
-def test_linear_and_inverse_square_root_follow_their_formulas() -> None:
-    phase = dataclasses.replace(PHASE, decay="linear")
-    assert [learning_rate(phase, step) for step in range(4, 11)] == pytest.approx(
-        [1e-3 - 9e-4 * step / 6 for step in range(7)]
-    )
-    phase = dataclasses.replace(PHASE, decay="inverse_sqrt", min_lr=7e-4)
-    rates = [learning_rate(phase, step) for step in range(3, 11)]
-    assert rates == pytest.approx([max(7e-4, 1e-3 * (4 / step) ** 0.5) for step in range(4, 12)])
-    assert (rates[0], rates[-1]) == (1e-3, 7e-4)
+def test_constant_linear_and_inverse_square_root_follow_their_formulas() -> None:
+    assert {*rates(dataclasses.replace(PHASE, decay="constant"), 3, 11)} == {1e-3}
+    linear = [1e-3 - 9e-4 * step / 6 for step in range(7)]
+    assert rates(dataclasses.replace(PHASE, decay="linear"), 4, 11) == pytest.approx(linear)
+    found = rates(dataclasses.replace(PHASE, decay="inverse_sqrt", min_lr=7e-4), 3, 11)
+    assert found == pytest.approx([max(7e-4, 1e-3 * (4 / step) ** 0.5) for step in range(4, 12)])
+    assert (found[0], found[-1]) == (1e-3, 7e-4)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +68,7 @@ def test_linear_and_inverse_square_root_follow_their_formulas() -> None:
         ({"decay": "wsd", "decay_steps": 8}, "phases.0.decay_steps = 8: not between 1 and the 7 steps"),
         (
             {"decay_steps": 3},
-            "phases.0.decay_steps = 3: phases.0.decay = cosine has none; set phases.0.decay to wsd",
+            "phases.0.decay_steps = 3: phases.0.decay = cosine has none; set phases.0.decay",
         ),
         ({"decay_shape": "1-sqrt"}, "phases.0.decay_shape = 1-sqrt: phases.0.decay = cosine has none; set"),
     ],
@@ -94,6 +84,4 @@ def test_an_optimizer_is_kept_between_phases_that_train_the_same() -> None:
     (first,) = check_kept_optimizer([keeping])
     assert first.startswith("phases.0.keep_optimizer = true: no phase precedes it; leave it out")
     (other,) = check_kept_optimizer([dataclasses.replace(PHASE, train="base"), keeping])
-    assert other.startswith(
-        "phases.1.keep_optimizer = true: the previous phase trains base, this phase all; "
-    )
+    assert other.startswith("phases.1.keep_optimizer = true: the previous phase trains base, this phase all")
