@@ -52,9 +52,8 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     said = "Reproduced in small.\n\nOne is better.\n"
     page = (out / "small.md").read_text()
     assert page.endswith("\n## Verdict\n\nNo verdict yet.\n")
-    (out / "small.md").write_text(
-        page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |")
-    )
+    edited = page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |")
+    (out / "small.md").write_text(edited)
     overview = (out / "README.md").read_text()
     (out / "README.md").write_text(overview.replace("# Results\n", "# Results\n\nTake one.\n"))
     assert main() == 0
@@ -97,9 +96,8 @@ def test_wrong_folders_and_damaged_benches_write_no_pages(
 ) -> None:
     """A missing folder would otherwise replace existing pages by empty ones."""
     for option in ("--studies", "--benches"):
-        monkeypatch.setattr(
-            "sys.argv", ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
-        )
+        words = ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
+        monkeypatch.setattr("sys.argv", words)
         with pytest.raises(SystemExit, match="2"):
             main()
         assert f"{option} typo: no such folder" in capsys.readouterr().err
