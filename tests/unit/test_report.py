@@ -13,6 +13,7 @@ import gsa_train
 from gsa_eval.report.charts import thin
 from gsa_eval.report.events import KINDS
 from gsa_eval.report.page import MOST_EVENTS, write_report
+from gsa_eval.report.run_files import RunFiles
 from gsa_eval.report.run_series import shown_range, token_knots, tokens_at
 from gsa_train.config import load_config
 from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
@@ -270,3 +271,12 @@ def test_a_run_that_hung_before_its_first_step(tmp_path):
     assert "restart after a hang" in without_plotly(page)
     assert "running, or killed" in page
     assert charts_in(page) == {}
+
+
+@pytest.mark.parametrize("name", ["summary.json", "stopped.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
+def test_a_damaged_file_is_named_and_left_out(tmp_path, caplog, name, content):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(content)
+    assert RunFiles("run", tmp_path / "run").state == "running, or killed"
+    assert f"{name} is damaged" in caplog.text

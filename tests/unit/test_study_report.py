@@ -40,35 +40,18 @@ def test_mean_and_deviation_by_hand() -> None:
     assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
 
 
-def test_words_begin_on_the_left_and_numbers_end_on_the_right() -> None:
-    rows = [
-        ["arm", "loss", "tokens", "state"],
-        ["1p5", "3.5 ± 0.1", "–", "finished"],
-        ["b", "-1", "31.5M + 8M", ""],
-    ]
-    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | ---: | --- |"
-    assert markdown_table(rows[:1]).splitlines()[1] == "| --- | ---: | ---: | ---: |"
-
-
-def test_few_arms_with_many_metrics_are_columns() -> None:
-    rows = [["arm", "loss", "tokens"], ["a", "3.5", "8M"]]
-    assert narrow(rows) == [["arm", "a"], ["loss", "3.5"], ["tokens", "8M"]]
-    assert narrow([*rows, ["b", "3.1", "9M"]]) == [*rows, ["b", "3.1", "9M"]]
+def test_few_arms_with_many_metrics_are_columns_and_words_begin_on_the_left() -> None:
+    rows = [["arm", "loss", "state"], ["1p5", "3.5 ± 0.1", "finished"]]
+    assert narrow(rows) == [["arm", "1p5"], ["loss", "3.5 ± 0.1"], ["state", "finished"]]
+    rows.append(["b", "–", ""])
+    assert narrow(rows) == rows
+    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | --- |"
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
     worse_text = {1: 30.0, 2: 40.0, 3: 50.0}  # effect of a seed on all arms
-    near: dict[int, float | None] = {
-        1: 31.0,
-        2: 39.5,
-        3: 50.4,
-    }  # 1, -0.5 and 0.4 from it: mean 0.3, deviation 0.755
-    far: dict[int, float | None] = {
-        1: 28.0,
-        2: 38.5,
-        3: 47.5,
-        4: 1.0,
-    }  # -2, -1.5, -2.5: mean -2, deviation 0.5
+    near = {1: 31.0, 2: 39.5, 3: 50.4}  # 1, -0.5 and 0.4 from it: mean 0.3, deviation 0.755
+    far = {1: 28.0, 2: 38.5, 3: 47.5, 4: 1.0}  # -2, -1.5, -2.5: mean -2, deviation 0.5
     assert difference(far, worse_text) == Spread(3, -2.0, 0.5, 0)
     assert difference({1: 2.0, 2: None, 3: math.nan}, worse_text) == Spread(1, -28.0, None, 1)
     ((*pair, apart),) = close_pairs({"a": worse_text, "b": near, "c": far, "d": {1: 30.0}})
@@ -95,10 +78,7 @@ def test_numbers_have_the_digits_that_count(spread: Spread, text: str) -> None:
 
 def test_interpolation_is_on_the_line_between_neighbours() -> None:
     points = [(100.0, 5.0), (200.0, 4.0), (400.0, 3.0)]
-    assert interpolate(points, 200) == 4.0
-    assert interpolate(points, 250) == 3.75
-    assert interpolate(points, 99) is None
-    assert interpolate(points, 401) is None
+    assert [interpolate(points, x) for x in (99, 200, 250, 401)] == [None, 4.0, 3.75, None]
     unknown = interpolate([(1.0, math.nan), (3.0, 1.0)], 2)
     assert unknown is not None
     assert math.isnan(unknown)
@@ -154,9 +134,8 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert "No run has recal (at 2.56k tokens); did you mean recall?" in said
     assert "several" not in said
     with (compared.runs[0].folder / "starts.jsonl").open("a") as file:
-        file.write(
-            '{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n'
-        )
+        later = {"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}
+        file.write(json.dumps(later) + "\n")
     said = "\n".join(notes(read_results(compared, {})))
     assert "have several commits: 0123456789ab, fedcba987654+." in said
     assert "have several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
@@ -280,41 +259,21 @@ def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> N
     assert list(of_one.values.values()) == [1.0, 3.0]
 
 
-def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
-    dense = {"gsa.attention": "dense", "phases": [{"name": "dense", "steps": 10, "attention": "dense"}]}
-    arms = [{"name": "dense", "set": dense}, {"name": "two"}]
-    evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
-    metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
-    study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
-    assert [column.title for column in read_results(study, {}).columns] == ["loss, k-k8", "loss, k-k16"]
-
-
 def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
     study = load(tmp_path, arms=[{"name": "one"}, {"name": "two"}, {"name": "three", "seeds": [1]}])
     log_run(study.runs[0], [record(10, 1.0)], {})
     log_run(study.runs[1], [record(3, 1.0)])
     said = "4 of 5 runs are not finished and in no mean: two-seed1 (after step 3 of 10); three-seed1 (not begun); "
     assert any(line.startswith(said) for line in notes(read_results(study, {})))
-    others = load(
-        tmp_path, name="other", seeds=[1, 2, 3], arms=[{"name": "one"}, {"name": "two", "seeds": [1]}]
-    )
+    arms = [{"name": "one"}, {"name": "two", "seeds": [1]}]
+    others = load(tmp_path, name="other", seeds=[1, 2, 3], arms=arms)
     log_run(next(run for run in others.runs if run.arm == "two"), [record(10, 1.0)], {})
     assert any("one, seeds 1, 2, 3 (not begun)" in line for line in notes(read_results(others, {})))
 
 
 def test_no_word_of_a_csv_is_a_formula():
-    words = [
-        "=HYPERLINK(1)",
-        "+1+cmd|' /C calc'!A0",
-        "-2+3",
-        "@SUM(A1)",
-        "\t=1",
-        "-1.5",
-        "-inf",
-        "1e-3",
-        "a=b",
-        "'x",
-    ]
+    words = ["=HYPERLINK(1)", "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1"]
+    words += ["-1.5", "-inf", "1e-3", "a=b", "'x"]
     (read,) = csv.reader(io.StringIO(csv_text([words]), newline=""))
     assert [cell for cell in read if cell.startswith(FORMULA)] == ["-1.5", "-inf"]
     assert [word_of(cell) for cell in read] == words
