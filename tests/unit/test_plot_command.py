@@ -1,7 +1,6 @@
 """Tests the command that writes reports, and the series that reports draw."""
 
 import errno
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gsa_eval.commands.plot import main
-from gsa_eval.report.run_series import flat, known_of, phase_starts, series, with_all_lines
+from gsa_eval.report.run_series import flat, known_of, with_all_lines
 from gsa_train.metrics.panels import PANELS
 from helpers.report_runs import write_run
 
@@ -40,28 +39,6 @@ def test_a_line_for_each_validation_set_and_source():
     assert lines[0] == expected
     assert lines[1]["validation_loss_by_source: C4"] == "web: C4"
     assert lines[2]["validation_code_bits_per_byte"] == "validation code"
-
-
-def test_series_skips_missing_values_but_leaves_a_phase_without_any_open():
-    records = [
-        {"step": 1, "phase": "a", "recall": 0.1},
-        {"step": 2, "phase": "a", "recall": None},
-        {"step": 3, "phase": "a", "recall": 0.3},
-        {"step": 4, "phase": "dense", "recall": None},
-        {"step": 5, "phase": "b", "recall": 0.5},
-    ]
-    steps, values = series(records, "recall")
-    assert steps == [1, 3, 4, 5]
-    assert values[:2] == [0.1, 0.3]
-    assert math.isnan(values[2])
-    assert values[3] == 0.5
-
-
-def test_a_phase_starts_after_the_last_step_of_the_one_before():
-    phases = [(10, "a"), (20, "a"), (20, "a"), (30, "b"), (40, "c")]
-    records = [{"step": step, "phase": phase} for step, phase in phases]
-    assert phase_starts(records) == [(0, "a"), (20, "b"), (30, "c")]
-    assert phase_starts(records[3:4]) == [(29, "b")]
 
 
 @pytest.mark.parametrize("options", [[], ["--html"], ["--out", "."]])

@@ -303,6 +303,13 @@ def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(tmp_path
     assert max(each["step_seconds"] for each in after if "event" not in each) < 1.0
 
 
+def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    records, stop = train_phase(tmp_path / "stopped", stop_at(0))
+    assert isinstance(stop, Stopped)
+    assert records == []
+    assert not (tmp_path / "stopped").exists()
+
+
 @pytest.mark.parametrize(
     ("loss", "action", "expected"),
     [(math.nan, "log", MonitorStop), (9.0, "rewind", SpikeFound(1, 1, "loss", 9.0, 5.0, 1))],

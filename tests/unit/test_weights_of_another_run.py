@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train import train
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.load import StateError
-from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, GSAConfig
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model
@@ -35,7 +33,7 @@ from gsa_train.run_folder.initial_weights import (
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.resume import ResumeError, Start
 from gsa_train.train import train_phases
-from helpers.checkpoints import run_state, write_checkpoint
+from helpers.checkpoints import write_checkpoint
 from helpers.runs import REPOSITORY
 from helpers.single_rank import (
     DENSE,
@@ -79,25 +77,12 @@ def trained(tmp_path: Path) -> Trained:
         model = tiny_model(config)
         optimizer = build_optimizer(model, config.phases[0], config)
         take_step(model, optimizer, random_batches(config), config, lr=1e-2)
-        saver = CheckpointSaver(tmp_path / "checkpoints", CheckpointConfig(async_save=False), single_rank())
-        state = dataclasses.replace(run_state(1, config), data={"tokenizer_fingerprint": "pieces"})
-        (result,) = saver.begin(state, model, optimizer)
-        assert result.error is None, result.error
-        saver.close()
+        data = {"tokenizer_fingerprint": "pieces"}
+        write_checkpoint(tmp_path / "checkpoints", 1, model, optimizer, config, data=data)
         close_optimizer(model, optimizer)
         return tmp_path, model
 
     return train_one
-
-
-def test_another_end_of_documents_names_its_field() -> None:
-    path = str(REPOSITORY / "data/sample/tokenizer.model")
-    default, other = Tokenizer(path), Tokenizer(path, "<s>")
-    assert re.search(
-        r"data\.eos_token = the default .*'</s>' \(token 2\).*'<s>' .*set data\.eos_token=<s>$",
-        default.differs_from(other.fingerprint),
-    )
-    assert other.differs_from(default.fingerprint).endswith("set data.eos_token=</s>")
 
 
 def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Model:
@@ -189,13 +174,11 @@ def begun(checkpoint: Path, config: Config) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_weights_of_a_run_in_bf16(kind: str, tmp_path: Path) -> None:
     checkpoint, mains, _ = saved_in_bf16(tmp_path, tiny_config([SPARSE], train=BF16))
-    found = begun(checkpoint, tiny_config([SPARSE], train=BF16, parallel=KINDS[kind]))
-    for name, main in mains.items():
-        assert torch.equal(found[name], main), name
     # In fp32 this includes weights that the first phase does not train.
-    found = begun(checkpoint, tiny_config([BASE], parallel=KINDS[kind]))
-    for name, main in mains.items():
-        assert torch.equal(found[name], main), name
+    for phase, fields in ((SPARSE, BF16), (BASE, {})):
+        found = begun(checkpoint, tiny_config([phase], train=fields, parallel=KINDS[kind]))
+        for name, main in mains.items():
+            assert torch.equal(found[name], main), name
 
 
 def test_fp32_weights_beside_new_ones(tmp_path: Path) -> None:
@@ -265,30 +248,29 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
 FOUR_EXPERTS = {"experts": 4, "expert_ffn_hidden_size": 16}
 
 
+OTHER_HEADS = {"num_heads": 8, "head_dim": 2, "num_kv_heads": 4}
+SILU = {"output_gate": False, "output_transform": "silu"}
+UNFIT = [
+    (
+        tiny_config(model={"ffn_hidden_size": 32}),
+        r"\n  model\.ffn_hidden_size = 32 here, 24 in the checkpoint\n",
+    ),
+    (tiny_config(model={"ffn_hidden_size": 32}), r"linear_fc1\.weight: \(64, 16\) here, \(48, 16\) in"),
+    (tiny_config(gsa={"indexer_dim": 16}), r"\n  gsa\.indexer_dim = 16 here, 6 in the checkpoint\n"),
+    (tiny_config(model={"num_layers": 3}), r"layers\.2\.\S+: not in the checkpoint"),
+    (tiny_config(model={"num_layers": 1}), r"layers\.1\.\S+: only in the checkpoint"),
+    (tiny_config(moe=FOUR_EXPERTS), r"moe\.experts = 4 here, 0 in .*\n(.*\n)*.*experts\.\S+: not in the"),
+    (tiny_config([DENSE], gsa=DENSE_MODEL), r"linear_gate\.\S+: only in the checkpoint"),
+    (tiny_config(model=OTHER_HEADS), r"model\.num_heads = 8 here, 4 in"),
+    (tiny_config(gsa={"indexer_activation": "relu"}), "indexer_activation = relu here, sigmoid in"),
+    (tiny_config(gsa={"gate_activation": "silu"}), "gate_activation = silu here, sigmoid in"),
+    (tiny_config(gsa=SILU), "output_transform = silu here, none in"),
+]
+
+
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained(tiny_config([SPARSE]))
-    for config, message in (
-        (
-            tiny_config(model={"ffn_hidden_size": 32}),
-            r"\n  model\.ffn_hidden_size = 32 here, 24 in the checkpoint\n",
-        ),
-        (tiny_config(gsa={"indexer_dim": 16}), r"\n  gsa\.indexer_dim = 16 here, 6 in the checkpoint\n"),
-        (tiny_config(model={"ffn_hidden_size": 32}), r"linear_fc1\.weight: \(64, 16\) here, \(48, 16\) in"),
-        (tiny_config(model={"num_layers": 3}), r"layers\.2\.\S+: not in the checkpoint"),
-        (tiny_config(model={"num_layers": 1}), r"layers\.1\.\S+: only in the checkpoint"),
-        (tiny_config(moe=FOUR_EXPERTS), r"moe\.experts = 4 here, 0 in .*\n(.*\n)*.*experts\.\S+: not in the"),
-        (tiny_config([DENSE], gsa=DENSE_MODEL), r"linear_gate\.\S+: only in the checkpoint"),
-        (
-            tiny_config(model={"num_heads": 8, "head_dim": 2, "num_kv_heads": 4}),
-            r"model\.num_heads = 8 here, 4 in",
-        ),
-        (tiny_config(gsa={"indexer_activation": "relu"}), "indexer_activation = relu here, sigmoid in"),
-        (tiny_config(gsa={"gate_activation": "silu"}), "gate_activation = silu here, sigmoid in"),
-        (
-            tiny_config(gsa={"output_gate": False, "output_transform": "silu"}),
-            "output_transform = silu here, none in",
-        ),
-    ):
+    for config, message in UNFIT:
         with pytest.raises(ResumeError, match=message):
             start(folder, config)
     with pytest.raises(ResumeError, match=r"another tokenizer: data\.tokenizer = .*\.model is another file"):
