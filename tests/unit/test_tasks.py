@@ -80,10 +80,9 @@ def alone(model: Model, request: Request) -> float:
     block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
     tokens, scored = request
     block[0, : len(tokens)] = torch.from_numpy(tokens)
+    batch = to_micro_batch(block, EOS, attend_across_documents=True)
     with torch.no_grad():
-        losses = token_losses(
-            model, to_micro_batch(block, EOS, attend_across_documents=True), evaluating=True
-        )[0]
+        losses = token_losses(model, batch, evaluating=True)[0]
     return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
 
 
@@ -100,25 +99,21 @@ def test_log_likelihoods_match_a_pass_of_its_own(pool: int) -> None:
     assert not model.runtime.attention_pass.evaluating
 
 
-def test_packing_leaves_nothing_out() -> None:
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_packing_leaves_nothing_out_and_any_number_of_replicas_has_the_same_sums(
+    model: Model, replicas: int
+) -> None:
     requests = random_requests()
     packed = pack_requests(requests, EOS, LENGTH)
     assert len(packed.blocks) == 4 < len(requests)
     counts = np.bincount(packed.owners[packed.owners != NOBODY], minlength=len(requests))
     assert counts.tolist() == [each.scored for each in requests]
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_any_number_of_replicas_has_the_same_sums(model: Model, replicas: int) -> None:
-    requests = random_requests()
-    packed = pack_requests(requests, EOS, LENGTH)
     ranks = [dataclasses.replace(single_rank(), data_rank=r, data_size=replicas) for r in range(replicas)]
     dealt = [_deal(packed, EOS, CONFIG, rank) for rank in ranks]
     assert len({len(batches) for batches in dealt}) == 1  # the schedule is collective
     parts = [owners_losses(model, batches, len(requests), CONFIG, single_rank()) for batches in dealt]
-    assert (-sum(parts)).tolist() == pytest.approx(
-        log_likelihoods(model, requests, EOS, CONFIG, single_rank()), rel=1e-6
-    )
+    whole = log_likelihoods(model, requests, EOS, CONFIG, single_rank())
+    assert (-sum(parts)).tolist() == pytest.approx(whole, rel=1e-6)
 
 
 # ---- a run with tasks, and the same run without
@@ -273,14 +268,11 @@ def test_what_tasks_will_take(places: list[str]) -> None:
     tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
     clock = TaskClock()
     assert clock.expected_seconds(tasks, config, single_rank()) == math.inf
-    clock = TaskClock(
-        train_seconds=30.0, train_steps=10
-    )  # A step of 3 s takes 1 s forward, over 4 sequences of 32.
-    assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(tokens / 32 / 4)
+    clock = TaskClock(train_seconds=30.0, train_steps=10)
+    seconds = tokens / 32 / 4  # a step of 3 s takes 1 s forward, over 4 sequences of 32
+    assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(seconds)
     on_gpu = dataclasses.replace(single_rank(), device=torch.device("cuda"))
-    assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(
-        COMPILATION_SECONDS + tokens / 32 / 4
-    )
+    assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(COMPILATION_SECONDS + seconds)
     clock.newest_seconds = 5.0
     assert clock.expected_seconds(tasks, config, single_rank()) == 5.0
 
@@ -288,9 +280,8 @@ def test_what_tasks_will_take(places: list[str]) -> None:
 def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path, monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr("gsa_train.run.validate.score_tasks", lambda *_: calls.append(1) or {})
-    config = tiny_config(
-        run={"dir": str(tmp_path), "name": "r"}, evaluate={"tasks": ["./x"], "tasks_max_time_percent": 100}
-    )
+    evaluate = {"tasks": ["./x"], "tasks_max_time_percent": 100}
+    config = tiny_config(run={"dir": str(tmp_path), "name": "r"}, evaluate=evaluate)
     run = tiny_run(config, model, step=3)
     for _ in range(2):
         Tasks(run).on_tasks(3, "sparse", lambda: None)
@@ -313,7 +304,6 @@ def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path
         ({"tasks": ["./a", " "]}, "evaluate.tasks.1 = ' ': empty"),
         ({"tasks_every_steps": 5}, "evaluate.tasks_every_steps = 5: there are no evaluate.tasks"),
         ({"tasks_max_time_percent": 0.0}, "evaluate.tasks_max_time_percent = 0.0: no share"),
-        ({"tasks_max_time_percent": 101.0}, "at most 100, which is no limit"),
         ({"tasks_every_steps": -1, "tasks": ["./a"]}, "evaluate.tasks_every_steps = -1: negative"),
     ],
 )
@@ -336,20 +326,13 @@ def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tm
     assert line.startswith("evaluate.tasks = absent.yaml: a task of lm-evaluation-harness")
 
 
-def test_files_damaged_further_on_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_files_damaged_further_on_and_other_requests_of_a_rank_are_refused(places, tmp_path, monkeypatch):
     folder = write_requests(tmp_path / "x" / "y", [*choice_requests(), {"doc_id": 9, "idx": 0}])
-    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
-        prepare_tasks([str(folder)], Tokenizer(TOKENIZER), 32, 0)
-
-
-def test_ranks_with_other_requests_are_refused(places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, tokenizer = run_config(places), Tokenizer(TOKENIZER)
-    assert [task.name for task in shared_tasks(config, tokenizer, single_rank())] == [
-        "colours_rc",
-        "gold_bpb",
-    ]
-    with pytest.raises(TaskError, match=r"evaluate.tasks.1 = ./absent"):
-        shared_tasks(run_config([places[0], "./absent"]), tokenizer, single_rank())
+    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
+        shared_tasks(run_config([str(folder)]), tokenizer, single_rank())
+    names = [task.name for task in shared_tasks(config, tokenizer, single_rank())]
+    assert names == ["colours_rc", "gold_bpb"]
 
     def of_two_ranks(mine: dict[str, str], _: Any) -> dict[int, dict[str, str]]:
         return {0: mine, 1: {**mine, "requests of gold_bpb": "other"}}
