@@ -15,12 +15,8 @@ from helpers.report_runs import write_run
 PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
 
 SEVERAL_SETS = {
-    "event": "validation",
-    "step": 60,
-    "phase": "sparse",
     "validation_set": "web",
     "validation_loss": 2.0,
-    "validation_bits_per_byte": 0.9,
     "validation_loss_by_source": {"C4": 3.0, "ArXiv": None},
     "validation_code_loss": 2.5,
     "validation_code_bits_per_byte": None,
@@ -29,14 +25,10 @@ SEVERAL_SETS = {
 
 def test_a_line_for_each_validation_set_and_source():
     losses, by_source, bits = (panel for panel in PANELS if panel.per_set)
-    known = known_of([flat(SEVERAL_SETS)])
+    known = known_of([flat({"event": "validation", "step": 60, "phase": "sparse", **SEVERAL_SETS})])
     lines = [with_all_lines(panel, known).lines for panel in (losses, by_source, bits)]
-    expected = {
-        "loss": "train",
-        "validation_loss": "validation web",
-        "validation_code_loss": "validation code",
-    }
-    assert lines[0] == expected
+    names = {"validation_loss": "validation web", "validation_code_loss": "validation code"}
+    assert lines[0] == {"loss": "train", **names}
     assert lines[1]["validation_loss_by_source: C4"] == "web: C4"
     assert lines[2]["validation_code_bits_per_byte"] == "validation code"
 

@@ -31,7 +31,7 @@ from gsa_train.run_folder.initial_weights import (
     load_initial_weights,
 )
 from gsa_train.run_folder.lock import RunFolderError
-from gsa_train.run_folder.resume import ResumeError, Start
+from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from gsa_train.train import train_phases
 from helpers.checkpoints import write_checkpoint
 from helpers.runs import REPOSITORY
@@ -229,6 +229,14 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
+
+    def choose(*given: Any, **options: Any) -> Start:
+        assert (tmp_path / "runs" / "new" / "lock").exists(), (
+            "the step to start from is chosen with the lock held"
+        )
+        return choose_start(*given, **options)
+
+    monkeypatch.setattr(train, "choose_start", choose)
     monkeypatch.setattr(opening, "load_tokenizer", lambda _: NO_TOKENIZER)
     for name in ("HangWatchdog", "shared_validation_sets", "open_batches"):
         monkeypatch.setattr(opening, name, Mock())
