@@ -30,13 +30,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write A and B in turn, of 2 to 40 words."""
     folder = tmp_path_factory.mktemp("text")
     for shard in range(2):
-        lines = [
-            json.dumps(
-                {"text": f"{n} " + "word " * (n * 7 % 39 + 1), "meta": {"redpajama_set_name": "AB"[n % 2]}}
-            )
-            for n in range(shard * 40, shard * 40 + 40)
-        ]
-        (folder / f"s{shard}.jsonl").write_text("\n".join(lines))
+        with (folder / f"s{shard}.jsonl").open("w") as file:
+            for n in range(shard * 40, shard * 40 + 40):
+                text, source = f"{n} " + "word " * (n * 7 % 39 + 1), "AB"[n % 2]
+                file.write(json.dumps({"text": text, "meta": {"redpajama_set_name": source}}) + "\n")
     return folder
 
 
@@ -82,14 +79,8 @@ def steps(
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
-    run = tiny_run(
-        config,
-        model,
-        batches=batches,
-        tokenizer=tokenizer,
-        sinks=Mock(log=records.append),
-        step=first,
-    )
+    sinks = Mock(log=records.append)
+    run = tiny_run(config, model, batches=batches, tokenizer=tokenizer, sinks=sinks, step=first)
     run_phase(run, PhaseRange(0, phase, 0, last), optimizer)
     close_optimizer(model, optimizer)
     return records, batches.state()
@@ -103,9 +94,7 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
         by_source = record["data_tokens_by_source"]
         assert list(by_source) == ["(others)", "A", "B"]
         assert by_source["A"] == by_source["(others)"] == 0
-        assert by_source["B"] > record["tokens"] * (
-            1 - record["packing_filler_share"]
-        )  # This includes the pools.
+        assert by_source["B"] > record["tokens"] * (1 - record["packing_filler_share"])  # with the pools
         assert 0 <= record["packing_filler_share"] < 0.5
         assert 0 <= record["packing_cut_share"] <= 1
         assert record["packing_documents_per_block"] >= 1
@@ -128,8 +117,5 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
 def test_metrics_of_a_plain_run_match_before(text: Path) -> None:
     config = config_of(text, {}, packing="concatenate")
     totals = data_totals({"tokens of A": 5, "bad_json": 2, **dict.fromkeys(COUNTERS, 1)}, config.data)
-    assert data_metrics(totals) == {
-        "data_skipped_documents": 2,
-        "data_skipped_shards": 0,
-        "data_read_retries": 0,
-    }
+    counts = {"data_skipped_documents": 2, "data_skipped_shards": 0, "data_read_retries": 0}
+    assert data_metrics(totals) == counts

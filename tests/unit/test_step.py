@@ -29,6 +29,7 @@ from helpers.single_rank import (
 
 CONFIG = tiny_config()
 NO_KL = dataclasses.replace(SPARSE, kl_coeff=0.0)
+BOTH = pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 
 
 def uneven_batches(micro_batch_size: int) -> list[MicroBatch]:
@@ -57,32 +58,24 @@ def test_gradient_matches_the_mean_loss_over_scored_tokens() -> None:
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
-def test_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig) -> None:
+@BOTH
+def test_loss_and_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig) -> None:
+    """The schedule divides its loss in place; the logged loss, of all scored tokens, must be another tensor."""
     found = []
     for size in (1, 2, 4):
         config = tiny_config(train={"micro_batch_size": size})
         model = tiny_model(config, variance_ema=0.02)
         found.append(step_gradients(model, phase, uneven_batches(size), config))
-    for result, gradients in found[1:]:
-        assert result.loss_tokens == found[0][0].loss_tokens
-        torch.testing.assert_close(result.loss_sum, found[0][0].loss_sum, rtol=1e-6, atol=0)
-        for name, gradient in found[0][1].items():
-            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
-def test_logged_loss_is_the_sum_over_scored_tokens(phase: PhaseConfig) -> None:
-    """The schedule divides its loss in place; the logged loss must be another tensor."""
-    batches = uneven_batches(1)
-    config = tiny_config(train={"micro_batch_size": 1})
-    result, _ = step_gradients(tiny_model(config, variance_ema=0.02), phase, batches, config)
-    model = tiny_model(config, variance_ema=0.02)
+    model, batches = tiny_model(CONFIG, variance_ema=0.02), uneven_batches(1)
     enter_phase(model, phase)
     with torch.no_grad():
         losses = scored_losses(model, batches)
-    assert result.loss_tokens == len(losses) == sum(int((b.tokens != EOS).sum()) for b in batches)
-    torch.testing.assert_close(result.loss_sum, losses.sum(), rtol=1e-6, atol=0)
+    assert len(losses) == sum(int((batch.tokens != EOS).sum()) for batch in batches)
+    for result, gradients in found:
+        assert result.loss_tokens == len(losses)
+        torch.testing.assert_close(result.loss_sum, losses.sum(), rtol=1e-6, atol=0)
+        for name, gradient in found[0][1].items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_warm_up_lowers_the_kl_and_leaves_the_loss() -> None:
@@ -114,7 +107,7 @@ def test_gradients_of_one_step_do_not_reach_the_next() -> None:
         assert torch.equal(one.main_grad, other.main_grad), name
 
 
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+@BOTH
 def test_evaluation_sums_the_losses_and_leaves_no_trace(phase: PhaseConfig) -> None:
     model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)
     optimizers = [build_optimizer(m, phase, CONFIG) for m in (model, other)]
@@ -139,7 +132,7 @@ def test_evaluation_sums_the_losses_and_leaves_no_trace(phase: PhaseConfig) -> N
         assert torch.equal(weight, weights[name]), name
 
 
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+@BOTH
 def test_evaluation_measures_what_training_measures(phase: PhaseConfig) -> None:
     model = tiny_model(CONFIG, variance_ema=0.02)
     step_gradients(model, phase, random_batches(CONFIG), CONFIG, measures=True)
@@ -151,7 +144,7 @@ def test_evaluation_measures_what_training_measures(phase: PhaseConfig) -> None:
     assert {"recall", "indexer_kl", "output_gate_mean", "max_activation"} <= trained.keys()
 
 
-@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+@BOTH
 def test_a_batch_without_a_scored_token_has_a_loss_of_0(phase: PhaseConfig) -> None:
     batches = [to_micro_batch(torch.full_like(random_blocks(CONFIG), EOS), EOS, False)]
     assert not batches[0].loss_mask.any()

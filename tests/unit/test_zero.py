@@ -110,9 +110,8 @@ def numbers_of(
         found = [loss_sum.item()]
     elif action == "tokens":
         prompts = [to_micro_batch(block[None], EOS, False) for block in blocks[:2]]
-        found = [
-            *map(float, next_tokens(model, prompts, (5, 9), config.model.vocab_size, config, single_rank()))
-        ]
+        tokens = next_tokens(model, prompts, (5, 9), config.model.vocab_size, config, single_rank())
+        found = [*map(float, tokens)]
     else:
         requests = [Request(row[row != EOS][:8], 3) for row in blocks.numpy()]
         found = log_likelihoods(model, requests, EOS, config, single_rank())
@@ -128,11 +127,10 @@ ACTIONS = (
 BASE = dataclasses.replace(SPARSE, train="base")
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [pytest.param(BASE, marks=pytest.mark.nightly), pytest.param(WARM_UP, marks=pytest.mark.nightly), SPARSE],
-    ids=["sparse base", "warm-up", "sparse"],
-)
+NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in (BASE, WARM_UP)]
+
+
+@pytest.mark.parametrize("phase", [*NIGHTLY, SPARSE], ids=["sparse base", "warm-up", "sparse"])
 def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
     """DeepSpeed records the order in which a pass uses the weights, and stops if a later one uses others."""
     series, outside = [], set()
@@ -183,16 +181,10 @@ def test_weights_on_their_way_are_waited_for() -> None:
     assert_whole()
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload"),
-    [
-        pytest.param(1, False, marks=pytest.mark.nightly),
-        pytest.param(2, False, marks=pytest.mark.nightly),
-        (2, True),
-        (3, False),
-        pytest.param(3, True, marks=pytest.mark.nightly),
-    ],
-)
+AT_NIGHT = [pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, False), (2, False), (3, True))]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, True), (3, False), *AT_NIGHT])
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
     """Steps: one, a spike, one with non-finite gradients, one more; those in between have no effect."""
     after = []
