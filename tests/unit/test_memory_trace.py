@@ -123,7 +123,9 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
 # Cases of one rank, whose second step must leave the same memory as the first.
 TWO_STEPS: dict[str, list[str]] = {
     "two steps, recompute full": ["train.recompute=full"],
-    "two steps over shared lists": [*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered"],
+    "two steps over shared lists, recompute selective": [
+        *(*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered", "train.recompute=selective")
+    ],
 }
 
 

@@ -53,7 +53,6 @@ def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:
     assert batch.tokens.tolist() == [[5, 6, EOS, 7, EOS, EOS, EOS]]
     assert batch.labels.tolist() == [[6, EOS, 7, EOS, EOS, EOS, EOS]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 0]]
-    assert batch.document_ids is not None
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 3]]
     assert to_micro_batch(blocks, EOS, True).loss_mask.tolist() == [[1, 1, 1, 1, 0, 0, 0]]
 

@@ -116,7 +116,6 @@ def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay
 
 def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
     found = Steps(action="rewind", patience_steps=3).take("...sns....")
-    assert found is not None
     assert (found.first_step, found.last_step, found.spikes) == (4, 6, 1)
 
 
@@ -138,7 +137,6 @@ def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing
     assert following.lr_factor(200) == 1
     state = following.state()
     assert (state.in_a_row, state.recent, state.layers) == (0, [], {})
-    assert state.detector is not None
     assert state.detector["steps"] == 0
 
 

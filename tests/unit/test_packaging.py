@@ -87,9 +87,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_what_a_run_needs_and_kernels_and_data_have_their_own(
-    wheels: dict[str, list[str]],
-) -> None:
+def test_the_wheel_holds_what_a_run_needs_and_kernels_and_data_have_their_own(wheels):
     files = wheels["gsa-train"]
     configs = {f"gsa_train/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     folders = {"gsa_kernels": "kernels", "gsa_data": "data"}

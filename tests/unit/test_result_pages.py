@@ -64,9 +64,7 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     assert lines_of(out / "README.md", "| [Two") == [row]
 
 
-def test_the_page_shows_the_metrics_that_the_study_lists(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_the_metrics_that_the_study_lists(folder, capsys):
     finish(folder, "one", 1, 20.0)
     file = folder / "studies" / "small.yaml"
     study = yaml.safe_load(file.read_text())
@@ -91,9 +89,7 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_folders_and_damaged_benches_write_no_pages(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_folders_and_damaged_benches_write_no_pages(folder, monkeypatch, capsys):
     """A missing folder would otherwise replace existing pages by empty ones."""
     for option in ("--studies", "--benches"):
         words = ["results.py", "--studies", "studies", "--out", "out", option, "typo"]

@@ -62,9 +62,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
     assert contents(folder) == before
 
 
-def test_the_pages_of_this_repository_match_their_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_pages_of_this_repository_match_their_record(monkeypatch, tmp_path):
     """Runs of this machine do not count: a study's folders are read elsewhere."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
     for name in ("studies", "benchmarks", "configs"):
@@ -136,9 +134,7 @@ def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: P
     assert contents(folder) == before
 
 
-def test_what_the_study_no_longer_asks_for_is_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_study_no_longer_asks_for_is_left_out(folder, capsys):
     for arm, seed in (("one", 1), ("one", 2), ("two", 1)):
         finish(folder, arm, seed, 20.0)
     assert main() == 0
@@ -155,9 +151,7 @@ def test_what_the_study_no_longer_asks_for_is_left_out(
     assert "left out" not in capsys.readouterr().out
 
 
-def test_a_figure_stays_where_no_losses_are_recorded(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_figure_stays_where_no_losses_are_recorded(folder, capsys):
     finish(folder, "one", 1, 20.0)
     assert main() == 0
     lose_folders(folder)
@@ -187,9 +181,7 @@ def test_a_figure_stays_where_no_losses_are_recorded(
         ("small.csv", None, "", "not there, but out/records/small_runs.csv has runs"),
     ],
 )  # fmt: skip
-def test_a_damaged_record_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, old: str | None, new: str, said: str
-) -> None:
+def test_a_damaged_record_is_refused(folder, capsys, name, old, new, said):
     finish(folder, "one", 1, 20.0)
     assert main() == 0
     path = folder / "out" / name
@@ -219,9 +211,7 @@ def test_long_curves_are_thinned(folder: Path) -> None:
     assert (5000.0, 500.0, 1.0) in of_one.losses  # a spike stays
 
 
-def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(folder, monkeypatch, capsys):
     def left_out() -> list[str]:
         assert main() == 0
         return [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
@@ -251,9 +241,7 @@ def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
     assert {run for run, _, _ in values(folder)} == {"one-seed2"}
 
 
-def test_a_run_whose_records_are_cut_off_is_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_records_are_cut_off_is_left_out(folder, capsys):
     ask(folder, metrics=[{"key": "loss"}])
     finish(folder, "one", 1, 20.0)
     finish(folder, "two", 1, 18.0)

@@ -19,7 +19,6 @@ def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.T
     config = tiny_config([DENSE], moe=moe, train={"micro_batch_size": size})
     model = tiny_model(config)
     (router,) = model.routers
-    assert router.loads is not None
     router.loads.copy_(LOADS)
     weight, seen = router.weight.detach().clone(), []
     router.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().flatten(0, 1)))

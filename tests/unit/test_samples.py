@@ -105,9 +105,7 @@ def test_what_ends_is_not_gone_on_with(model: Model, stop: int, monkeypatch: pyt
     assert len(calls) == 3 * len(PROMPTS)
 
 
-def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(model, monkeypatch):
     monkeypatch.setattr("gsa_train.run.validate.evaluate", lambda *_: {"validation_loss": 1.0})
     sinks = Mock()
     fields = {"tokenizer": Letters(), "prompts": encode_prompts(CONFIG, Letters()), "sinks": sinks}

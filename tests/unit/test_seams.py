@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def sgd(groups: list[Group], train: Any, fused: bool) -> torch.optim.Optimizer:
 
 def sgd_change(states: list[dict[str, torch.Tensor]], group: Group, parameters: Any) -> torch.Tensor:
     """Return the change without weight decay, which torch's SGD adds to the gradients: w' - w = -lr m."""
-    return sum((group["lr"] * state["momentum_buffer"]).double().square().sum() for state in states)  # type: ignore[return-value]
+    return sum((group["lr"] * state["momentum_buffer"]).double().square().sum() for state in states)
 
 
 @pytest.fixture
@@ -51,9 +50,7 @@ def momentum(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("momentum")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
-def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(
-    sharded: bool, precision: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(sharded, precision, tmp_path):
     config = tiny_config(
         train={"optimizer": "sgd", "precision": precision, "weight_decay": 0.0},
         parallel={"distributed_optimizer": sharded},

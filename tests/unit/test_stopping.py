@@ -154,8 +154,6 @@ def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    assert process.stderr is not None
     try:
         assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
         os.killpg(process.pid, signal.SIGINT)

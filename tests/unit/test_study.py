@@ -133,9 +133,7 @@ def test_a_mistake_is_named(changes: dict[str, Any], said: str, tmp_path: Path) 
     assert len(error.value.problems) == 1
 
 
-def test_the_command_refuses_a_mistake_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_a_mistake_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["study.py", "--study", str(write(tmp_path, sedes=[1]))])
     assert main() == exit_codes.REFUSED
     assert "did you mean seeds?" in capsys.readouterr().err

@@ -153,9 +153,7 @@ def test_ctrl_c_stops_what_is_under_way_and_starts_nothing_more(study: Study) ->
 
 
 @pytest.mark.parametrize("beside_the_jobs", ["plan_study", "report"])
-def test_ctrl_c_before_and_after_the_jobs_ends_in_a_line(
-    study: Study, beside_the_jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_and_after_the_jobs_ends_in_a_line(study, beside_the_jobs, monkeypatch, capsys):
     def press(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -181,16 +179,13 @@ def test_a_second_ctrl_c_ends_them_at_once(study: Study) -> None:
     assert runner.interrupted == [(stubborn, "stopped")]
 
 
-def test_a_job_waits_for_the_process_that_still_writes_its_folder(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_waits_for_the_process_that_still_writes_its_folder(study, monkeypatch):
     job = scripted(study.runs[0], FINISH)
     job.run.folder.mkdir()
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     words = [sys.executable, "-c", hold, str(job.run.folder / "lock")]
     said: list[str] = []
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
 
         def say(text: str) -> None:
@@ -268,9 +263,7 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
         command.gpus_at_hand("1,1")
 
 
-def test_the_command_tells_failures_again_and_tries_them_again_when_asked(
-    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_failures_again_and_tries_them_again_when_asked(study, monkeypatch, capsys):
     def train(run: StudyRun) -> tuple[str, ...]:
         script = f'echo {run.arm} >> "{study.folder}/started"; '
         return scripted(run, script + ("echo no luck; exit 1" if run.arm == "two" else FINISH)).command

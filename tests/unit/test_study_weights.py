@@ -60,10 +60,8 @@ def test_a_run_begins_with_the_other_arm_s_run_of_its_seed_and_reads_on(tmp_path
         assert late.config.checkpoint.initial_weights == str(saved)
         assert late.config.checkpoint.initial_text == "continue"
         assert f"checkpoint.initial_weights={saved}" in late.overrides
-        assert late.source is not None
         assert late.source.tokens == 3 * TOKENS_A_STEP
     later = of_arm(study, "later")
-    assert later.source is not None
     assert (later.source.step, later.source.tokens, later.tokens) == (4, 7 * TOKENS_A_STEP, 4 * TOKENS_A_STEP)
     assert [run.arm for run in later.before] == ["late", "base"]
 
@@ -122,7 +120,6 @@ def test_a_training_waits_for_the_one_with_whose_weights_it_begins(study: Study)
     due, order = jobs_of(study), []
     while due:
         job = next_job(due, [], None)
-        assert job is not None
         due.remove(job)
         order.append(job.run.arm)
     assert order == ["whole", "base", "late", "later"]

@@ -100,9 +100,7 @@ def test_log_likelihoods_match_a_pass_of_its_own(pool: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_packing_leaves_nothing_out_and_any_number_of_replicas_has_the_same_sums(
-    model: Model, replicas: int
-) -> None:
+def test_packing_leaves_nothing_out_and_any_number_of_replicas_has_the_same_sums(model, replicas):
     requests = random_requests()
     packed = pack_requests(requests, EOS, LENGTH)
     assert len(packed.blocks) == 4 < len(requests)
@@ -230,7 +228,6 @@ def test_an_error_in_tasks_costs_no_step(places, undisturbed, tmp_path, monkeypa
         with pytest.raises(RuntimeError, match="no such continuation"):
             trained(tmp_path, places, save_every_steps=2)
     saved = find_checkpoint(tmp_path)
-    assert saved is not None
     assert saved.name == "step_00000002"
     after = trained(tmp_path, places, resume_from=saved)
     assert (after["records"][0]["event"], after["records"][0]["step"]) == ("tasks", 2)
@@ -364,7 +361,7 @@ def test_where_scores_go(tmp_path: Path) -> None:
     }
     said: list[str] = []
     progress = Progress(10, interactive=False)
-    progress.message = said.append  # type: ignore[method-assign]
+    progress.message = said.append
     progress.show(RECORD)
     assert [line.split("sparse")[1].split() for line in said] == [
         ["colours_rc", "accuracy", "0.2500", "bits", "per", "byte", "1.5000"],

@@ -150,7 +150,6 @@ def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(tmp_path, monkey
     run = open_run(config, arguments, StopRequest(), Start(), single_rank(), RunClock())
     monitor = config.monitor
     assert run.services.saver._reach_steps == 20 + monitor.lasting_steps + monitor.patience_steps
-    assert run.phase_optimizer is not None
     close_optimizer(run.model, run.phase_optimizer)
     services = run.services
     services.log.close(0)
@@ -276,8 +275,7 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
     with pytest.raises(Killed):
         opening.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
     sinks = run.services.log.sinks
-    assert sinks is not None
-    calls = sinks.method_calls  # type: ignore[attr-defined]
+    calls = sinks.method_calls
     assert [call[0] for call in calls] == ["go_back", "log"]
     assert calls[1].args[0]["event"] == "rewind"
 
@@ -298,6 +296,5 @@ def test_a_note_that_cannot_be_written_changes_no_exit_code(end, code, tmp_path,
         finish.give_up_corrupted(run, CorruptionFound("wrong bits"))
     assert codes == [code]
     console = run.services.log.console
-    assert console is not None
-    said = console.message.call_args_list[0].args[0]  # type: ignore[attr-defined]
+    said = console.message.call_args_list[0].args[0]
     assert "cannot be written" in said

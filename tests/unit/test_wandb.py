@@ -52,7 +52,6 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
 
     def open_run(resume_step, wandb_run_id):
         wandb_sink = open_wandb(logging, tmp_path, "test", config, wandb_run_id)
-        assert wandb_sink is not None
         places.append(wandb_sink.place())
         return open_sinks(logging, tmp_path, ["sparse"], resume_step, wandb_sink)
 
@@ -108,7 +107,6 @@ def test_neither_mode_nor_id_in_the_environment_refuse_or_name_a_new_run(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     logging = LoggingConfig(tensorboard=False, wandb=choice, wandb_project="unit")
     sink = open_wandb(logging, tmp_path, "test", {}, None, copied_from="of-another")
-    assert sink is not None
     opened = sink._run
     try:
         assert opened.offline

@@ -32,7 +32,6 @@ LONG_SPARSE = PhaseConfig(name="sparse", attention="sparse", steps=300, warmup_s
 
 def test_the_estimate_and_the_remedy() -> None:
     said = cpu_warning(LARGE, cores=64)
-    assert said is not None
     phase, train = LARGE.phases[-1], LARGE.train
     per_token = flops_per_token(LARGE.model, LARGE.gsa, LARGE.moe, phase, train.seq_len_tokens).total
     seconds = per_token * train.global_batch_size * train.seq_len_tokens / (64 * FLOPS_PER_CORE)
@@ -70,7 +69,6 @@ def blocks(documents: list[int], filler: int = 0) -> torch.Tensor:
 def test_the_share_matches_the_text_as_it_is_packed() -> None:
     short = blocks([6, 6, 5])  # two of 16 queries have more than 5 keys
     said = dense_queries_warning(CONFIG, [to_micro_batch(short, EOS, False)])
-    assert said is not None
     assert said.startswith("only 15% of the queries see more than gsa.k_base = 5 keys of its document (of 13")
     assert "data.attend_across_documents=true" in said
     assert dense_queries_warning(CONFIG, [to_micro_batch(short, EOS, True)]) is None  # 11 of 15
@@ -95,7 +93,6 @@ def test_runs_that_select_nothing_say_nothing_and_no_advice_is_about_documents_t
         assert dense_queries_warning(other, [to_micro_batch(short, EOS, False)]) is None
     config = tiny_config(gsa={"k_base": 9, "k_max": 9}, data={"attend_across_documents": True})
     said = dense_queries_warning(config, [to_micro_batch(short, EOS, True)])
-    assert said is not None
     assert "attend_across" not in said
 
 
