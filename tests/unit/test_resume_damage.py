@@ -114,22 +114,6 @@ def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
     assert start_of(config).damaged == ()
 
 
-def test_damaged_checkpoints_are_kept_under_another_name(config: Config, caplog: Any) -> None:
-    for step in (4, 6):
-        cut(checkpoints_of(config) / f"step_{step:08d}")
-    before = names_in(checkpoints_of(config))
-    assert start_of(config).step == 2
-    assert names_in(checkpoints_of(config)) == before
-    start = go_on(config)
-    assert start.step == 2
-    assert [name for name, _ in start.damaged] == ["step_00000006", "step_00000004"]
-    assert all("__0_0.distcp has" in fault for _, fault in start.damaged)
-    kept = {"step_00000004.damaged", "step_00000006.damaged"}
-    assert names_in(checkpoints_of(config)) == {"latest", "step_00000002", *kept}
-    said = "going back to the newest intact checkpoint, step_00000002; kept as step_00000006.damaged"
-    assert said in caplog.text
-
-
 def test_where_all_are_damaged_nothing_starts_at_step_0_unasked(config: Config) -> None:
     for step in STEPS:
         cut(checkpoints_of(config) / f"step_{step:08d}")

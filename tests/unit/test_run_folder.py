@@ -17,7 +17,6 @@ from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
-from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.run import folder as run_folder
 from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run_folder import lock as run_lock
@@ -108,21 +107,6 @@ def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_leaves_nothin
         lock.take_back()
     assert not (tmp_path / "run").exists()
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
-
-
-def test_what_wandb_refuses_leaves_the_old_files_alone(config: Config, run_dir: Path) -> None:
-    newer, unfinished = (run_dir / "checkpoints" / name for name in ("step_00000008", ".tmp_step_00000009"))
-    for folder in (newer, unfinished):
-        folder.mkdir(parents=True)
-    (run_dir / "checkpoints" / "latest").write_text(newer.name)
-    (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
-    logging = dataclasses.replace(config.logging, wandb="offline", wandb_project="no/such:project")
-    with pytest.raises(WandbRefused):
-        open_at(6, dataclasses.replace(config, logging=logging))
-    assert newer.exists()
-    assert unfinished.exists()
-    assert (run_dir / "checkpoints" / "latest").read_text() == newer.name
-    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
 def test_a_run_that_became_longer_is_not_complete(config: Config, run_dir: Path) -> None:

@@ -77,38 +77,6 @@ def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     return send
 
 
-LISTENS = """
-import signal
-from gsa_train.reliability.stop_signals import StopRequest
-request = StopRequest()
-request.watch()
-request.listen()
-signal.raise_signal(signal.{name})
-print(int(request.reason))
-"""
-
-
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])  # of nohup, and of a shell's background job
-@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_signal_ignored_at_the_start_asks_for_nothing(name: str, before: signal.Handlers) -> None:
-    number = getattr(signal, name)
-    said = subprocess.run(
-        [sys.executable, "-c", LISTENS.format(name=name)],
-        preexec_fn=lambda: signal.signal(number, before),
-        capture_output=True,
-        timeout=20,
-        check=True,
-    ).stdout
-    assert int(said) == (0 if before == signal.SIG_IGN else number)
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
-    assert request_to_stop.reason == 0
-    signal.raise_signal(number)
-    assert request_to_stop.reason == number
-
-
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # from the terminal; from torchrun
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(press, capfd, monkeypatch, rank, second):
