@@ -1,7 +1,9 @@
-"""Tests `checkpoint.initial_weights`: what a new run takes from another run's checkpoint, and errors."""
+"""Tests `checkpoint.initial_weights`: what a new run takes from another run's checkpoint, and errors. Fp32 weights in
+bf16 training also continue in the next phase; tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +16,18 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_train import train
 from gsa_train.arguments import Arguments
-from gsa_train.checkpoint.load import StateError
+from gsa_train.checkpoint.load import StateError, load_checkpoint
 from gsa_train.config import CheckpointConfig, Config, GSAConfig
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT
+from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import phase_ranges
+from gsa_train.phases import PhaseRange, phase_ranges
+from gsa_train.reliability.monitor.monitor import SpikeFound
 from gsa_train.run import open as opening
 from gsa_train.run.open import open_phase
+from gsa_train.run.state import Run
 from gsa_train.run_folder.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
@@ -299,3 +304,63 @@ def test_every_field_of_the_attention_has_been_thought_of() -> None:
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     known = {*MEANING["gsa"], *WITHOUT_WEIGHTS} | shapes | reads | trains | runs
     assert {field.name for field in dataclasses.fields(GSAConfig)} == known
+
+
+# --- from phase to phase ----------------------------------------------------------------------------------
+
+FIRST = dataclasses.replace(SPARSE, name="first", steps=3, lr=1e-4, min_lr=1e-4)
+"""Trains more than `BASE`."""
+HOST_MEMORY = {"strategy": "deepspeed", "zero_stage": 2, "offload_optimizer": True}
+PHASE_KINDS = {**KINDS, "in host memory": HOST_MEMORY}
+
+
+@pytest.mark.parametrize("kind", PHASE_KINDS)
+def test_fp32_weights_go_on_in_the_next_phase_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    config = tiny_config([FIRST, BASE], train=BF16, parallel=PHASE_KINDS[kind])
+    model = tiny_model(config)
+    first = build_optimizer(model, FIRST, config)
+    for seed in range(3):
+        take_step(model, first, random_batches(config, seed), config, lr=1e-4)
+    folder = write_checkpoint(tmp_path, 3, model, first, config)
+    before = main_weights(model, first)
+    assert sum(not torch.equal(weight, weight.bfloat16().float()) for weight in before.values()) > 10
+    kept = keep_main_weights(model, first)
+    close_optimizer(model, first)
+    second = build_optimizer(model, BASE, config)
+    carry_over(kept, second)
+
+    loaded = tiny_model(config)
+    resumed = build_optimizer(loaded, BASE, config)
+    load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=False)
+    for each, optimizer in ((model, second), (loaded, resumed)):
+        after = main_weights(each, optimizer)
+        assert after.keys() == {name for name in before if "indexer" not in name}
+        for name, weight in after.items():
+            assert torch.equal(weight, before[name]), name
+        assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
+        assert optimizer.updates == 0
+        close_optimizer(each, optimizer)
+
+
+def test_fp32_weights_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[MainWeights]] = []
+    alive: list[list[bool]] = []
+
+    def keep(model: Model, optimizer: PhaseOptimizer, whole_state: bool) -> MainWeights:
+        weights = keep_main_weights(model, optimizer, whole_state)
+        kept.append(weakref.ref(weights))
+        return weights
+
+    def run_phase(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> SpikeFound | None:
+        alive.append([each() is not None for each in kept])
+        return SpikeFound(6, 6, "loss", 9.0, 5.0, 1) if phase_range.index == 2 else None
+
+    monkeypatch.setattr(train, "keep_main_weights", keep)
+    monkeypatch.setattr(train, "run_phase", run_phase)
+    phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third", "fourth")]
+    config = tiny_config(phases, train=BF16)
+    run, ranges = tiny_run(config, tiny_model(config)), phase_ranges(phases)
+    run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
+    assert train_phases(run, ranges) is not None
+    assert alive == [[], [False], [False, False]]
+    assert len(kept) == 2  # none where a rewind starts again
