@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +13,6 @@ import torch
 from gsa_data.tokenize import TokenizerError
 from gsa_eval.report.page import write_report
 from gsa_train.config import LoggingConfig
-from gsa_train.config.checks import check_config
 from gsa_train.data.batches import to_micro_batch
 from gsa_train.metrics.record_format import read_records, sample_texts
 from gsa_train.metrics.sinks import open_sinks
@@ -123,23 +121,6 @@ def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(model,
     assert (record["event"], record["step"], record["samples"]) == ("samples", 0, samples_of(model))
     validate(run, "sparse", lambda: None)
     assert sinks.log_samples.call_count == 1
-
-
-@pytest.mark.parametrize(
-    ("evaluate", "words"),
-    [
-        ({"prompts": ["a", " "]}, "evaluate.prompts.1 = ' ': empty"),
-        (
-            {"prompts": ["a"] * 20, "prompt_tokens": 60},
-            "evaluate.prompt_tokens = 60: with 20 .* set it to 51",
-        ),
-        ({"prompts": ["a"], "prompt_tokens": 0}, "evaluate.prompt_tokens = 0: below 1"),
-    ],
-)
-def test_configs_that_are_refused(evaluate: dict[str, Any], words: str) -> None:
-    config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, **evaluate))
-    (line,) = check_config(config, world_size=1)
-    assert re.search(words, line), line
 
 
 def test_prompts_that_do_not_fit() -> None:

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from gsa_train.config import PhaseConfig
-from gsa_train.config.phases import check_decay, check_kept_optimizer
 from gsa_train.phases import learning_rate
 
 PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
@@ -59,29 +58,3 @@ def test_constant_linear_and_inverse_square_root_follow_their_formulas() -> None
     found = rates(dataclasses.replace(PHASE, decay="inverse_sqrt", min_lr=7e-4), 3, 11)
     assert found == pytest.approx([max(7e-4, 1e-3 * (4 / step) ** 0.5) for step in range(4, 12)])
     assert (found[0], found[-1]) == (1e-3, 7e-4)
-
-
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"decay": "wsd"}, "phases.0.decay_steps = 0: not between 1 and the 7 steps"),
-        ({"decay": "wsd", "decay_steps": 8}, "phases.0.decay_steps = 8: not between 1 and the 7 steps"),
-        (
-            {"decay_steps": 3},
-            "phases.0.decay_steps = 3: phases.0.decay = cosine has none; set phases.0.decay",
-        ),
-        ({"decay_shape": "1-sqrt"}, "phases.0.decay_shape = 1-sqrt: phases.0.decay = cosine has none; set"),
-    ],
-)
-def test_a_decay_that_does_not_fit_is_refused(fields, line) -> None:
-    (found,) = check_decay(dataclasses.replace(PHASE, **fields), "phases.0")
-    assert found.startswith(line)
-
-
-def test_an_optimizer_is_kept_between_phases_that_train_the_same() -> None:
-    keeping = dataclasses.replace(PHASE, keep_optimizer=True)
-    assert check_kept_optimizer([PHASE, keeping]) == []
-    (first,) = check_kept_optimizer([keeping])
-    assert first.startswith("phases.0.keep_optimizer = true: no phase precedes it; leave it out")
-    (other,) = check_kept_optimizer([dataclasses.replace(PHASE, train="base"), keeping])
-    assert other.startswith("phases.1.keep_optimizer = true: the previous phase trains base, this phase all")
