@@ -1,36 +1,14 @@
 """Tests that every record has the time of its creation, by any path, also after a resume."""
 
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
-
-import pytest
 
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import open_sinks
-from gsa_train.run import run_log
 from gsa_train.run.run_log import RunLog
 
 LOGGING = LoggingConfig(tensorboard=False, wandb="disabled")
-
-
-@pytest.mark.parametrize("writes_late", [False, True])
-def test_every_record_has_its_time(tmp_path, monkeypatch, writes_late):
-    clock = iter([1000.5, 1001.25, 1002.125])
-    monkeypatch.setattr(run_log, "time", Mock(time=lambda: next(clock)))
-    for resume_step, steps in ((None, [1]), (1, [2])):
-        sinks = open_sinks(LOGGING, tmp_path, ["sparse"], resume_step, wandb=None)
-        log = RunLog(sinks, Mock(), None, writes_late=writes_late)
-        for step in steps:
-            log.log_late(partial(log.log, {"step": step, "phase": "sparse", "loss": 1.0}))
-        log.write_late()
-        log.close(0)
-    sinks = open_sinks(LOGGING, tmp_path, ["sparse"], 2, wandb=None)
-    RunLog(sinks, Mock(), None).log({"event": "validation", "step": 2, "phase": "sparse"})
-    sinks.close()
-    records = read_records(tmp_path / "metrics.jsonl")
-    assert [(each["step"], each["time"]) for each in records] == [(1, 1000.5), (2, 1001.25), (2, 1002.125)]
 
 
 def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tmp_path: Path) -> None:
