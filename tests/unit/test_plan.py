@@ -19,14 +19,8 @@ RANGES = phase_ranges(PHASES)
 
 def plan(step: int, skipped: set[int] | None = None, before: int = 0, save_is_due: bool = False) -> StepPlan:
     phase_range = next(each for each in RANGES if each.start < step <= each.end)
-    return plan_step(
-        step,
-        phase_range,
-        CONFIG,
-        skipped_steps=skipped or set(),
-        steps_before_start=before,
-        save_is_due=save_is_due,
-    )
+    rest = {"skipped_steps": skipped or set(), "steps_before_start": before, "save_is_due": save_is_due}
+    return plan_step(step, phase_range, CONFIG, **rest)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +51,8 @@ def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(s
     for save_is_due in (False, True):
         planned = plan(step, save_is_due=save_is_due)
         assert planned.saves == save_is_due
-        acts = (
-            planned.logs or planned.validates or planned.scores_tasks or planned.saves or planned.ends_phase
-        )
-        assert planned.reads_monitor == acts
+        acts = (planned.logs, planned.validates, planned.scores_tasks, planned.saves, planned.ends_phase)
+        assert planned.reads_monitor == any(acts)
         assert planned.weights_are_kept == (save_is_due or step == 20)
 
 
@@ -87,8 +79,5 @@ def test_a_stretch_of_left_out_steps_is_named_once_by_each_start_and_phase(step,
 def test_a_step_that_is_left_out_is_not_logged_and_all_else_of_it_is_done(step: int) -> None:
     left_out: dict[str, Any] = dataclasses.asdict(plan(step, {step}, save_is_due=True))
     trained: dict[str, Any] = dataclasses.asdict(plan(step, save_is_due=True))
-    assert {name for name in trained if trained[name] != left_out[name]} == {
-        "trains",
-        "logs",
-        "left_out_through",
-    }
+    different = {name for name in trained if trained[name] != left_out[name]}
+    assert different == {"trains", "logs", "left_out_through"}

@@ -51,10 +51,8 @@ def momentum(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
 def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(sharded, precision, tmp_path):
-    config = tiny_config(
-        train={"optimizer": "sgd", "precision": precision, "weight_decay": 0.0},
-        parallel={"distributed_optimizer": sharded},
-    )
+    train = {"optimizer": "sgd", "precision": precision, "weight_decay": 0.0}
+    config = tiny_config(train=train, parallel={"distributed_optimizer": sharded})
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     before = named_weights(model)

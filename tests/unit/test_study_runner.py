@@ -44,30 +44,6 @@ def scripted(run: StudyRun, script: str, kind: Any = "train") -> Job:
     return Job(run, kind, "end" if kind == "evaluate" else "", words, 1)
 
 
-def test_a_failed_arm_is_remembered_and_the_others_go_on(study: Study) -> None:
-    one, two, _ = study.runs
-    due = [
-        scripted(one, "echo all is well; echo out of memory >&2; exit 1"),
-        scripted(one, EVALUATE, "evaluate"),
-        scripted(two, FINISH),
-        scripted(two, EVALUATE, "evaluate"),
-    ]
-    StudyRunner(study.folder, due, None).run()
-    assert read_failures(study.folder) == {"one-seed1 train": "exit code 1: out of memory"}
-    assert [job.result.exists() for job in due] == [False, False, True, True]
-
-
-def test_the_reason_is_what_this_start_printed(study: Study) -> None:
-    (run, *_) = study.runs
-    for script, reason in (
-        ("echo out of memory; exit 1", "exit code 1: out of memory"),
-        ("exit 1", "exit code 1"),
-        ("cat <<'END'\n" + CRASHED + "END\nexit 1", f"exit code 1: {ERROR}"),
-    ):
-        StudyRunner(study.folder, [scripted(run, script)], None).run()
-        assert read_failures(study.folder) == {"one-seed1 train": reason}
-
-
 # An uncaught error of a run leaves: rank 1 in between, torch's warning, and torchrun's own error.
 ERROR = "ValueError: document_starts is given with indexer_pool 4; pass None"
 CRASHED = f"""\
@@ -114,6 +90,28 @@ PYTHONS = "/x/resource_tracker.py:254: UserWarning: There appear to be 3 leaked 
 )
 def test_the_reason_is_the_error_and_no_later_warning(printed: str, crashed: bool, reason: str) -> None:
     assert reason_in(printed, crashed) == reason
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo all is well; echo out of memory >&2; exit 1", "exit code 1: out of memory"),
+        ("exit 1", "exit code 1"),
+        ("cat <<'END'\n" + CRASHED + "END\nexit 1", f"exit code 1: {ERROR}"),
+        (  # the main rank's exit code, which torchrun hides
+            'echo 3 > "$GSA_SUBMISSION/exit_code"; echo disk is full; exit 1',
+            "checkpoints cannot be written, exit code 3: disk is full",
+        ),
+    ],
+)
+def test_a_failed_arm_is_remembered_by_what_this_start_printed_and_the_others_go_on(study, script, reason):
+    one, two, _ = study.runs
+    StudyRunner(study.folder, [scripted(one, "echo an earlier start; exit 1")], None).run()
+    due = [scripted(one, script), scripted(one, EVALUATE, "evaluate")]
+    due += [scripted(two, FINISH), scripted(two, EVALUATE, "evaluate")]
+    StudyRunner(study.folder, due, None).run()
+    assert read_failures(study.folder) == {"one-seed1 train": reason}
+    assert [job.result.exists() for job in due] == [False, False, True, True]
 
 
 def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:
@@ -219,13 +217,6 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
-
-
-def test_the_main_ranks_exit_code_is_told_where_torchrun_hides_it(study: Study) -> None:
-    job = scripted(study.runs[0], 'echo 3 > "$GSA_SUBMISSION/exit_code"; echo disk is full; exit 1')
-    StudyRunner(study.folder, [job], None).run()
-    (reason,) = read_failures(study.folder).values()
-    assert reason == "checkpoints cannot be written, exit code 3: disk is full"
 
 
 def test_a_study_is_run_by_one_process_at_a_time(study: Study) -> None:
