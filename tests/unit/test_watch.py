@@ -1,7 +1,8 @@
-"""Tests which rank is named for a hanging run, and which for a slow one."""
+"""Tests which rank is named for a hanging run, also at its end, and which for a slow one."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -10,7 +11,16 @@ import pytest
 import torch
 
 from gsa_train.profiling.work_time import StragglerWarning, WorkTime, slowest
-from gsa_train.reliability.hang_watchdog import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
+from gsa_train.reliability.hang_watchdog import (
+    ACTIVITIES,
+    ALL_SAFE,
+    REPORT,
+    Age,
+    Beat,
+    find_fault,
+    newest_hang,
+)
+from helpers.runs import run_script
 
 TIMEOUT = 60.0
 
@@ -176,3 +186,38 @@ def test_what_the_device_has_still_to_do_counts_at_the_next_reading(monkeypatch:
     work.reset()
     DeviceEvent.now = 13.0
     assert work.read_and_reset().parts == nothing
+
+
+# --- at the end of a run -----------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
+
+
+@pytest.mark.nightly  # it waits for limits; the tests above and test_hang_limit.py test the rules
+def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
+    """Without the watch the other rank waits for a collective's limit, here five minutes."""
+    command = [str(SCRIPT), str(tmp_path / "cases")]
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
+    output = run_script(command, tmp_path / "log", ranks=1, launcher="python", environment=on_cpus)
+    assert json.loads(output.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
+    told = {
+        case: (tmp_path / "cases" / case / "rank_0.err").read_text()
+        for case in ("before", "between", "never")
+    }
+
+    (report,) = (tmp_path / "cases" / "before" / "faults").glob(f"*/{REPORT}")
+    assert report.read_text() in told["before"]
+    assert "Frozen or gone (not even a heartbeat): 1" in told["before"]
+    assert f"  {ALL_SAFE}\n" in report.read_text()
+    hang = newest_hang(tmp_path / "cases" / "before" / "faults", 0.0)
+    assert "ending after step 7" in hang.split("; rank 1 on ")[1]
+
+    assert (
+        f"it could not leave its process group within 2 s; a peer hangs; stacks: {tmp_path}"
+        in told["between"]
+    )
+    assert told["between"].endswith(f"; {ALL_SAFE}\n")
+    (stacks,) = (tmp_path / "cases" / "between" / "faults").glob("*/rank_00000.txt")
+    assert "leave_world" in stacks.read_text()
+
+    assert told["never"] == ""
