@@ -41,15 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Job:
     def __init__(self, cluster: Cluster, run_dir: Path, *words: str) -> None:
         self.cluster, self.folder = cluster, run_dir / "run"
-        command = [
-            sys.executable,
-            "launch/slurm/submit.py",
-            "--config",
-            CONFIG,
-            "--nodes=2",
-            "--gpus-per-node=0",
-        ]
-        command += ["--allow-uncommitted", *words, f"run.dir={run_dir}", "run.name=run"]
+        command = [sys.executable, "launch/slurm/submit.py", "--config", CONFIG, "--allow-uncommitted"]
+        command += ["--nodes=2", "--gpus-per-node=0", *words, f"run.dir={run_dir}", "run.name=run"]
         options: dict[str, Any] = {"cwd": REPOSITORY, "env": cluster.environment}
         submitted = subprocess.run(command, capture_output=True, text=True, **options)
         assert submitted.returncode == 0, submitted.stderr

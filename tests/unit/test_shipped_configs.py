@@ -21,6 +21,7 @@ LONGER = ["gsa_1.7b_4k_to_32k.yaml", "gsa_1.7b_32k_to_128k.yaml"]
 def test_shipped_configs_need_only_their_data(name):
     config = load_config(CONFIGS / name, world_size=8, need_data=False)
     assert config.run.name == name.removesuffix(".yaml")
+    assert config.data.attend_across_documents == (config.train.seq_len_tokens > 8192)
     missing = {line.split(" = ")[0] for line in check_data(config.data)}
     assert missing <= {"data.train_dir", "data.validation_dir", "data.tokenizer"}
 

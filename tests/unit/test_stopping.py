@@ -115,13 +115,8 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no handler of Python's run
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
     """Forked readers, which also get the signal, do not count."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUSY],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True, **pipes)
     try:
         assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
         os.killpg(process.pid, signal.SIGINT)

@@ -324,36 +324,16 @@ def test_files_damaged_further_on_and_other_requests_of_a_rank_are_refused(place
         shared_tasks(config, tokenizer, single_rank())
 
 
-RECORD = {
-    "event": "tasks",
-    "step": 4,
-    "phase": "sparse",
-    "tokens": 40,
-    "eval_accuracy": {"colours_rc": 0.25},
-    "eval_bits_per_byte": {"colours_rc": 1.5, "gold_bpb": 2.5},
-    "eval_seconds": 3.0,
-    "eval_time_share": 0.01,
-}
-
-
-def test_where_scores_go(tmp_path: Path) -> None:
-    assert to_scalars(RECORD) == {
-        "eval/accuracy/colours_rc": 0.25,
-        "eval/bits_per_byte/colours_rc": 1.5,
-        "eval/bits_per_byte/gold_bpb": 2.5,
-        "eval/seconds": 3.0,
-        "eval/time_share": 0.01,
-    }
-    said: list[str] = []
-    progress = Progress(10, interactive=False)
-    progress.message = said.append
-    progress.show(RECORD)
-    assert [line.split("sparse")[1].split() for line in said] == [
-        ["colours_rc", "accuracy", "0.2500", "bits", "per", "byte", "1.5000"],
-        ["gold_bpb", "bits", "per", "byte", "2.5000"],
-    ]
+def test_where_scores_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"event": "tasks", "step": 4, "phase": "sparse", "tokens": 40, "eval_seconds": 3.0}
+    record |= {"eval_accuracy": {"rc": 0.25}, "eval_bits_per_byte": {"rc": 1.5, "gold_bpb": 2.5}}
+    scalars = {"eval/accuracy/rc": 0.25, "eval/bits_per_byte/rc": 1.5, "eval/bits_per_byte/gold_bpb": 2.5}
+    assert to_scalars(record) == {**scalars, "eval/seconds": 3.0}
+    Progress(10, interactive=False).show(record)
+    said = [" ".join(line.split("sparse")[1].split()) for line in capsys.readouterr().out.splitlines()]
+    assert said == ["rc accuracy 0.2500 bits per byte 1.5000", "gold_bpb bits per byte 2.5000"]
     steps = [{"step": step, "phase": "sparse", "loss": 5.0, "tokens": 10 * step} for step in (2, 4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, RECORD]))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, record]))
     page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
     assert '<h2 id="eval">Tasks</h2>' in page
     assert "gold_bpb" in page

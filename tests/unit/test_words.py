@@ -33,10 +33,8 @@ REFUSED = {
 # Real uses: an earlier value of a field, texts of a probe and of a request, this file's table.
 ALLOWED = [("gsa_train/config/other_names.py", "anew"), ("tests/unit/test_config.py", "anew")]
 ALLOWED += [("gsa_eval/convert/tokenizer.py", "behind")]
-ALLOWED += [
-    ("tests/helpers/request_files.py", "of which"),
-    *(("tests/unit/test_words.py", each) for each in REFUSED),
-]
+ALLOWED += [("tests/helpers/request_files.py", "of which")]
+ALLOWED += [("tests/unit/test_words.py", each) for each in REFUSED]
 # A line break, a comment mark or the quotes of two joined strings may separate the words.
 PATTERNS = {
     words: re.compile(
@@ -57,12 +55,9 @@ def refused_words(path: str, text: str) -> list[str]:
 
 
 def test_covered_folders_use_the_fields_words() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *COVERED], cwd=ROOT, capture_output=True, check=True, text=True
-    )
-    files = [
-        path for path in listed.stdout.split("\0") if path.endswith((".py", ".md", ".yaml", ".sh", ".toml"))
-    ]
+    command = ["git", "ls-files", "-z", *COVERED]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    files = [path for path in listed if path.endswith((".py", ".md", ".yaml", ".sh", ".toml"))]
     assert len(files) > 300
     found = [line for path in files for line in refused_words(path, (ROOT / path).read_text())]
     assert not found, "\n".join(found)
