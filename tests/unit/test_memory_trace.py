@@ -112,24 +112,20 @@ NIGHTLY = CASES.keys() - {"one rank", "recompute full", "first stage of 2", "las
 # large that all scores are kept.
 SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "whole": (0, 131072, []),
-    "last half": (65536, 131072, []),
     "last": (122880, 131072, []),
-    "middle": (57344, 65536, []),
     "first": (0, 32768, []),
     "small budgets": (98304, 131072, ["gsa.k_max=1024", "gsa.k_base=512"]),
-    "large budgets": (98304, 131072, ["gsa.k_max=16384"]),
     "all of few keys": (98304, 131072, ["gsa.dense_below=6000"]),
     "shared": (0, 131072, SHARED),
     "shared, large budgets": (0, 131072, [*SHARED, "gsa.k_max=16384"]),
     "shared, 512K tokens": (0, 524288, [*SHARED, "train.seq_len_tokens=524288"]),
 }
 
+LISTED = [*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered"]
 # Cases of one rank, whose second step must leave the same memory as the first.
 TWO_STEPS: dict[str, list[str]] = {
     "two steps, recompute full": ["train.recompute=full"],
-    "two steps over shared lists, recompute selective": [
-        *(*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered", "train.recompute=selective")
-    ],
+    "two steps over shared lists, recompute selective": [*LISTED, "train.recompute=selective"],
 }
 
 

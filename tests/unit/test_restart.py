@@ -67,11 +67,7 @@ def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environ
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"ab\n",
-        b"ab\n100.0\n",
-        b"ab\n100.0\n8d5a7c0",
-        b"ab\n100.0\n00000000\n",
+        *(b"", b"ab\n", b"ab\n100.0\n", b"ab\n100.0\n8d5a7c0", b"ab\n100.0\n00000000\n"),
         b"\xff\n100.0\n00000000\n",
         b"\x0e100.0\n12345678\n",  # a job without a name, with a wrong bit in the first byte
     ],

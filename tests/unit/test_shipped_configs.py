@@ -55,20 +55,18 @@ def test_the_fast_models_differ_from_the_paper_in_their_selection_alone(fast):
 
 @pytest.mark.parametrize("size", ["1.7b", "7b", "moe_15b_a2b"])
 def test_the_four_models_differ_where_the_paper_says(size):
-    configs = [load_config(CONFIGS / f"{name}_{size}.yaml") for name in MODELS]
-    found = [(c.gsa.attention, c.gsa.value_gate, c.gsa.output_gate) for c in configs]
-    assert found == [
-        *(("sparse", True, True), ("dense", False, False)),
-        *(("sparse", False, False), ("dense", True, True)),
-    ]
-    gsa, _, sparse_only, _ = (config.gsa for config in configs)
-    assert (gsa.indexer_activation, gsa.adaptive_k) == ("sigmoid", "inverse")
-    assert (sparse_only.indexer_activation, sparse_only.adaptive_k) == ("relu", "off")
-    for config in configs:
+    attention = {"gsa": "sparse", "standard": "dense", "sparse_only": "sparse", "gated_only": "dense"}
+    configs = {name: load_config(CONFIGS / f"{name}_{size}.yaml") for name in MODELS}
+    gsa, sparse_only = configs["gsa"], configs["sparse_only"]
+    assert (gsa.gsa.indexer_activation, gsa.gsa.adaptive_k) == ("sigmoid", "inverse")
+    assert (sparse_only.gsa.indexer_activation, sparse_only.gsa.adaptive_k) == ("relu", "off")
+    for name, config in configs.items():
+        assert config.gsa.attention == attention[name]
+        assert config.gsa.value_gate == config.gsa.output_gate == (name in ("gsa", "gated_only"))
         for section in ("model", "moe", "train", "parallel"):
-            assert getattr(config, section) == getattr(configs[0], section)
+            assert getattr(config, section) == getattr(gsa, section)
         trained = [phase.steps for phase in config.phases if phase.train == "all"]
-        assert trained == [configs[0].phases[-1].steps]
+        assert trained == [gsa.phases[-1].steps]
 
 
 def test_the_mixture_of_experts_has_the_size_of_the_published_one():

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -236,14 +235,13 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     environment = child_environment({"CUDA_VISIBLE_DEVICES": "3,5", "HOME": "/h"}, ["5"], Path("/notes"))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["HOME"]) == ("5", "/h")
     wide = dataclasses.replace(scripted(study.runs[0], FINISH), devices=4)
-    for there, names, is_right in (
-        *((2, "0,2", False), (0, "0", False), (None, "-1", False), (2, "x", False), (2, "one", False)),
-        *((2, "1,0", True), (None, "7", True), (2, "GPU-0a,MIG-0b", True)),
-    ):
+    for there, names in ((2, "0,2"), (0, "0"), (None, "-1"), (2, "x"), (2, "one")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
-        wrong = pytest.raises(StudyError, match=f"--gpus {names}: .* is no GPU of this machine")
-        with nullcontext() if is_right else wrong:
+        with pytest.raises(StudyError, match=f"--gpus {names}: .* is no GPU of this machine"):
             check_devices([], names.split(","))
+    for there, names in ((2, "1,0"), (None, "7"), (2, "GPU-0a,MIG-0b")):
+        monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
+        check_devices([], names.split(","))
     for gpus in ([], [wide]):
         check_devices(gpus, None)
     with pytest.raises(StudyError, match="one-seed1 needs 4 GPUs"):

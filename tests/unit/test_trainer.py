@@ -57,21 +57,21 @@ def full_disk() -> Iterator[Callable[[], None]]:
 def run_of(
     folder: Path, log: Callable[[dict[str, Any]], None] = lambda record: None, **fields: Any
 ) -> Iterator[Any]:
-    """Yield a run at step 3 whose saves have these fields of the config, and a function that takes a save function."""
+    """Yield what a save takes: a run at step 3, its phase and optimizer. `fields` are of `checkpoint`."""
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     (phase_range,) = phase_ranges(config.phases)
     saver = CheckpointSaver(folder, CheckpointConfig(**fields), single_rank())
     run = tiny_run(config, model, saver=saver, step=3, sinks=Mock(log=log))
-    yield run, lambda save_now: save_now(run, phase_range, optimizer)
+    yield run, phase_range, optimizer
     saver.close()
 
 
 def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = []
-    with run_of(tmp_path, records.append) as (run, call):
-        call(save)
+    with run_of(tmp_path, records.append) as (run, *phase):
+        save(run, *phase)
         assert run.services.saver.durable_step is None
         run.state.step = 4
         assert newest_save(run) == 3
@@ -79,9 +79,9 @@ def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> 
 
 
 def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path, full_disk):
-    with run_of(tmp_path, retry_after_steps=2) as (run, call):
+    with run_of(tmp_path, retry_after_steps=2) as (run, *phase):
         full_disk()
-        call(save)
+        save(run, *phase)
         saver = run.services.saver
         (failed,) = saver.ended(now=4, wait=True)
         assert failed.error is not None
@@ -104,16 +104,16 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(
 
     waits: list[float] = []
     monkeypatch.setattr(saves, "time", Mock(sleep=waits.append))
-    with run_of(tmp_path, log, save_retries=12) as (run, call):
+    with run_of(tmp_path, log, save_retries=12) as (run, *phase):
         full_disk()
-        call(save_the_end)
+        save_the_end(run, *phase)
         assert run.services.saver.durable_step == 3
         assert (tmp_path / "latest").read_text() == "step_00000003"
         assert events == ["checkpoint_failed", "checkpoint"]
         run.state.step, waits[:] = 4, []
         full_disk()
         with pytest.raises(CheckpointError, match=r"13 saves in a row failed .* of step 3\."):
-            call(save_the_end)
+            save_the_end(run, *phase)
         assert waits[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
         assert max(waits) <= 0.5 * 60 * run.config.parallel.timeout_minutes
 
