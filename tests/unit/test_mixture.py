@@ -39,12 +39,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(text: Path, weights: dict[str, float], packing: str = "best_fit") -> Config:
     data = {"train_dir": str(text), "tokenizer": str(TOKENIZER), "num_lanes": 2, "packing_pool_documents": 8}
-    return tiny_config(
-        [SPARSE],
-        model={"vocab_size": 4096},
-        data={**data, "source_weights": weights, "packing": packing},
-        logging={"every_steps": 1},
-    )
+    data |= {"source_weights": weights, "packing": packing}
+    return tiny_config([SPARSE], model={"vocab_size": 4096}, data=data, logging={"every_steps": 1})
 
 
 def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:

@@ -55,12 +55,8 @@ PHASES = {
 def test_each_parameter_steps_at_its_own_rate_and_only_matrices_decay(name: str, sharded: bool) -> None:
     """Adam's first step has a closed form: lr * g / (|g| + eps)."""
     phase, eps = PHASES[name], 1e-3
-    config = tiny_config(
-        [phase],
-        gsa={"indexer_temperature": "learned"},
-        train={"weight_decay": DECAY, "adam_epsilon": eps},
-        parallel={"distributed_optimizer": sharded},
-    )
+    train, parallel = {"weight_decay": DECAY, "adam_epsilon": eps}, {"distributed_optimizer": sharded}
+    config = tiny_config([phase], gsa={"indexer_temperature": "learned"}, train=train, parallel=parallel)
     batches = random_batches(config)
     _, gradients = step_gradients(tiny_model(config), phase, batches, config)
     model = tiny_model(config)
@@ -87,10 +83,8 @@ def test_each_parameter_steps_at_its_own_rate_and_only_matrices_decay(name: str,
 @SHARDED
 def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) -> None:
     clip = 0.01
-    config = tiny_config(
-        train={"weight_decay": 0.0, "adam_epsilon": 1.0, "grad_clip": clip},
-        parallel={"distributed_optimizer": sharded},
-    )
+    train = {"weight_decay": 0.0, "adam_epsilon": 1.0, "grad_clip": clip}
+    config = tiny_config(train=train, parallel={"distributed_optimizer": sharded})
     batches = random_batches(config)
     unclipped, gradients = step_gradients(tiny_model(config), SPARSE, batches, tiny_config())
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
@@ -209,10 +203,8 @@ def test_closed_optimizer_is_freed(overlap: bool, precision: str, sharded: bool)
 @SHARDED
 def test_gradients_in_bf16_are_those_in_fp32_rounded(sharded: bool) -> None:
     def step(dtype: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        config = tiny_config(
-            parallel={"distributed_optimizer": sharded, "grad_reduce_dtype": dtype},
-            train={"precision": "bf16"},
-        )
+        parallel = {"distributed_optimizer": sharded, "grad_reduce_dtype": dtype}
+        config = tiny_config(parallel=parallel, train={"precision": "bf16"})
         model = tiny_model(config, variance_ema=0.02)
         optimizer = build_optimizer(model, SPARSE, config)
         result = take_step(model, optimizer, random_batches(config), config, lr=1e-3)

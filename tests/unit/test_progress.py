@@ -17,21 +17,9 @@ from gsa_data.source_weights import check_known
 from gsa_train.metrics.progress import Progress
 from gsa_train.validation.perplexity import describe
 
-RECORD = {
-    "step": 120,
-    "phase": "warm-up",
-    "loss": 5.1234,
-    "indexer_kl": 0.5123,
-    "grad_norm": 0.87,
-    "lr": 3e-4,
-}
-RECORD |= {
-    "recall": 0.412,
-    "random_recall": 0.38,
-    "tokens_per_second": 12345.0,
-    "mfu": None,
-    "data_wait": 0.004,
-}
+RECORD = {"step": 120, "phase": "warm-up", "loss": 5.1234, "indexer_kl": 0.5123, "recall": 0.412}
+RECORD |= {"random_recall": 0.38, "grad_norm": 0.87, "lr": 3e-4, "tokens_per_second": 12345.0}
+RECORD |= {"mfu": None, "data_wait": 0.004}
 EMPTY = dict.fromkeys(RECORD) | {"step": 121, "phase": "sparse"}
 
 

@@ -42,12 +42,8 @@ def write_text(folder: Path, word: str, bad_lines: int = 0) -> str:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    data = {
-        "train_dir": write_text(tmp_path / "old", "old", bad_lines=1),
-        "tokenizer": str(SAMPLE / "tokenizer.model"),
-        "num_lanes": 4,
-        "max_bad_line_fraction": 0.1,
-    }
+    data = {"tokenizer": str(SAMPLE / "tokenizer.model"), "num_lanes": 4, "max_bad_line_fraction": 0.1}
+    data["train_dir"] = write_text(tmp_path / "old", "old", bad_lines=1)
     return dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, **data))
 
 

@@ -196,11 +196,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
     appended = name in ("starts.jsonl", "goodput.jsonl", "metrics.jsonl") and leads == "symbolic"
     locked = name == FILE and "tmp" not in leads
     if appended or locked:
-        why = (
-            "a hard link to another file; delete"
-            if leads == "hard"
-            else "a link, and a run writes plain files"
-        )
+        why = "a hard link to another file; delete" if leads == "hard" else "a link, and a run writes plain"
         with pytest.raises(RunFolderError, match=f"it is {why}.*/run/{name}'"):
             lock.take() if locked else open_at(6, config)
         assert (run / "summary.json").read_text() == '{"steps": 6}'  # nothing has changed
