@@ -126,17 +126,6 @@ def test_where_all_are_damaged_nothing_starts_at_step_0_unasked(config: Config) 
     assert start_of(config, no_resume=True) == Start()
 
 
-@pytest.mark.parametrize("by_folder", [True, False], ids=["step_*", "run folder"])
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_folder: bool) -> None:
-    newest = checkpoints_of(config) / "step_00000006"
-    cut(newest)
-    before = names_in(checkpoints_of(config))
-    with pytest.raises(ResumeError, match=r"step_00000006 is damaged: __0_0\.distcp has .* Give another"):
-        start_of(config, resume_from=str(newest if by_folder else checkpoints_of(config).parent))
-    assert names_in(checkpoints_of(config)) == before
-    assert start_of(config, resume_from=str(checkpoints_of(config) / "step_00000004")).step == 4
-
-
 def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):
     is_dir = Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda path: path.name != "step_00000006" and is_dir(path))

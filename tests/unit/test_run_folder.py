@@ -22,7 +22,6 @@ from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run_folder import lock as run_lock
 from gsa_train.run_folder.lock import FILE, RunFolderError, RunLock
 from gsa_train.run_folder.resume import Start
-from gsa_train.run_folder.starts import read_starts
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
 
@@ -144,13 +143,6 @@ def test_what_changed_since_the_checkpoint_is_said(config, capsys):
         said = capsys.readouterr().out
         assert ("nothing is traced" in said) is is_said
         assert "changed since" not in said
-
-
-def test_a_start_after_a_line_that_a_full_disk_cut_off(config: Config, run_dir: Path) -> None:
-    (run_dir / "starts.jsonl").write_text('{"unix_seconds": 1.0, "step": 0}\n{"unix_sec')
-    for step in (6, 8):
-        open_at(step, config)
-    assert [start["step"] for start in read_starts(run_dir)] == [0, 6, 8]
 
 
 @pytest.mark.parametrize("writer", ["note_start", "write_atomically", "open_sinks"])

@@ -103,14 +103,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (metric(source="summary", at_tokens=[5]), "metrics.0.source = summary"),
     (metric(statistic="max", equal_time=True), "metrics.0.statistic = max"),
     (metric(source="evaluation"), "the study evaluates nothing"),
-    (
-        {**metric(source="evaluation", evaluations=["a"]), **evaluation()},
-        "metrics.0.evaluations = a: the study has no such evaluation",
-    ),
-    (
-        metric(at_tokens=[10_000_000, 20_000_000, 10_010_000]),
-        "metrics.0.at_tokens = [10000000, 20000000, 10010000]: two of them are 10M in",
-    ),
+    ({**metric(source="evaluation", evaluations=["a"]), **evaluation()}, "metrics.0.evaluations = a: the"),
+    (metric(at_tokens=[10_000_000, 20_000_000, 10_010_000]), "10010000]: two of them are 10M in"),
     (evaluation(k_base=[0]), "evaluations.0.k_base = 0: below 1"),
     (evaluation(arms=["on"]), "evaluations.0.arms = on: the study has no such arm"),
     (evaluation(validation=True), "evaluations.0.validation = true: the run's sets are scored beside tasks"),

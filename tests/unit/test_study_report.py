@@ -106,9 +106,8 @@ def compared(tmp_path: Path) -> Study:
         pace = 1.0 if run.arm == "one" else 2.0
         offset = offsets.get(run.name)
         last = 10 if offset is not None else 6
-        records = [
-            record(step, 20.0 - step + (offset or 0.0), pace, recall=0.5) for step in range(2, last + 1, 2)
-        ]
+        first = 20.0 + (offset or 0.0)
+        records = [record(step, first - step, pace, recall=0.5) for step in range(2, last + 1, 2)]
         log_run(run, records, None if offset is None else {"val_loss": 8.0 + offset})
     return study
 
@@ -125,9 +124,8 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert [column.is_timing for column in results.columns] == [False, False, True, False, False]
     assert set(unknown.values.values()) == {None}
     assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
-    assert [each.state for each in results.runs] == [
-        "finished", "finished", "finished", "failed: exit code 1: out of memory",
-    ]  # fmt: skip
+    states = ["finished"] * 3 + ["failed: exit code 1: out of memory"]
+    assert [each.state for each in results.runs] == states
     said = "\n".join(notes(results))
     assert "1 of 4 runs are not finished and in no mean: two-seed2" in said
     assert "No run has recal (at 2.56k tokens); did you mean recall?" in said
@@ -152,10 +150,8 @@ def test_differences_of_arms_match_their_seeds(compared: Study, tmp_path: Path) 
     log_run(last, [record(step, 20.0 - step, 2.0) for step in range(2, 11, 2)], {"val_loss": 9.25})
     results = read_results(compared, {})
     # At 5 steps two-seed1 has 15.5 for 15, two-seed2 15 for 16.
-    assert seed_rows(results) == [
-        ["arm", "seeds", f"{results.columns[0].title}, less one"],
-        ["two", "2", "-0.2 ± 1.1"],
-    ]
+    head = ["arm", "seeds", f"{results.columns[0].title}, less one"]
+    assert seed_rows(results) == [head, ["two", "2", "-0.2 ± 1.1"]]
     assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
     (line,) = close_lines(results)
     assert line.endswith(", seed by seed: one and two (0.2 ± 1.1 over 2 seeds).")
@@ -177,11 +173,9 @@ def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path)
 
 
 def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
-    metrics: list[dict[str, Any]] = [
-        {"key": f"data.text.loss_by_position.{place}", "source": "evaluation"}
-        for place in ("1.loss", "7.loss")
-    ]
-    metrics[1]["evaluations"] = ["end"]
+    key = "data.text.loss_by_position"
+    metrics = [{"key": f"{key}.1.loss", "source": "evaluation"}]
+    metrics.append({"key": f"{key}.7.loss", "source": "evaluation", "evaluations": ["end"]})
     evaluations = [{"name": "end"}, {"name": "more"}]
     study = load(tmp_path, seeds=[1], evaluations=evaluations, metrics=metrics)
     run = study.runs[0]

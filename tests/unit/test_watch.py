@@ -200,24 +200,20 @@ def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
     on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
     output = run_script(command, tmp_path / "log", ranks=1, launcher="python", environment=on_cpus)
     assert json.loads(output.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
-    told = {
-        case: (tmp_path / "cases" / case / "rank_0.err").read_text()
-        for case in ("before", "between", "never")
-    }
+    cases = tmp_path / "cases"
+    told = {case: (cases / case / "rank_0.err").read_text() for case in ("before", "between", "never")}
 
-    (report,) = (tmp_path / "cases" / "before" / "faults").glob(f"*/{REPORT}")
+    (report,) = (cases / "before" / "faults").glob(f"*/{REPORT}")
     assert report.read_text() in told["before"]
     assert "Frozen or gone (not even a heartbeat): 1" in told["before"]
     assert f"  {ALL_SAFE}\n" in report.read_text()
-    hang = newest_hang(tmp_path / "cases" / "before" / "faults", 0.0)
+    hang = newest_hang(cases / "before" / "faults", 0.0)
     assert "ending after step 7" in hang.split("; rank 1 on ")[1]
 
-    assert (
-        f"it could not leave its process group within 2 s; a peer hangs; stacks: {tmp_path}"
-        in told["between"]
-    )
+    said = f"it could not leave its process group within 2 s; a peer hangs; stacks: {tmp_path}"
+    assert said in told["between"]
     assert told["between"].endswith(f"; {ALL_SAFE}\n")
-    (stacks,) = (tmp_path / "cases" / "between" / "faults").glob("*/rank_00000.txt")
+    (stacks,) = (cases / "between" / "faults").glob("*/rank_00000.txt")
     assert "leave_world" in stacks.read_text()
 
     assert told["never"] == ""

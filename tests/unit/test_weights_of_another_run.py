@@ -113,21 +113,6 @@ def test_another_length_base_and_budget(trained: Trained) -> None:
         assert torch.equal(mine.variance.ema, other.variance.ema)
 
 
-def test_a_dense_model_gets_gates_and_an_indexer(trained: Trained, caplog: pytest.LogCaptureFixture) -> None:
-    folder, dense = trained(tiny_config([DENSE], gsa=DENSE_MODEL))
-    caplog.set_level("INFO", logger="gsa_train")
-    config = tiny_config([SPARSE])
-    fresh, loaded = named_weights(tiny_model(config)), named_weights(start(folder, config))
-    old = named_weights(dense)
-    assert 0 < len(old) < len(loaded)
-    for name, weight in loaded.items():
-        assert torch.equal(weight, old.get(name, fresh[name])), name
-    assert any(not torch.equal(loaded[name], fresh[name]) for name in old)
-    new = len(loaded) - len(old) + config.model.num_layers  # and the moving averages
-    assert f"{new} weights are new" in caplog.text
-    assert "the run begins at step 0" in caplog.text
-
-
 def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
     """Map parameters with a separate fp32 weight to this weight, flat."""
     names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
