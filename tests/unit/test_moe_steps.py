@@ -66,6 +66,20 @@ def test_the_indexer_warm_up_and_validation_leave_the_base_and_the_routers_alone
     close_optimizer(model, optimizer)
 
 
+@BOTH
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_changes_nothing(moe: dict[str, Any], recompute: str) -> None:
+    found = []
+    for how in ("none", recompute):
+        config = tiny_config(moe=moe, train={"recompute": how})
+        model = tiny_model(config)
+        result, gradients = step_gradients(model, SPARSE, random_batches(config), config)
+        found.append((result.loss_sum.item(), gradients, balances(model)))
+    (loss, gradients, held), (other_loss, other_gradients, other_held) = found
+    assert (loss, held) == (other_loss, other_held)
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
 # --- losses of the router: means over the tokens of the global batch, times their coefficients --------------
 
 LOADS = torch.tensor([0.3, 0.05, 0.05, 0.1, 0.2, 0.1, 0.15, 0.05])

@@ -38,7 +38,7 @@ def test_plain_line(capsys):
 
 
 def test_columns_stay_in_place_without_values(capsys):
-    progress = Progress(600, interactive=False)
+    progress = Progress(600)  # a pipe is not a terminal
     progress.show(RECORD)
     progress.show(EMPTY)
     progress.show(RECORD | {"loss": math.nan, "grad_norm": math.inf, "tokens_per_second": math.nan})

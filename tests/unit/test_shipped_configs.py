@@ -69,6 +69,13 @@ def test_the_four_models_differ_where_the_paper_says(size):
         assert trained == [gsa.phases[-1].steps]
 
 
+@pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
+def test_powers_of_2_of_gpus_are_accepted(name):
+    for gpus in (8, 16, 64, 128, 256):
+        overrides = ["train.micro_batch_size=1"]
+        load_config(CONFIGS / f"{name}.yaml", overrides, world_size=gpus, need_data=False)
+
+
 def test_the_mixture_of_experts_has_the_size_of_the_published_one():
     """arXiv 2505.06708 has 15B parameters, 2.54B of them active, 128 experts, top 8."""
     config = load_config(CONFIGS / "standard_moe_15b_a2b.yaml", world_size=8, need_data=False)

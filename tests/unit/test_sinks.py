@@ -257,3 +257,12 @@ def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tm
     log_late(5)
     log.close(0)
     assert logged() == [*expected, (5, None), (5, "warning")]
+
+
+def test_where_nothing_is_written_late_records_are_made_all_the_same():
+    made = []
+    log = RunLog(None, None, None, writes_late=True)
+    log.log_late(lambda: made.append(1))
+    assert made == []
+    log.write_late()
+    assert made == [1]

@@ -249,6 +249,15 @@ def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> N
     assert list(of_one.values.values()) == [1.0, 3.0]
 
 
+def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
+    dense = {"gsa.attention": "dense", "phases": [{"name": "dense", "steps": 10, "attention": "dense"}]}
+    arms = [{"name": "dense", "set": dense}, {"name": "two"}]
+    evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
+    metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
+    study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
+    assert [column.title for column in read_results(study, {}).columns] == ["loss, k-k8", "loss, k-k16"]
+
+
 def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
     study = load(tmp_path, arms=[{"name": "one"}, {"name": "two"}, {"name": "three", "seeds": [1]}])
     log_run(study.runs[0], [record(10, 1.0)], {})
