@@ -114,7 +114,9 @@ def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Te
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=["sparse", "warm-up"])
 @pytest.mark.parametrize("why", ["spike", "nan"])
-def test_an_update_left_out_leaves_no_trace(phase, precision, sharded, why):
+def test_an_update_left_out_leaves_no_trace(
+    phase: PhaseConfig, precision: str, sharded: bool, why: str
+) -> None:
     """Weights, moments, step counts and variance averages keep their bits, so the next step is as without the batch."""
     config = tiny_config([phase], train={"precision": precision}, parallel={"distributed_optimizer": sharded})
     model, never = tiny_model(config), tiny_model(config)

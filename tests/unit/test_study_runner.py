@@ -234,7 +234,11 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     environment = child_environment({"CUDA_VISIBLE_DEVICES": "3,5", "HOME": "/h"}, ["5"], Path("/notes"))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["HOME"]) == ("5", "/h")
+    monkeypatch.setattr(processes, "count_gpus", lambda: 8)
     wide = dataclasses.replace(scripted(study.runs[0], FINISH), devices=4)
+    check_devices([wide], None)
+    with pytest.raises(StudyError, match="one-seed1 needs 4 GPUs"):
+        check_devices([wide], ["0", "1"])
     for there, names in ((2, "0,2"), (0, "0"), (None, "-1"), (2, "x"), (2, "one")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
         with pytest.raises(StudyError, match=f"--gpus {names}: .* is no GPU of this machine"):
@@ -242,10 +246,7 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     for there, names in ((2, "1,0"), (None, "7"), (2, "GPU-0a,MIG-0b")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
         check_devices([], names.split(","))
-    for gpus in ([], [wide]):
-        check_devices(gpus, None)
-    with pytest.raises(StudyError, match="one-seed1 needs 4 GPUs"):
-        check_devices([wide], ["0", "1"])
+    check_devices([], None)
     assert command.gpus_at_hand("none") is None
     assert command.gpus_at_hand("1,0") == ["1", "0"]
     with pytest.raises(StudyError, match="--gpus 1,1: name each GPU once"):
