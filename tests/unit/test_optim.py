@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from gsa_train.config import PhaseConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import (
     PhaseOptimizer,
