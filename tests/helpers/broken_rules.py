@@ -126,6 +126,20 @@ monitor.action=rewind ; checkpoint.every_steps=50 ->
     checkpoint.keep_last = 3 | monitor.rewind_min_steps = 100 | set it to 4
 train.iterations_to_skip=[20,21] -> train.iterations_to_skip.1 = 21 | no step of this run, which has 20
 train.iterations_to_skip=[3,0] -> train.iterations_to_skip.1 = 0 | no step
+phases.0.decay=wsd ; phases.0.decay_steps=11 -> phases.0.decay_steps = 11 | not between 1 and the 10 steps
+phases.0.decay_steps=3 -> phases.0.decay_steps = 3 | phases.0.decay = cosine has none | set phases.0.decay to wsd
+phases.0.decay_shape=1-sqrt -> phases.0.decay_shape = 1-sqrt | phases.0.decay = cosine has none
+phases.0.keep_optimizer=true -> phases.0.keep_optimizer = true | no phase precedes it | leave it out
+phases.1.keep_optimizer=true -> phases.1.keep_optimizer = true | phase trains indexer, this phase all
+evaluate.prompts=[a, ' '] -> evaluate.prompts.1 = ' ' | empty
+evaluate.prompts=[a] ; evaluate.prompt_tokens=0 -> evaluate.prompt_tokens = 0 | below 1
+evaluate.prompts=[a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a] ; evaluate.prompt_tokens=60 ->
+    evaluate.prompt_tokens = 60 | with 20 | set it to 51
+evaluate.tasks=[./a, ' '] -> evaluate.tasks.1 = ' ' | empty
+evaluate.tasks_every_steps=5 -> evaluate.tasks_every_steps = 5 | there are no evaluate.tasks
+evaluate.tasks=[./a] ; evaluate.tasks_every_steps=-1 -> evaluate.tasks_every_steps = -1 | negative
+evaluate.tasks_max_time_percent=0 -> evaluate.tasks_max_time_percent = 0.0 | no share
+monitor.recheck_every_steps=-1 -> monitor.recheck_every_steps = -1 | negative
 monitor.recheck_every_steps=10 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
     monitor.recheck_every_steps | gsa.dense_attention = cudnn | bit for bit | auto
 monitor.recheck_spikes=true ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->

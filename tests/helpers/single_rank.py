@@ -17,7 +17,7 @@ from gsa_train.distributed.parallel import Parallel, init_parallel
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
-from gsa_train.reliability.monitor.spikes import SpikeDetector
+from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.step import StepResult, Training, train_step
 
 EOS = 0
@@ -111,6 +111,14 @@ def take_step(
     detector = detector or SpikeDetector(config.monitor, single_rank().device)
     training = Training(model, optimizer, config, single_rank(), detector, hold_update=hold_update)
     return train_step(training, batches, lr, step, measures=measures)
+
+
+class LeavesOut(SpikeDetector):
+    """Applies no update, as if each step were a spike."""
+
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
+        verdict = super().judge(loss, grad_norm, grad_clip)
+        return verdict._replace(applied=torch.zeros_like(verdict.applied))
 
 
 def step_gradients(

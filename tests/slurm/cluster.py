@@ -61,20 +61,12 @@ class Cluster:
         (self.folder / "state").mkdir()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
-        conf = CONF.format(
-            host=socket.gethostname().partition(".")[0],
-            user=getpass.getuser(),
-            folder=self.folder,
-            port=ports[0],
-            port1=ports[1],
-            port2=ports[2],
-        )
+        places = dict(zip(("port", "port1", "port2"), ports, strict=True))
+        host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+        conf = CONF.format(host=host, user=user, folder=self.folder, **places)
         (self.folder / "slurm.conf").write_text(conf)
-        files = ["key-file=munge.key", "socket=munge.socket", "pid-file=munge.pid"]
-        files += ["log-file=munge.log", "seed-file=munge.seed"]
-        options = [
-            f"--{name}={self.folder / file}" for name, _, file in (each.partition("=") for each in files)
-        ]
+        options = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        options.append(f"--socket={self.folder}/munge.socket")
         self._run("munged", "munged", "--foreground", "--force", *options)
         wait_for(lambda: (self.folder / "munge.socket").exists())
         self._run("slurmctld", "slurmctld", "-D", "-i")

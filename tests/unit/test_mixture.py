@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gsa_data.best_fit import COUNTERS
-from gsa_data.pack import FILLER, document_ids, loss_mask
+from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer
 from gsa_train.config import Config
 from gsa_train.data.batches import TrainBatches, to_micro_batch
@@ -30,24 +30,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write A and B in turn, of 2 to 40 words."""
     folder = tmp_path_factory.mktemp("text")
     for shard in range(2):
-        lines = [
-            json.dumps(
-                {"text": f"{n} " + "word " * (n * 7 % 39 + 1), "meta": {"redpajama_set_name": "AB"[n % 2]}}
-            )
-            for n in range(shard * 40, shard * 40 + 40)
-        ]
-        (folder / f"s{shard}.jsonl").write_text("\n".join(lines))
+        with (folder / f"s{shard}.jsonl").open("w") as file:
+            for n in range(shard * 40, shard * 40 + 40):
+                text, source = f"{n} " + "word " * (n * 7 % 39 + 1), "AB"[n % 2]
+                file.write(json.dumps({"text": text, "meta": {"redpajama_set_name": source}}) + "\n")
     return folder
 
 
 def config_of(text: Path, weights: dict[str, float], packing: str = "best_fit") -> Config:
     data = {"train_dir": str(text), "tokenizer": str(TOKENIZER), "num_lanes": 2, "packing_pool_documents": 8}
-    return tiny_config(
-        [SPARSE],
-        model={"vocab_size": 4096},
-        data={**data, "source_weights": weights, "packing": packing},
-        logging={"every_steps": 1},
-    )
+    data |= {"source_weights": weights, "packing": packing}
+    return tiny_config([SPARSE], model={"vocab_size": 4096}, data=data, logging={"every_steps": 1})
 
 
 def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:
@@ -56,7 +49,6 @@ def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:
     assert batch.tokens.tolist() == [[5, 6, EOS, 7, EOS, EOS, EOS]]
     assert batch.labels.tolist() == [[6, EOS, 7, EOS, EOS, EOS, EOS]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 0]]
-    assert batch.document_ids is not None
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 3]]
     assert to_micro_batch(blocks, EOS, True).loss_mask.tolist() == [[1, 1, 1, 1, 0, 0, 0]]
 
@@ -72,18 +64,6 @@ def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:
     assert batches[1].loss_mask.sum() == 2 * 8
 
 
-@pytest.mark.parametrize("across", [True, False])
-def test_batches_without_filler_are_as_they_were(across: bool) -> None:
-    blocks = random_blocks(tiny_config())
-    batch = to_micro_batch(blocks, EOS, across)
-    tokens = blocks[:, :-1].long()
-    assert torch.equal(batch.tokens, tokens)
-    assert torch.equal(batch.labels, blocks[:, 1:].long())
-    assert torch.equal(batch.loss_mask, loss_mask(tokens, EOS, across))
-    assert batch.loss_mask.dtype == torch.float32
-    assert across or torch.equal(batch.document_ids, document_ids(tokens, EOS))
-
-
 def steps(
     config: Config, first: int, last: int, state: dict[str, Any] | None
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -94,14 +74,8 @@ def steps(
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
-    run = tiny_run(
-        config,
-        model,
-        batches=batches,
-        tokenizer=tokenizer,
-        sinks=Mock(log=records.append),
-        step=first,
-    )
+    sinks = Mock(log=records.append)
+    run = tiny_run(config, model, batches=batches, tokenizer=tokenizer, sinks=sinks, step=first)
     run_phase(run, PhaseRange(0, phase, 0, last), optimizer)
     close_optimizer(model, optimizer)
     return records, batches.state()
@@ -115,9 +89,7 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
         by_source = record["data_tokens_by_source"]
         assert list(by_source) == ["(others)", "A", "B"]
         assert by_source["A"] == by_source["(others)"] == 0
-        assert by_source["B"] > record["tokens"] * (
-            1 - record["packing_filler_share"]
-        )  # This includes the pools.
+        assert by_source["B"] > record["tokens"] * (1 - record["packing_filler_share"])  # with the pools
         assert 0 <= record["packing_filler_share"] < 0.5
         assert 0 <= record["packing_cut_share"] <= 1
         assert record["packing_documents_per_block"] >= 1
@@ -140,8 +112,5 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
 def test_metrics_of_a_plain_run_match_before(text: Path) -> None:
     config = config_of(text, {}, packing="concatenate")
     totals = data_totals({"tokens of A": 5, "bad_json": 2, **dict.fromkeys(COUNTERS, 1)}, config.data)
-    assert data_metrics(totals) == {
-        "data_skipped_documents": 2,
-        "data_skipped_shards": 0,
-        "data_read_retries": 0,
-    }
+    counts = {"data_skipped_documents": 2, "data_skipped_shards": 0, "data_read_retries": 0}
+    assert data_metrics(totals) == counts

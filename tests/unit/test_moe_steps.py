@@ -1,17 +1,20 @@
-"""Tests steps of a mixture of experts: what changes its routers, and that a checkpoint contains it."""
+"""Tests steps of a mixture of experts: what changes its routers, and the gradients of their losses."""
 
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from gsa_data.pack import FILLER
 from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.moe.routing import balance_loss, expert_counts
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
+    DENSE,
     EOS,
     SPARSE,
     WARM_UP,
@@ -71,32 +74,57 @@ def test_recomputation_changes_nothing(moe: dict[str, Any], recompute: str) -> N
         config = tiny_config(moe=moe, train={"recompute": how})
         model = tiny_model(config)
         result, gradients = step_gradients(model, SPARSE, random_batches(config), config)
-        found.append((result.loss_sum, gradients, balances(model)))
+        found.append((result.loss_sum.item(), gradients, balances(model)))
     (loss, gradients, held), (other_loss, other_gradients, other_held) = found
-    assert torch.equal(loss, other_loss)
-    assert held == other_held
+    assert (loss, held) == (other_loss, other_held)
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
-def test_losses_of_the_router_do_not_depend_on_micro_batches() -> None:
-    """The order of micro-batches does not matter either, because the loads come from the previous step."""
-    gradients = []
-    for size in (1, 4):
-        config = tiny_config(
-            moe={**BALANCED, "balance_coeff": 1.0, "z_loss_coeff": 1.0}, train={"micro_batch_size": size}
-        )
-        model = tiny_model(config)
-        for router in model.routers:
-            router.loads.copy_(torch.linspace(0, 0.25, 8))
-        _, found = step_gradients(model, SPARSE, random_batches(config), config)
-        gradients.append({name: each for name, each in found.items() if ".router." in name})
-    for name, each in gradients[0].items():
-        torch.testing.assert_close(each, gradients[1][name], rtol=1e-5, atol=1e-6)
+# --- losses of the router: means over the tokens of the global batch, times their coefficients --------------
+
+LOADS = torch.tensor([0.3, 0.05, 0.05, 0.1, 0.2, 0.1, 0.15, 0.05])
+SIZES = {"experts": 8, "expert_ffn_hidden_size": 8, "first_dense_layers": 1}
+ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
-def test_no_experts_is_todays_model() -> None:
-    """The fields of experts do not reach a dense model: megatron-core's config is the default's."""
-    model = tiny_model(tiny_config())
-    assert model.mcore_config.num_moe_experts is None
-    assert model.mcore_config.moe_ffn_hidden_size is None
-    assert not any("expert" in name or "router" in name for name, _ in model.gpt.named_parameters())
+def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradient of the last layer's router, its weight, and its input, [T, d]."""
+    moe = {**SIZES, "balance_coeff": balance, "z_loss_coeff": z}
+    config = tiny_config([DENSE], moe=moe, train={"micro_batch_size": size})
+    model = tiny_model(config)
+    (router,) = model.routers
+    router.loads.copy_(LOADS)
+    weight, seen = router.weight.detach().clone(), []
+    router.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().flatten(0, 1)))
+    _, gradients = step_gradients(model, DENSE, random_batches(config), config)
+    return gradients[ROUTER], weight, torch.cat(seen)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_of_the_router_s_losses_match_the_definitions(size: int) -> None:
+    without, weight, hidden = gradient(0.0, 0.0, size)
+    weight.requires_grad_()
+    logits = hidden @ weight.T
+    balance = 8 * (logits.softmax(-1) * LOADS).sum(-1).mean()
+    z = logits.exp().sum(-1).log().square().mean()
+    of_balance, of_z = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (balance, z))
+    assert min(of_balance.abs().max(), of_z.abs().max()) > 0.01
+    found, _, _ = gradient(0.7, 0.0, size)
+    torch.testing.assert_close(found - without, 0.7 * of_balance, rtol=1e-4, atol=1e-6)
+    found, _, _ = gradient(0.0, 0.3, size)
+    torch.testing.assert_close(found - without, 0.3 * of_z, rtol=1e-4, atol=1e-6)
+
+
+def test_transformers_coefficient_is_another_one() -> None:
+    """transformers' coefficient is ours times top_k, of the means over all layers, as `moe.balance_coeff` says."""
+    layers, top_k = 3, 2
+    logits = torch.randn(500, 8)
+    scores = logits.softmax(-1)
+    loads = expert_counts(logits.topk(top_k).indices, 8) / (500 * top_k)
+    ours = balance_loss(scores, loads) / 500
+    theirs = load_balancing_loss_func((logits,) * layers, 8, top_k)
+    torch.testing.assert_close(theirs, top_k * ours)
+    of_all_layers = layers * ours
+    torch.testing.assert_close(1e-3 * theirs, 1e-3 * top_k / layers * of_all_layers)
+    even = torch.full((8,), 1 / 8)
+    torch.testing.assert_close(balance_loss(even[None], even), torch.tensor(1.0))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_train.arguments import Arguments
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
-from gsa_train.distributed.parallel import Parallel
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.optimizer.mcore import build_optimizer
-from gsa_train.phases import PhaseRange
+from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.reliability.monitor.layer_watch import LayerWatch
 from gsa_train.reliability.monitor.monitor import (
     READ_DELAY_STEPS,
@@ -19,13 +20,18 @@ from gsa_train.reliability.monitor.monitor import (
     Monitor,
     MonitorState,
     MonitorStop,
+    NotFinite,
     SpikeFound,
     state_of,
 )
 from gsa_train.reliability.monitor.spikes import Verdict
+from gsa_train.run.folder import open_run_folder
+from gsa_train.run_folder.job_start import note_job_start
+from gsa_train.run_folder.resume import choose_start
 from gsa_train.run_folder.rewind import rewind, skipped_steps, with_rewinds
+from gsa_train.run_folder.spike_stop import FILE, SpikeAhead, note_stop
 from helpers.checkpoints import write_checkpoint
-from helpers.single_rank import single_rank, tiny_config, tiny_model
+from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 SPAN = PhaseRange(1, PhaseConfig(name="sparse", steps=1000), 0, 1000)
 CPU = torch.device("cpu")
@@ -62,34 +68,16 @@ class Steps:
             self.step, Verdict(torch.tensor(applied), torch.tensor(row, dtype=torch.float32))
         )
 
-    def of(self, event: str) -> list[int]:
-        return [record["step"] for record in self.events if record["event"] == event]
-
 
 def test_a_verdict_is_read_at_a_fixed_step_whatever_has_arrived() -> None:
-    steps = Steps()
+    steps = Steps(action="skip")
     for kind in ".s.":
         steps.send(kind)
     steps.monitor.read(1)
     assert not steps.events
     steps.monitor.read(2)
-    assert steps.of("spike") == [2]
-
-
-def test_an_event_says_what_was_seen_and_done() -> None:
-    steps = Steps(action="skip")
-    steps.take(".s")
-    assert steps.events == [
-        {
-            "event": "spike",
-            "step": 2,
-            "phase": "sparse",
-            "signal": "loss",
-            "value": 9.0,
-            "threshold": 5.0,
-            "action": "skip",
-        }
-    ]
+    spike = {"event": "spike", "step": 2, "phase": "sparse", "signal": "loss", "value": 9.0}
+    assert steps.events == [{**spike, "threshold": 5.0, "action": "skip"}]
 
 
 def test_neighbouring_flags_are_one_spike() -> None:
@@ -101,27 +89,21 @@ def test_neighbouring_flags_are_one_spike() -> None:
     assert metrics["spikes_per_100k_steps"] == pytest.approx(1e5 * 2 / steps.step)
 
 
-def test_log_stops_only_for_what_is_not_finite() -> None:
-    steps = Steps(action="log")
-    steps.take("ssssssss")
-    assert steps.monitor.metrics()["skipped_updates"] == 0
-    with pytest.raises(MonitorStop, match=r"step 9: the loss is nan\. Nothing was saved after step 0"):
-        steps.take("n")
+STOPS = [
+    ({"action": "log"}, "ssssssss", "n", r"step 9: the loss is nan\. Nothing was saved after step 0"),
+    ({"action": "stop", "patience_steps": 3}, "ss.ss.sn.", "sss", r"step 12: .* 3 steps in a row"),
+    ({"action": "skip", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
+    ({"action": "lower_lr", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
+]
+"""Fields, steps that a run outlives, the steps after them, and what stops it."""
 
 
-def test_patience_counts_steps_in_a_row() -> None:
-    steps = Steps(action="stop", patience_steps=3)
-    steps.take("ss.ss.sn.")
-    with pytest.raises(MonitorStop, match=r"step 12: .* 3 steps in a row"):
-        steps.take("sss")
-
-
-@pytest.mark.parametrize("action", ["skip", "lower_lr"])
-def test_a_spike_that_does_not_end_ends_the_run(action: str) -> None:
-    steps = Steps(action=action, max_skips_in_a_row=7)
-    steps.take("ssssss.")
-    with pytest.raises(MonitorStop, match="7th step in a row"):
-        steps.take("sssssnn")
+@pytest.mark.parametrize(("fields", "before", "last", "said"), STOPS, ids=lambda each: str(each))
+def test_what_stops_a_run(fields: dict[str, Any], before: str, last: str, said: str) -> None:
+    steps = Steps(**fields)
+    steps.take(before)
+    with pytest.raises(MonitorStop, match=said):
+        steps.take(last)
 
 
 @pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
@@ -141,7 +123,6 @@ def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay
 
 def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
     found = Steps(action="rewind", patience_steps=3).take("...sns....")
-    assert found is not None
     assert (found.first_step, found.last_step, found.spikes) == (4, 6, 1)
 
 
@@ -149,6 +130,7 @@ def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing
     steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
     steps.take("." * 140 + "ss")
     steps.monitor.watch_layers(142, {"layer_max_activation": [1.0, 2.0]})
+    assert state_of({}) == MonitorState(), "of a checkpoint from before the monitor"
     saved = dataclasses.asdict(steps.monitor.state())
     again = Steps(state_of(saved), action="lower_lr")
     assert dataclasses.asdict(again.monitor.state()) == saved
@@ -162,12 +144,7 @@ def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing
     assert following.lr_factor(200) == 1
     state = following.state()
     assert (state.in_a_row, state.recent, state.layers) == (0, [], {})
-    assert state.detector is not None
     assert state.detector["steps"] == 0
-
-
-def test_a_checkpoint_from_before_the_monitor_starts_it_afresh() -> None:
-    assert state_of({}) == MonitorState()
 
 
 # --- rewinds ------------------------------------------------------------------------------------------------
@@ -176,21 +153,16 @@ SPIKE = SpikeFound(50, 52, "loss", 9.0, 5.0, 2)
 
 
 def test_the_batches_of_all_rewinds_and_of_the_user_are_left_out() -> None:
-    config = dataclasses.replace(
-        Config(), train=dataclasses.replace(Config().train, iterations_to_skip=[3, 20])
-    )
+    config = tiny_config(train={"iterations_to_skip": [3, 9]})
     rewinds = [{"first_skipped": 5, "last_skipped": 6}, {"first_skipped": 6, "last_skipped": 8}]
-    assert skipped_steps(config, rewinds) == {3, 5, 6, 7, 8, 20}
+    assert skipped_steps(config, rewinds) == {3, 5, 6, 7, 8, 9}
 
 
 def test_rewinds_are_bounded_and_need_an_old_checkpoint(tmp_path: Any) -> None:
-    parallel: Parallel = single_rank()
-    with pytest.raises(
-        MonitorStop, match=r"step 50: a spike \(loss 9\) after 3 rewinds \(monitor\.max_rewinds\)"
-    ):
-        rewind(SPIKE, tmp_path, [{}] * 3, Config(), parallel, 1000)
+    with pytest.raises(MonitorStop, match=r"step 50: a spike \(loss 9\) after 3 rewinds \(monitor\.max_rewi"):
+        rewind(SPIKE, tmp_path, [{}] * 3, Config(), single_rank(), 1000)
     with pytest.raises(MonitorStop, match=r"no checkpoint of step -50 or before .*checkpoint\.every_steps"):
-        rewind(SPIKE, tmp_path, [], Config(), parallel, 1000)
+        rewind(SPIKE, tmp_path, [], Config(), single_rank(), 1000)
 
 
 def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp_path: Path) -> None:
@@ -205,14 +177,8 @@ def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp
     ((name, fault),) = damaged
     assert name == "step_00000040"
     assert "config.yaml has 7 bytes" in fault
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        "latest",
-        "rewinds.json",
-        "set_aside",
-        "step_00000030",
-        "step_00000040.damaged",
-    }
+    kept = {"latest", "rewinds.json", "set_aside", "step_00000030", "step_00000040.damaged"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "latest").read_text() == "step_00000030"
     assert [path.name for path in (tmp_path / "set_aside").iterdir()] == ["step_00000045"]
     (folders[30] / "config.yaml").unlink()
@@ -255,3 +221,68 @@ def test_spikes_that_a_run_went_back_for_are_counted() -> None:
     assert with_rewinds(MonitorState(1, spikes=2), rewinds) == MonitorState(1, spikes=4, rewinds=rewinds)
     assert with_rewinds(MonitorState(1, spikes=5), rewinds).spikes == 5  # of a later checkpoint
     assert with_rewinds(MonitorState(1, spikes=1), [{"checkpoint_step": 4}]).spikes == 1
+
+
+# --- a start after the monitor stopped the run is refused unless something changed -------------------------
+
+NEW = Arguments("", (), None, False, False, False, False, 1)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Config:
+    """Return the config of a run that a spike at steps 7 to 9 ended."""
+    (tmp_path / "run").mkdir()
+    note_stop(tmp_path / "run", MonitorStop("step 9: the loss is 9", 7, 9), saved_step=4)
+    return with_skips(tmp_path)
+
+
+def with_skips(folder: Path, *steps: int) -> Config:
+    logging = {"wandb": "disabled", "tensorboard": False}
+    run = {"dir": str(folder), "name": "run"}
+    return tiny_config([SPARSE], run=run, logging=logging, train={"iterations_to_skip": [*steps]})
+
+
+def start(config: Config, **arguments: Any) -> None:
+    given = dataclasses.replace(NEW, **arguments)
+    choose_start(config, given, phase_ranges(config.phases), single_rank())
+
+
+def test_the_same_command_is_refused_with_what_to_do(stopped: Config, tmp_path: Path) -> None:
+    for config in (stopped, with_skips(tmp_path, 2, 8)):
+        with pytest.raises(SpikeAhead) as refusal:
+            start(config)
+    text = str(refusal.value)
+    assert str(tmp_path / "run" / FILE) in text
+    assert "step 9: the loss is 9\nFrom step 4 on" in text
+    assert "train.iterations_to_skip=[2,7,8,9]\n" in text
+    for option in ("--resume-after-stop", "--resume-from", "--no-resume"):
+        assert option in text
+
+
+def test_where_no_batch_is_known_to_be_the_cause_none_is_named(stopped: Config, tmp_path: Path) -> None:
+    note_stop(tmp_path / "run", NotFinite("step 9: a weight is NaN", 9), saved_step=4)
+    for config in (stopped, with_skips(tmp_path, 9, 10)):  # these steps are not known as a cause
+        with pytest.raises(SpikeAhead, match="--resume-after-stop") as refusal:
+            start(config)
+        assert "iterations_to_skip" not in str(refusal.value)
+
+
+def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_path: Path) -> None:
+    start(stopped, no_resume=True)
+    start(stopped, resume_after_stop=True)
+    without = with_skips(tmp_path, *range(6, 11))
+    start(without)
+    assert (tmp_path / "run" / FILE).exists()  # until the run folder is opened
+    chosen = choose_start(without, NEW, phase_ranges(without.phases), single_rank())
+    open_run_folder(without, chosen, single_rank(), RunClock()).log.close(0)
+    assert not (tmp_path / "run" / FILE).exists()
+    start(stopped)
+
+
+def test_a_restart_by_torchrun_has_no_options(stopped, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ab")
+    note_job_start(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for option in ("resume_after_stop", "no_resume"):
+        with pytest.raises(SpikeAhead):
+            start(stopped, **{option: True})

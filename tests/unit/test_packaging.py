@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -26,34 +25,12 @@ SCRIPTS = sorted(
 )
 
 
-def run(code: str, *arguments: str, cwd: Path) -> str:
-    """Return the output of a fresh interpreter that finds none of our packages, by PYTHONPATH or installation."""
-    hidden = "sys.meta_path = [each for each in sys.meta_path if 'editable' not in str(each).lower()]"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and the import is faster
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{hidden}\n{code}", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_every_script_puts_the_checkouts_packages_on_its_path_first() -> None:
     """The path must be set before the first import of these packages."""
     assert len(SCRIPTS) > 20
     first = re.compile(r"^(sys\.path\[:0\] = |import harness$)|^(?:from|import) gsa_", re.MULTILINE)
-    without = [script for script in SCRIPTS if not _puts_path_first(first, (ROOT / script).read_text())]
-    assert without == []
-
-
-def _puts_path_first(first: re.Pattern[str], text: str) -> bool:
-    found = first.search(text)
-    return found is None or found[1] is not None
+    found = {script: first.search((ROOT / script).read_text()) for script in SCRIPTS}
+    assert [script for script, match in found.items() if match is not None and match[1] is None] == []
 
 
 def test_every_hint_to_install_names_an_extra_of_the_checkout() -> None:
@@ -62,28 +39,17 @@ def test_every_hint_to_install_names_an_extra_of_the_checkout() -> None:
     extras = set(re.findall(r"^(\w+) = \[", section.split("\n[")[0], re.MULTILINE))
     assert "hf" in extras
     hinted, wrong = set(), []
-    for path in (
-        ROOT / name for name in tracked_files() if name.endswith((".py", ".md", ".ipynb", "Dockerfile"))
-    ):
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True)
+    names = [name for name in listed.stdout.split() if name.endswith((".py", ".md", ".ipynb", "Dockerfile"))]
+    for path in (ROOT / name for name in names):
         for hint in re.findall(r"""pip install (?:-\S+ )*['"]?([\w.-]*(?:\[[\w,-]+\])?)""", path.read_text()):
-            project, _, names = hint.partition("[")
-            named = set(names.rstrip("]").split(",")) - {""}
+            project, _, wanted = hint.partition("[")
+            named = set(wanted.rstrip("]").split(",")) - {""}
             hinted |= named
             if project.replace("_", "-").startswith("gsa-") or (project == "." and named - extras):
                 wrong.append(f"{path}: {hint}")
     assert wrong == []
     assert {"hf", "parquet", "deepspeed"} <= hinted
-
-
-def tracked_files() -> list[str]:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-
-
-def test_no_checkpoint_is_tracked() -> None:
-    """The repository must not contain what a killed run or bench leaves."""
-    assert [name for name in tracked_files() if name.endswith((".distcp", ".metadata"))] == []
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +87,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_what_a_run_needs(wheels: dict[str, list[str]]) -> None:
+def test_the_wheel_holds_what_a_run_needs_and_kernels_and_data_have_their_own(wheels):
     files = wheels["gsa-train"]
     configs = {f"gsa_train/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     folders = {"gsa_kernels": "kernels", "gsa_data": "data"}
@@ -129,24 +95,18 @@ def test_the_wheel_holds_what_a_run_needs(wheels: dict[str, list[str]]) -> None:
     assert set(files) > configs | {f"{name}/py.typed" for name in packages}
     assert {name.partition("/")[0] for name in files if not name.startswith("gsa_train-")} == packages
     assert any(name.endswith("licenses/LICENSE") for name in files)
+    roots = {package: ROOT / folders.get(package, ".") for package in packages}
     sources = {
-        path.relative_to(ROOT / folders.get(package, ".")).as_posix()
-        for package in packages
-        for path in (ROOT / folders.get(package, ".") / package).rglob("*.py")
+        str(path.relative_to(root)) for name, root in roots.items() for path in (root / name).rglob("*.py")
     }
     assert {name for name in files if name.endswith(".py")} == sources
 
-
-@pytest.mark.slow
-def test_kernels_and_data_have_wheels_of_their_own(wheels: dict[str, list[str]]) -> None:
-    for name, package in (("gsa-kernels", "gsa_kernels"), ("gsa-data", "gsa_data")):
-        inside = {file.partition("/")[0] for file in wheels[name]}
+    assert gsa_train.__version__ == gsa_kernels.__version__ == gsa_data.__version__
+    for package in folders:
+        inside = {file.partition("/")[0] for file in wheels[package.replace("_", "-")]}
         assert inside == {package, f"{package}-{gsa_train.__version__}.dist-info"}
-        assert f"{package}/py.typed" in wheels[name]
+        assert f"{package}/py.typed" in wheels[package.replace("_", "-")]
 
-
-@pytest.mark.slow
-def test_commands_of_an_installation_exist(wheels: dict[str, list[str]]) -> None:
     declared = re.findall(r"^gsa-[\w-]+ = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for name, count in (("gsa-train", len(declared)), ("gsa-data", 1)):
         commands = [line for line in wheels[f"{name} commands"] if line]
@@ -154,10 +114,6 @@ def test_commands_of_an_installation_exist(wheels: dict[str, list[str]]) -> None
         for line in commands:
             module, _, function = line.partition(" = ")[2].partition(":")
             assert callable(getattr(__import__(module, fromlist=[function]), function))
-
-
-def test_versions_are_one() -> None:
-    assert gsa_train.__version__ == gsa_kernels.__version__ == gsa_data.__version__
 
 
 def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

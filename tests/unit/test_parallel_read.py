@@ -76,6 +76,12 @@ def test_ranks_that_read_different_bytes_are_no_damage_and_do_not_go_on(tmp_path
     assert faults_of_read(log, record_of(b"12345678"), single_rank()) == []
 
 
+def saved(what: Any) -> bytearray:
+    file = io.BytesIO()
+    torch.save(what, file)
+    return bytearray(file.getvalue())
+
+
 SAVED = {
     "fp32": torch.arange(12.0).view(3, 4),
     "bf16": torch.arange(5.0).bfloat16(),
@@ -88,9 +94,7 @@ SAVED = {
 @pytest.mark.parametrize("name", SAVED)
 def test_a_tensor_lies_over_the_bytes_that_were_read(name: str) -> None:
     tensor = SAVED[name]
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    content = bytearray(b"front" + file.getvalue())
+    content = bytearray(b"front" + saved(tensor))
     found = parallel_read._tensor_in(memoryview(content)[5:])
     assert found.dtype == tensor.dtype
     assert torch.equal(found, tensor)
@@ -99,28 +103,20 @@ def test_a_tensor_lies_over_the_bytes_that_were_read(name: str) -> None:
     assert not found.any()
 
 
-def test_an_empty_tensor_is_read() -> None:
-    file = io.BytesIO()
-    torch.save(torch.empty(0, 4), file)
-    assert parallel_read._tensor_in(memoryview(bytearray(file.getvalue()))).shape == (0, 4)
-
-
-def test_a_tensor_that_is_cut_is_refused() -> None:
-    file = io.BytesIO()
-    torch.save(torch.arange(1000.0), file)
-    for wrong in (file.getvalue()[:-400], file.getvalue()[:200], b""):
+def test_an_empty_tensor_is_read_and_one_that_is_cut_is_refused() -> None:
+    empty, whole = saved(torch.empty(0, 4)), saved(torch.arange(1000.0))
+    assert parallel_read._tensor_in(memoryview(empty)).shape == (0, 4)
+    for wrong in (whole[:-400], whole[:200], bytearray()):
         with pytest.raises((RuntimeError, ValueError, OSError, zipfile.BadZipFile, EOFError)):
-            parallel_read._tensor_in(memoryview(bytearray(wrong)))
+            parallel_read._tensor_in(memoryview(wrong))
 
 
 def test_what_is_not_one_stored_tensor_is_refused() -> None:
-    file = io.BytesIO()
-    torch.save([torch.zeros(2), torch.zeros(2)], file)
     with pytest.raises(ValueError, match="a list and not a tensor"):
-        parallel_read._tensor_in(memoryview(bytearray(file.getvalue())))
-    file, packed = io.BytesIO(), io.BytesIO()
-    torch.save(torch.zeros(1000), file)
-    with zipfile.ZipFile(file) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        parallel_read._tensor_in(memoryview(saved([torch.zeros(2), torch.zeros(2)])))
+    packed = io.BytesIO()
+    plain = zipfile.ZipFile(io.BytesIO(saved(torch.zeros(1000))))
+    with plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for each in plain.infolist():
             archive.writestr(each.filename, plain.read(each))
     with pytest.raises((ValueError, RuntimeError)):

@@ -1,11 +1,13 @@
-"""Tests that a step's actions follow from its number, its phase and the config."""
+"""Tests that a step's actions and learning rate follow from its number, its phase and the config."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
-from gsa_train.phases import phase_ranges
+from gsa_train.config import PhaseConfig
+from gsa_train.phases import learning_rate, phase_ranges
 from gsa_train.plan import plan_step
 from gsa_train.services import StepPlan
 from helpers.single_rank import SPARSE, WARM_UP, tiny_config
@@ -19,14 +21,8 @@ RANGES = phase_ranges(PHASES)
 
 def plan(step: int, skipped: set[int] | None = None, before: int = 0, save_is_due: bool = False) -> StepPlan:
     phase_range = next(each for each in RANGES if each.start < step <= each.end)
-    return plan_step(
-        step,
-        phase_range,
-        CONFIG,
-        skipped_steps=skipped or set(),
-        steps_before_start=before,
-        save_is_due=save_is_due,
-    )
+    rest = {"skipped_steps": skipped or set(), "steps_before_start": before, "save_is_due": save_is_due}
+    return plan_step(step, phase_range, CONFIG, **rest)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +53,8 @@ def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(s
     for save_is_due in (False, True):
         planned = plan(step, save_is_due=save_is_due)
         assert planned.saves == save_is_due
-        acts = (
-            planned.logs or planned.validates or planned.scores_tasks or planned.saves or planned.ends_phase
-        )
-        assert planned.reads_monitor == acts
+        acts = (planned.logs, planned.validates, planned.scores_tasks, planned.saves, planned.ends_phase)
+        assert planned.reads_monitor == any(acts)
         assert planned.weights_are_kept == (save_is_due or step == 20)
 
 
@@ -87,8 +81,59 @@ def test_a_stretch_of_left_out_steps_is_named_once_by_each_start_and_phase(step,
 def test_a_step_that_is_left_out_is_not_logged_and_all_else_of_it_is_done(step: int) -> None:
     left_out: dict[str, Any] = dataclasses.asdict(plan(step, {step}, save_is_due=True))
     trained: dict[str, Any] = dataclasses.asdict(plan(step, save_is_due=True))
-    assert {name for name in trained if trained[name] != left_out[name]} == {
-        "trains",
-        "logs",
-        "left_out_through",
-    }
+    different = {name for name in trained if trained[name] != left_out[name]}
+    assert different == {"trains", "logs", "left_out_through"}
+
+
+# --- learning rates at the corners of the schedules --------------------------------------------------------
+
+PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
+
+
+def rates(phase: PhaseConfig, *steps: int) -> list[float]:
+    return [learning_rate(phase, step) for step in range(*steps)]
+
+
+def test_a_linear_warm_up_and_a_half_cosine_down_to_the_minimum() -> None:
+    rising = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
+    falling = [1e-4 + 9e-4 * math.cos(math.pi * step / 12) ** 2 for step in range(7)]
+    assert rates(PHASE, 11) == pytest.approx([*rising, *falling])
+    assert learning_rate(PHASE, 50) == 1e-4
+
+
+def test_phases_without_warm_up_of_one_step_and_of_nothing_but_warm_up_are_defined() -> None:
+    assert rates(PhaseConfig(steps=3, lr=1e-3, min_lr=0.0), 3) == pytest.approx([1e-3, 0.5e-3, 0.0])
+    assert rates(PhaseConfig(steps=1, lr=1e-3, min_lr=1e-4), 1) == [1e-3]
+    assert learning_rate(PhaseConfig(steps=2, lr=1e-3, warmup_steps=2), 1) == 1e-3
+
+
+@pytest.mark.parametrize("steps", [2, 3, 11])
+def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(steps: int) -> None:
+    for warmup_steps in range(steps):
+        phase = PhaseConfig(steps=steps, lr=1e-3, min_lr=1e-4, warmup_steps=warmup_steps)
+        assert learning_rate(phase, steps - 1) == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("shape", "height"),
+    [
+        ("linear", lambda share: 1 - share),
+        ("1-sqrt", lambda share: 1 - share**0.5),
+        ("cosine", lambda share: math.cos(math.pi * share / 2) ** 2),
+    ],
+)
+def test_wsd_stays_at_the_peak_and_falls_over_its_last_steps(shape, height) -> None:
+    phase = dataclasses.replace(PHASE, decay="wsd", decay_steps=4, decay_shape=shape)
+    assert rates(phase, 3, 7) == [1e-3] * 4
+    falling = rates(phase, 7, 11)
+    assert falling == pytest.approx([1e-4 + 9e-4 * height(step / 4) for step in (1, 2, 3, 4)])
+    assert rates(dataclasses.replace(phase, steps=4, warmup_steps=0), 4) == falling, "a cool-down"
+
+
+def test_constant_linear_and_inverse_square_root_follow_their_formulas() -> None:
+    assert {*rates(dataclasses.replace(PHASE, decay="constant"), 3, 11)} == {1e-3}
+    linear = [1e-3 - 9e-4 * step / 6 for step in range(7)]
+    assert rates(dataclasses.replace(PHASE, decay="linear"), 4, 11) == pytest.approx(linear)
+    found = rates(dataclasses.replace(PHASE, decay="inverse_sqrt", min_lr=7e-4), 3, 11)
+    assert found == pytest.approx([max(7e-4, 1e-3 * (4 / step) ** 0.5) for step in range(4, 12)])
+    assert (found[0], found[-1]) == (1e-3, 7e-4)

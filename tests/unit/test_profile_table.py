@@ -1,66 +1,34 @@
 """Tests the times of a trace: torch's events made by hand as on a GPU, and by its profiler on a CPU."""
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from gsa_train.profiling.step_breakdown import Interval, breakdown
+from gsa_train.profiling.step_breakdown import THE_END, Breakdown, Interval, breakdown
 from gsa_train.profiling.table import profile_table
-from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
-from gsa_train.profiling.trace_spans import trace_span
-from whole_steps.step_trace import in_columns
+from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals
 
 MAIN, AUTOGRAD = 1, 2
 """Thread numbers of the profiler. Launches outside of operations get the main thread's."""
 
 
 def on_host(
-    name: str,
-    start: float,
-    end: float,
-    number: int = 0,
-    thread: int = MAIN,
-    sequence: int = -1,
-    forward_thread: int = 0,
-    is_range: bool = False,
+    name: str, start: float, end: float, number: int = 0, thread: int = MAIN, **more: Any
 ) -> FunctionEvent:
-    return FunctionEvent(
-        number,
-        name,
-        thread,
-        start,
-        end,
-        fwd_thread=forward_thread,
-        sequence_nr=sequence,
-        is_user_annotation=is_range,
-        use_device="cuda",
-    )
+    return FunctionEvent(number, name, thread, start, end, use_device="cuda", **more)
 
 
 def named(name: str, start: float, end: float, thread: int = MAIN) -> FunctionEvent:
-    return on_host(name, start, end, thread=thread, is_range=True)
+    return on_host(name, start, end, thread=thread, is_user_annotation=True)
 
 
 def kernel(
     name: str, start: float, end: float, number: int, stream: int = 7, is_range: bool = False
 ) -> FunctionEvent:
-    return FunctionEvent(
-        number,
-        name,
-        0,
-        start,
-        end,
-        device_type=DeviceType.CUDA,
-        device_resource_id=stream,
-        is_user_annotation=is_range,
-        use_device="cuda",
-    )
+    place = {"device_type": DeviceType.CUDA, "device_resource_id": stream, "is_user_annotation": is_range}
+    return on_host(name, start, end, number, thread=0, **place)
 
 
 def tree(events: list[FunctionEvent]) -> EventList:
@@ -83,22 +51,22 @@ def gpu_trace() -> EventList:
             named("attention", 1010, 1100),
             named("indexer", 1040, 1060),
             # Operations and launches have separate numbers, here equal and crossed.
-            on_host("aten::mm", 1015, 1030, number=11, sequence=7),
+            on_host("aten::mm", 1015, 1030, number=11, sequence_nr=7),
             on_host("cudaLaunchKernel", 1020, 1025, number=21),
-            on_host("aten::bmm", 1045, 1055, number=21, sequence=8),
+            on_host("aten::bmm", 1045, 1055, number=21, sequence_nr=8),
             on_host("cuLaunchKernelEx", 1050, 1054, number=11),
             kernel("gemm", 1030, 1230, 21),
             kernel("scores", 1230, 1330, 11),
             # Backward of the main thread's sequence 7; then backward of autograd's own thread, which recomputes an MLP.
-            on_host(f"{BACKWARD}MmBackward0", 1200, 1220, 3, AUTOGRAD, sequence=7, forward_thread=MAIN),
+            on_host(f"{BACKWARD}MmBackward0", 1200, 1220, 3, AUTOGRAD, sequence_nr=7, fwd_thread=MAIN),
             on_host("aten::mm", 1205, 1215, 4, AUTOGRAD),
             on_host("cudaLaunchKernel", 1206, 1207, 31, AUTOGRAD),
             kernel("gemm_backward", 1330, 1500, 31),
             named("mlp", 1230, 1240, AUTOGRAD),
-            on_host("aten::mm", 1231, 1239, 5, AUTOGRAD, sequence=7),
+            on_host("aten::mm", 1231, 1239, 5, AUTOGRAD, sequence_nr=7),
             on_host("cudaLaunchKernel", 1232, 1233, 32, AUTOGRAD),
             kernel("gemm_again", 1500, 1550, 32),
-            on_host(f"{BACKWARD}MmBackward0", 1250, 1270, 6, AUTOGRAD, sequence=7, forward_thread=AUTOGRAD),
+            on_host(f"{BACKWARD}MmBackward0", 1250, 1270, 6, AUTOGRAD, sequence_nr=7, fwd_thread=AUTOGRAD),
             # The launch is also in that thread, but in no operation, so the profiler assigns it to the main thread.
             on_host("cuLaunchKernelEx", 1260, 1262, 33, MAIN),
             kernel("triton_mlp_backward", 1550, 1650, 33),
@@ -158,114 +126,78 @@ def test_time_on_the_device() -> None:
     assert sum(float(line[-2]) for line in waits[1:]) == pytest.approx(EXPECTED["idle"] / 2, abs=0.006)
 
 
-def test_columns_of_the_bench() -> None:
-    events = gpu_trace()
-    intervals = device_intervals(events)
-    columns = in_columns(breakdown(intervals, *traced_span(host_events(events), intervals)), steps=2)
-    expected = {f"{part.replace(' ', '_')}_ms": value / 2 for part, value in EXPECTED.items()}
-    rest = {
-        "kl_ms": 0,
-        "loss_ms": 0,
-        "data_ms": 0,
-        "traced_step_ms": 1.0,
-        "overlapped_communication_ms": 0.025,
-    }
-    assert columns == pytest.approx({**expected, **rest})
-    beside = columns.pop("overlapped_communication_ms")
-    assert beside > 0
-    assert columns.pop("traced_step_ms") == pytest.approx(sum(columns.values()))
-
-
-class Double(torch.autograd.Function):
-    """Runs no operation that autograd knows, like our kernels."""
-
-    @staticmethod
-    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
-        return x.double().float() * 2
-
-    @staticmethod
-    def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
-class Recomputed(torch.autograd.Function):
-    """Recomputes as megatron-core does: a backward pass within the backward pass."""
-
-    @staticmethod
-    def forward(context: Any, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        context.layer = layer
-        context.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        x = context.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            again = context.layer(x)
-        again.backward(gradient)
-        return None, x.grad
-
-
-def cpu_trace(steps: int) -> EventList:
-    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
-
-    def mlp(x: torch.Tensor) -> torch.Tensor:
-        with trace_span("mlp"):
-            return Double.apply(x @ weights[1]).relu()
-
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        for step in range(steps):
-            with record_function(f"{STEP}#{step}"):
-                with trace_span("attention"):
-                    x = torch.ones(64, 64) @ weights[0]
-                    with trace_span("indexer"):
-                        x = x + (x @ weights[2]).cumsum(0)
-                x = Recomputed.apply(mlp, x)
-                with trace_span("loss"):
-                    loss = x.exp().sum()
-                loss.backward()
-                with trace_span("optimizer"), torch.no_grad():
-                    for weight in weights:
-                        weight.sub_(weight.grad).sin_()
-    events = trace.events()
-    assert isinstance(events, EventList)
-    return events
-
-
-def test_a_profiled_step_on_the_cpu() -> None:
-    events = cpu_trace(steps=2)
-    found = rows(profile_table(events, [5, 6], on_gpu=False))
-    for part in ("attention", "indexer", "mlp", "loss", "optimizer", "other"):
-        assert found[part] > 0
-    assert found.keys() <= {"attention", "indexer", "mlp", "loss", "optimizer", "other"}
-
-
-def test_kernels_follow_the_operations_of_a_real_trace() -> None:
-    """Each operation of a real step and its backward pass is treated as launching a kernel."""
-    expected = {
-        # Forward and twice backward, except the first input without a gradient; recomputed products run forward twice.
-        ("aten::mm", "attention"): 2,
-        ("aten::mm", "indexer"): 3,
-        ("aten::mm", "mlp"): 4,
-        ("aten::cumsum", "indexer"): 2,
-        ("Double", "mlp"): 2,
-        ("DoubleBackward", "mlp"): 1,
-        ("aten::relu", "mlp"): 2,
-        ("aten::threshold_backward", "mlp"): 1,
-        ("aten::exp", "loss"): 1,
-        ("aten::sin_", "optimizer"): 3,
-    }
-    names = {name for name, _ in expected}
-    events = list(cpu_trace(steps=1))
-    made: list[FunctionEvent] = []
-    for number, event in enumerate(event for event in events if event.name in names):
-        middle = (event.time_range.start + event.time_range.end) / 2
-        made.append(on_host("cudaLaunchKernel", middle, middle, number, thread=event.thread))
-        made.append(kernel(event.name, 1e7 + number, 1e7 + number + 1, number))
-    found = Counter((each.name, each.part) for each in device_intervals(tree([*events, *made])))
-    assert found == expected
-
-
 def test_what_no_host_event_tells_is_other() -> None:
     events = tree([named(f"{STEP}*", 0, 10), kernel("gemm", 2, 5, 1)])
     assert device_intervals(events) == [Interval("gemm", "other", 2, 5, 7)]
+
+
+# --- each instant of a device's time counts once -------------------------------------------------------------
+
+GEMM, ADAM = ("gemm", "mlp"), ("adam", "optimizer")
+
+
+def gemm(start: float, end: float) -> Interval:
+    return Interval("gemm", "mlp", start, end, 7)
+
+
+def adam(start: float, end: float) -> Interval:
+    return Interval("adam", "optimizer", start, end, 8)
+
+
+def softmax(start: float, end: float) -> Interval:
+    return Interval("softmax", "attention", start, end, 9)
+
+
+def collective(start: float, end: float, stream: int = 20) -> Interval:
+    return Interval(NCCL, "communication", start, end, stream)
+
+
+FROM_HOST = Interval("Memcpy HtoD (Pinned -> Device)", "data", 0, 30, 12)
+ON_DEVICE = Interval("Memcpy DtoD (Device -> Device)", "mlp", 60, 70, 7)
+
+CASES: dict[str, tuple[list[Interval], Breakdown]] = {
+    "nothing": ([], Breakdown(100, {}, 0, 0, 100, {THE_END: (100, 1)})),
+    "one after the other": (
+        [gemm(10, 30), softmax(30, 45)],
+        Breakdown(100, {"mlp": 20, "attention": 15}, 0, 0, 65, {GEMM: (10, 1), THE_END: (55, 1)}),
+    ),
+    "side by side: the union, and what began first has it": (
+        [gemm(10, 50), softmax(40, 80)],
+        Breakdown(100, {"mlp": 40, "attention": 30}, 0, 0, 30, {GEMM: (10, 1), THE_END: (20, 1)}),
+    ),
+    "one within the other": (
+        [gemm(10, 50), softmax(20, 30)],
+        Breakdown(100, {"mlp": 40}, 0, 0, 60, {GEMM: (10, 1), THE_END: (50, 1)}),
+    ),
+    "together: the lower stream has it": (
+        [softmax(10, 20), gemm(10, 20)],
+        Breakdown(100, {"mlp": 10}, 0, 0, 90, {GEMM: (10, 1), THE_END: (80, 1)}),
+    ),
+    "communication that began first, half hidden by two kernels": (
+        [collective(0, 60), gemm(20, 40), adam(35, 50)],
+        Breakdown(100, {"mlp": 20, "optimizer": 10}, 30, 30, 40, {THE_END: (40, 1)}),
+    ),
+    "two collectives at once are exposed once": (
+        [collective(0, 60), collective(30, 80, stream=21)],
+        Breakdown(100, {}, 80, 0, 20, {THE_END: (20, 1)}),
+    ),
+    "copies from the host hide no communication, copies on the device do": (
+        [FROM_HOST, collective(20, 70), ON_DEVICE, gemm(0, 10)],
+        Breakdown(100, {"data": 10, "mlp": 20}, 40, 10, 30, {THE_END: (30, 1)}),
+    ),
+    "two waits for one kind of kernel": (
+        [gemm(20, 30), adam(30, 40), gemm(45, 100)],
+        Breakdown(100, {"mlp": 65, "optimizer": 10}, 0, 0, 25, {GEMM: (25, 2)}),
+    ),
+    "what reaches out of the window is cut": (
+        [gemm(-50, 10), adam(90, 300), gemm(200, 300)],
+        Breakdown(100, {"mlp": 10, "optimizer": 10}, 0, 0, 80, {ADAM: (80, 1)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_known_by_hand(name: str) -> None:
+    intervals, expected = CASES[name]
+    assert breakdown(intervals, 0, 100) == expected
+    assert breakdown(reversed(intervals), 0, 100) == expected

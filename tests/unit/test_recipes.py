@@ -26,10 +26,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "gsa_train/config/gates.py": [
             ('"key", "query")', '"rotated_key", '),
-            (
-                '"query": gsa.query_gate',
-                '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        ',
-            ),
+            ('"query": gsa.query', '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        '),
         ],
         "gsa_train/model/gates.py": [
             ("\n\ndef build_gate_projection(", "    rotated_key: torch.Tensor | None = None\n"),
@@ -181,10 +178,8 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 
 def test_a_row_names_the_files_of_its_addition() -> None:
-    table = (
-        (ROOT / "docs/code.md").read_text("utf-8").partition("## Where to add a thing")[2].partition("## ")[0]
-    )
-    rows = dict(re.findall(r"^\| ([\w ,]+) \| (`.+?) \|", table, re.MULTILINE))
+    page = (ROOT / "docs/code.md").read_text("utf-8").partition("## Where to add a thing")[2]
+    rows = dict(re.findall(r"^\| ([\w ,]+) \| (`.+?) \|", page.partition("## ")[0], re.MULTILINE))
     named = {thing: re.findall(r"`([\w./]+)`", files) for thing, files in rows.items()}
     assert named == {thing: list(files) for thing, files in ADDITIONS.items()}
 

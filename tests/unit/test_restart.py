@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from gsa_train.run_folder import job_start
-from gsa_train.run_folder.job_start import JOB_START, SUBMISSION, is_restart, job_id, note_job_start
+from gsa_train.run_folder.job_start import SUBMISSION, is_restart, job_id, note_job_start
 from helpers.single_rank import single_rank
 
 SECOND_BY_SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
@@ -62,23 +62,3 @@ def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environ
 
     environment.setattr(dist, "all_gather_object", gather)
     assert is_restart(tmp_path, single_rank()) is (min(started) < 100)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"ab\n",
-        b"ab\n100.0\n",
-        b"ab\n100.0\n8d5a7c0",
-        b"ab\n100.0\n00000000\n",
-        b"\xff\n100.0\n00000000\n",
-        b"\x0e100.0\n12345678\n",  # a job without a name, with a wrong bit in the first byte
-    ],
-)
-def test_a_damaged_note_is_named_and_ends_nothing(content, tmp_path, environment, caplog):
-    (tmp_path / JOB_START).write_bytes(content)
-    for name, value in NAMED.items():
-        environment.setenv(name, value)
-    assert not is_restart(tmp_path, single_rank())
-    assert f"{tmp_path / JOB_START} is damaged" in caplog.text

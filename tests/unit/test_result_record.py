@@ -1,4 +1,4 @@
-"""Tests the record of a study in docs/results: pages without run folders, and new runs next to recorded ones."""
+"""Tests docs/results: the record of a study, pages without run folders, and new runs next to recorded ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import yaml
 
 from gsa_study.caveats import notes
 from gsa_study.commands.results import main
+from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
+from gsa_study.figure import arm_dots, write_study_figure
 from gsa_study.record import MOST_POINTS, read_record, recorded_results
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results
-from helpers.result_pages import finish, study_files
+from gsa_train.config import Config, GSAConfig, ModelConfig
+from helpers.result_pages import finish, lines_of, study_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,9 +66,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
     assert contents(folder) == before
 
 
-def test_the_pages_of_this_repository_match_their_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_pages_of_this_repository_match_their_record(monkeypatch, tmp_path):
     """Runs of this machine do not count: a study's folders are read elsewhere."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
     for name in ("studies", "benchmarks", "configs"):
@@ -107,18 +109,12 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
     lose_folders(folder)
     finish(folder, "one", 1, 19.0, pace=2.0)
     assert main() == 0
-    found = values(folder)
-    assert (found["one-seed1", "val_loss", "at the end"], found["two-seed1", "val_loss", "at the end"]) == (
-        19.0,
-        30.0,
-    )
+    at_the_end = {run: value for (run, metric, _), value in values(folder).items() if metric == "val_loss"}
+    assert at_the_end == {"one-seed1": 19.0, "two-seed1": 30.0}
     of_one, of_two = recorded_results(small(folder), folder / "out").finished
     assert (of_one.seconds, of_two.seconds) == (20.0, 10.0)
     assert [point.loss for point in of_one.losses] == [14.0, 10.0, 9.0]
-    path = (
-        of_one.folder / "summary.json"
-    )  # It is trained again, but not yet finished: the record has the old one.
-    path.write_text(json.dumps({"steps": 5}))
+    (of_one.folder / "summary.json").write_text('{"steps": 5}')  # trained again, and not yet finished
     before = contents(folder)
     assert main() == 0
     assert contents(folder) == before
@@ -142,9 +138,7 @@ def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: P
     assert contents(folder) == before
 
 
-def test_what_the_study_no_longer_asks_for_is_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_study_no_longer_asks_for_is_left_out(folder, capsys):
     for arm, seed in (("one", 1), ("one", 2), ("two", 1)):
         finish(folder, arm, seed, 20.0)
     assert main() == 0
@@ -161,25 +155,21 @@ def test_what_the_study_no_longer_asks_for_is_left_out(
     assert "left out" not in capsys.readouterr().out
 
 
-def test_a_figure_stays_where_no_losses_are_recorded(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_figure_stays_where_no_losses_are_recorded(folder, capsys):
     finish(folder, "one", 1, 20.0)
     assert main() == 0
     lose_folders(folder)
     curves, figure = folder / "out/records/small_curves.csv", folder / "out/small.png"
     curves.write_text(curves.read_text().splitlines()[0] + "\n")
     figure.write_bytes(b"as it was made of folders")
-    capsys.readouterr()
     assert main() == 0
     assert figure.read_bytes() == b"as it was made of folders"
     assert "kept out/small.png: the losses of its runs are not recorded" in capsys.readouterr().out
-    page = folder / "out" / "small.md"
-    assert "The record has no losses of these runs. The figure was drawn earlier" in page.read_text()
     finish(folder, "two", 1, 30.0)
     assert main() == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert "The figure lacks 1 of the runs, because their losses are not recorded." in page.read_text()
+    page = (folder / "out" / "small.md").read_text()
+    assert "The figure lacks 1 of the runs, because their losses are not recorded." in page
 
 
 @pytest.mark.parametrize(
@@ -192,78 +182,60 @@ def test_a_figure_stays_where_no_losses_are_recorded(
         ("records/small_runs.csv", "one,1,100,", 'one,1,"100,', "line 2: "),
         ("records/small_runs.csv", "one,1,100,", "one,1,many,", "line 2: invalid literal for int() with base 10"),
         ("records/small_curves.csv", "one-seed1,50.0,", "one-seed1,,", "line 2: could not convert string to float: ''"),
+        ("small.csv", None, "", "not there, but out/records/small_runs.csv has runs"),
     ],
 )  # fmt: skip
-def test_a_damaged_record_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, old: str, new: str, said: str
-) -> None:
+def test_a_damaged_record_is_refused(folder, capsys, name, old, new, said):
     finish(folder, "one", 1, 20.0)
     assert main() == 0
     path = folder / "out" / name
     text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+    path.unlink()
+    if old is not None:
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
     before = contents(folder)
     assert main() == 2
     error = capsys.readouterr().err
     assert f"out/{name}: 1 problem\n  {said}" in error
-    assert "; take the file as it was committed (git restore), or remove the line" in error
+    assert "; take the file as it was committed (git restore), or remove the line" in error or old is None
     assert contents(folder) == before
-
-
-def test_a_record_without_its_values_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(folder, "one", 1, 20.0)
-    assert main() == 0
-    (folder / "out" / "small.csv").unlink()
-    assert main() == 2
-    said = "out/small.csv: 1 problem\n  not there, but out/records/small_runs.csv has runs; take the file"
-    assert said in capsys.readouterr().err
 
 
 def test_long_curves_are_thinned(folder: Path) -> None:
     finish(folder, "one", 1, 20.0)
     run = small(folder).runs[0]
-    records = [
-        {
-            "step": step,
-            "phase": "sparse",
-            "tokens": 10 * step,
-            "loss": float(step == 500),
-            "step_seconds": 1.0,
-        }
-        for step in range(1, 1001)
-    ]
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    with (run.folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 1001):
+            record = {"step": step, "phase": "sparse", "tokens": 10 * step, "step_seconds": 1.0}
+            file.write(json.dumps({**record, "loss": float(step == 500)}) + "\n")
     assert main() == 0
     (of_one,) = recorded_results(small(folder), folder / "out").finished
     assert len(of_one.losses) <= MOST_POINTS + 2
     assert (5000.0, 500.0, 1.0) in of_one.losses  # a spike stays
 
 
-def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(folder, monkeypatch, capsys):
     def left_out() -> list[str]:
         assert main() == 0
         return [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
 
-    ask(folder, arms=[{"name": "one"}, {"name": "two", "initial_weights": "one"}])
+    now = [{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two", "initial_weights": "one"}]
+    ask(folder, arms=[{"name": "one"}, now[1]])
     finish(folder, "one", 1, 20.0)
     finish(folder, "two", 1, 18.0)
-    config = folder / "runs" / "small" / "one-seed1" / "config.yaml"
-    there = config.read_text().replace("data/sample/", "/of/another/machine/")
-    assert "tokenizer: /of/another/machine/tokenizer.model" in there
-    config.write_text(there)
-    assert left_out() == []
-    ask(folder, arms=[{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two"}])
-    finish(folder, "one", 2, 21.0)
-    lines = left_out()
-    assert ["gsa.k_base: 2048 -> 512" in line for line in lines] == [True, False]
-    assert "checkpoint.initial_weights: " in lines[1]
-    assert {run for run, _, _ in values(folder)} == {"one-seed1", "one-seed2", "two-seed1"}, "as recorded"
-    ask(folder, arms=[{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two", "initial_weights": "one"}])
-    shutil.rmtree(folder / "out")
     runs = folder / "runs" / "small"
+    config = runs / "one-seed1" / "config.yaml"
+    config.write_text(config.read_text().replace("data/sample/", "/of/another/machine/"))
+    assert left_out() == []
+    ask(folder, arms=[now[0], {"name": "two"}])
+    finish(folder, "one", 2, 21.0)
+    of_one, of_two = left_out()
+    assert "gsa.k_base: 2048 -> 512" in of_one
+    assert "checkpoint.initial_weights: " in of_two
+    assert {run for run, _, _ in values(folder)} == {"one-seed1", "one-seed2", "two-seed1"}, "as recorded"
+    ask(folder, arms=now)
+    shutil.rmtree(folder / "out")
     for line, run in zip(left_out(), ("one-seed1", "two-seed1"), strict=True):
         assert line.startswith(f"left out {runs / run}, as {runs / 'one-seed1'} began with another config")
     assert {run for run, _, _ in values(folder)} == {"one-seed2"}
@@ -273,9 +245,7 @@ def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
     assert {run for run, _, _ in values(folder)} == {"one-seed2"}
 
 
-def test_a_run_whose_records_are_cut_off_is_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_records_are_cut_off_is_left_out(folder, capsys):
     ask(folder, metrics=[{"key": "loss"}])
     finish(folder, "one", 1, 20.0)
     finish(folder, "two", 1, 18.0)
@@ -283,9 +253,8 @@ def test_a_run_whose_records_are_cut_off_is_left_out(
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:-1])[:-9])
     assert main() == 0
     assert "two-seed1: it is finished, and its records end at step 5 of 10; " in capsys.readouterr().out
-    assert list(values(folder)) == [("one-seed1", "loss", "at 100 tokens")], (
-        "not at 50, where the other's end"
-    )
+    found = list(values(folder))
+    assert found == [("one-seed1", "loss", "at 100 tokens")], "not at 50, where the other's end"
     (line,) = (line for line in notes(read_results(small(folder), {})) if "two-seed1" in line)
     assert line.startswith("The records of two-seed1 end at step 5 of 10")
 
@@ -295,9 +264,122 @@ def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.Captur
     assert main() == 0
     before = contents(folder)
     copied = yaml.safe_load((folder / "studies" / "small.yaml").read_text())
-    (folder / "studies" / "tried.yaml").write_text(
-        yaml.safe_dump({**copied, "arms": [*copied["arms"], {"name": "three"}]})
-    )
+    (folder / "studies" / "tried.yaml").write_text(yaml.safe_dump({**copied, "arms": [{"name": "two"}]}))
     assert main() == 2
     assert "name = small: also the name of studies/small.yaml; give it its own" in capsys.readouterr().err
     assert contents(folder) == before
+
+
+# --- pages: the paper's claims, benches and a person's text ------------------------------------------------
+
+
+def test_a_study_without_a_finished_run_has_no_page(folder: Path) -> None:
+    assert main() == 0
+    assert {path.name for path in (folder / "out").iterdir()} == {"README.md", "efficiency.md"}
+    assert lines_of(folder / "out" / "README.md", "| [Two") == []
+    assert (
+        "Not run yet: `make bench` and `make bench-models`." in (folder / "out" / "efficiency.md").read_text()
+    )
+
+
+def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
+    for arm, seed, loss in (("one", 1, 20.0), ("one", 2, 21.0), ("two", 1, 30.0)):
+        finish(folder, arm, seed, loss)
+    assert main() == 0
+    out = folder / "out"
+    table = lines_of(out / "small.md", "| ")
+    assert table[0] == "| arm | one | two |"
+    assert table[3:7] == [
+        "| runs | 2 | 1 of 2 |",
+        "| loss, at 90 tokens | 11.50 ± 0.71 | 21 |",
+        r"| loss, at 90 tokens: the paper |  | 2.5 \| less |",
+        "| val_loss | 20.50 ± 0.71 | 30 |",
+    ]
+    assert "one,2,val_loss,val_loss,at the end,21.0," in (out / "small.csv").read_text()
+    assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | No verdict yet. |"]
+
+    # A person's text stays: a page's verdict, and the text above the table of studies.
+    said = "Reproduced in small.\n\nOne is better.\n"
+    page = (out / "small.md").read_text()
+    assert page.endswith("\n## Verdict\n\nNo verdict yet.\n")
+    edited = page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |")
+    (out / "small.md").write_text(edited)
+    overview = (out / "README.md").read_text()
+    (out / "README.md").write_text(overview.replace("# Results\n", "# Results\n\nTake one.\n"))
+    assert main() == 0
+    assert (out / "small.md").read_text() == page.replace("No verdict yet.\n", said)
+    assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n## Studies\n\n| study")
+    row = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
+    assert lines_of(out / "README.md", "| [Two") == [row]
+
+
+def test_the_page_shows_the_metrics_that_the_study_lists(folder, capsys):
+    finish(folder, "one", 1, 20.0)
+    file = folder / "studies" / "small.yaml"
+    study = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**study, "table": ["val_loss"]}))
+    assert main() == 0
+    page = (folder / "out" / "small.md").read_text()
+    assert "| val_loss | 20 | – |" in page
+    assert "loss, at 90 tokens" not in page
+    assert ",loss,at 90 tokens," in (folder / "out" / "small.csv").read_text()
+    file.write_text(yaml.safe_dump({**study, "table": ["val_los"]}))
+    assert main() == 2
+    assert "table = val_los: the study has no such metric" in capsys.readouterr().err
+
+
+def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folder: Path) -> None:
+    for arm, seed, loss in (("one", 1, 30.0), ("one", 2, math.inf), ("two", 1, 20.0), ("two", 2, 22.0)):
+        finish(folder, arm, seed, loss)
+    results = read_results(small(folder), {})
+    of_loss = [(row.arm, row.values, row.mean) for row in arm_dots(results, results.columns[0])]
+    assert of_loss == [("two", (15.0, 17.0), 16.0), ("one", (25.0,), 25.0)]
+    for shown in (results, replace(results, columns=())):
+        assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_folders_and_damaged_benches_write_no_pages(folder, monkeypatch, capsys):
+    """A missing folder would otherwise replace existing pages by empty ones."""
+    for option in ("--studies", "--benches"):
+        words = ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert f"{option} typo: no such folder" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    words = ["results.py", "--studies", "studies", "--benches", "benches", "--out"]
+    monkeypatch.setattr("sys.argv", [*words, "studies/small.yaml"])
+    assert main() == 2
+    assert "not all was written: " in capsys.readouterr().err
+    (folder / "benches" / "bench_gsa.json").write_text("{")
+    monkeypatch.setattr("sys.argv", [*words, "out"])
+    assert main() == 2
+    assert "bench_gsa.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
+
+
+# ---- time and memory
+
+
+def test_the_theory_of_one_layer_by_hand() -> None:
+    model = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+    config = Config(model=model, gsa=GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2))
+    # Queries of 4 tokens have 1 to 4 causal keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
+    dense, selected, scores = 4 * 16 * 2.5, 4 * 16 * 1.75, 8 * 2.5
+    assert forward_ratio(config, 4, 1) == pytest.approx((selected + scores) / dense)
+    assert forward_ratio(config, 4, 2) == pytest.approx((selected + scores / 2) / dense)
+    assert forward_ratio(None, 4, 1) is None
+
+
+def test_the_theory_of_prefill_by_hand() -> None:
+    model = ModelConfig(
+        num_layers=3, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=8, ffn_hidden_size=5, vocab_size=7
+    )
+    gsa = GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2, value_gate=True, output_gate=True)
+    config = Config(model=model, gsa=gsa)
+    of_both = 2 * (4 * (16 + 2 * 8) + 16 * 4) + 2 * 3 * 4 * 5  # projections, feed-forward layer
+    gates = 2 * (4 * 8 + 4 * 16)
+    indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the causal keys
+    ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
+    assert prefill_ratio(config, 4, is_shared=False) == pytest.approx(ratio)
+    assert prefill_ratio(None, 4, is_shared=False) is None

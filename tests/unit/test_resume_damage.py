@@ -71,49 +71,36 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
-    start = start_of(config)
-    assert (start.step, start.damaged, start.same_run) == (6, (), True)
-
-
-@pytest.mark.parametrize("moved", ["checkpoints", "checkpoints/step_00000006"])
+@pytest.mark.parametrize("moved", ["nothing", "checkpoints", "checkpoints/step_00000006"])
 def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_path):
     """Linked checkpoints were once rejected as another run's, or moved this run's outputs to previous/."""
     run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
-    far.parent.mkdir(parents=True)
-    (run / moved).rename(far)
-    (run / moved).symlink_to(far)
+    if moved != "nothing":
+        far.parent.mkdir(parents=True)
+        (run / moved).rename(far)
+        (run / moved).symlink_to(far)
     assert go_on(config).same_run
     assert (start_of(config).step, start_of(config).damaged) == (6, ())
-    older = run / "checkpoints" / "step_00000004"
-    assert go_on(config, resume_from=str(older)).same_run
-    assert start_of(config).step == 4
-
-
-def test_an_older_checkpoint_named_by_a_link_elsewhere_counts_as_that(config: Config, tmp_path: Path) -> None:
-    """Newer checkpoints are set aside; otherwise a restart before the next save would use them."""
-    (tmp_path / "link").symlink_to(checkpoints_of(config) / "step_00000004")
+    # An older one that a link names: newer ones are set aside. Otherwise a restart before the next save would use them.
+    (tmp_path / "link").symlink_to(run / "checkpoints" / "step_00000004")
     assert go_on(config, resume_from=str(tmp_path / "link")).same_run
     assert start_of(config).step == 4
 
 
-def test_without_latest_the_newest_counts_instead_of_step_0(config: Config) -> None:
-    (checkpoints_of(config) / "latest").unlink()
-    assert start_of(config).step == 6
-
-
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\xfe\x00", b"step_0000", b"../../other/checkpoints/step_00000002", b"/tmp/step_00000002"],
+    [None, b"", b"\xff\xfe\x00", b"step_0000", b"../../x/checkpoints/step_00000002", b"/tmp/step_00000002"],
 )
 def test_a_latest_that_names_nothing_beside_it_counts_as_absent(content, config, caplog):
     checkpoints = checkpoints_of(config)
-    (checkpoints / "latest").write_bytes(content)
+    (checkpoints / "latest").unlink()
+    if content is not None:
+        (checkpoints / "latest").write_bytes(content)
     assert start_of(config).step == 6
-    assert caplog.text.count("latest names no checkpoint in its folder: using the newest one there") == 1
+    told = caplog.text.count("latest names no checkpoint in its folder: using the newest one there")
+    assert told == (content is not None)
     assert find_checkpoint(checkpoints) == checkpoints / "step_00000006"
-    assert start_of(config, resume_from=str(checkpoints / "step_00000004")).step == 4
-    go_on(config, resume_from=str(checkpoints / "step_00000004"))
+    assert go_on(config, resume_from=str(checkpoints / "step_00000004")).step == 4
     assert start_of(config).step == 4  # a restart continues there, not at step 6
 
 
@@ -127,46 +114,16 @@ def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
     assert start_of(config).damaged == ()
 
 
-def test_damaged_checkpoints_are_kept_under_another_name(config: Config, caplog: Any) -> None:
-    for step in (4, 6):
-        cut(checkpoints_of(config) / f"step_{step:08d}")
-    before = names_in(checkpoints_of(config))
-    assert start_of(config).step == 2
-    assert names_in(checkpoints_of(config)) == before
-    start = go_on(config)
-    assert start.step == 2
-    assert [name for name, _ in start.damaged] == ["step_00000006", "step_00000004"]
-    assert all("__0_0.distcp has" in fault for _, fault in start.damaged)
-    kept = {"step_00000004.damaged", "step_00000006.damaged"}
-    assert names_in(checkpoints_of(config)) == {"latest", "step_00000002", *kept}
-    assert (
-        "going back to the newest intact checkpoint, step_00000002; kept as step_00000006.damaged"
-        in caplog.text
-    )
-
-
 def test_where_all_are_damaged_nothing_starts_at_step_0_unasked(config: Config) -> None:
     for step in STEPS:
         cut(checkpoints_of(config) / f"step_{step:08d}")
     before = names_in(checkpoints_of(config))
-    with pytest.raises(
-        ResumeError, match=r"(?s)no intact checkpoint .*\n  step_00000006: .*--no-resume"
-    ) as error:
+    said = r"(?s)no intact checkpoint .*\n  step_00000006: .*--no-resume"
+    with pytest.raises(ResumeError, match=said) as error:
         start_of(config)
     assert str(error.value).count("__0_0.distcp has") == len(STEPS)
     assert names_in(checkpoints_of(config)) == before
     assert start_of(config, no_resume=True) == Start()
-
-
-@pytest.mark.parametrize("by_folder", [True, False], ids=["step_*", "run folder"])
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_folder: bool) -> None:
-    newest = checkpoints_of(config) / "step_00000006"
-    cut(newest)
-    before = names_in(checkpoints_of(config))
-    with pytest.raises(ResumeError, match=r"step_00000006 is damaged: __0_0\.distcp has .* Give another"):
-        start_of(config, resume_from=str(newest if by_folder else checkpoints_of(config).parent))
-    assert names_in(checkpoints_of(config)) == before
-    assert start_of(config, resume_from=str(checkpoints_of(config) / "step_00000004")).step == 4
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):

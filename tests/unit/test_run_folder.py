@@ -13,19 +13,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_train import train
-from gsa_train.cli import parse_arguments
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
-from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.run import folder as run_folder
 from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run_folder import lock as run_lock
 from gsa_train.run_folder.lock import FILE, RunFolderError, RunLock
-from gsa_train.run_folder.resume import ResumeError, Start
-from gsa_train.run_folder.starts import read_starts
+from gsa_train.run_folder.resume import Start
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
 
@@ -39,19 +35,18 @@ print("held", flush=True)
 sys.stdin.read()
 """
 """Another process's run."""
-TRY = """
-import fcntl, sys
-try:
-    fcntl.lockf(open(sys.argv[1], "a+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    sys.exit(7)
-"""
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     logging = {"wandb": "disabled", "tensorboard": False}
     return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
 
 
 def open_at(step: int, config: Config, validation_due: bool = False) -> None:
@@ -62,19 +57,22 @@ def open_at(step: int, config: Config, validation_due: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("run", ("the-wandb-run", None)), ("copy", (None, "the-wandb-run"))]
+    ("name", "step", "expected"),
+    [
+        ("run", 4, ("the-wandb-run", True, None)),
+        ("run", 0, ("the-wandb-run", False, None)),
+        ("copy", 4, (None, True, "the-wandb-run")),
+    ],
 )
-def test_a_copied_folder_gets_a_wandb_run_of_its_own_which_names_the_other(
-    config: Config, monkeypatch: pytest.MonkeyPatch, name: str, expected: tuple[str | None, str | None]
-) -> None:
+def test_wandb_hears_whether_the_run_has_begun_and_a_copied_folder_gets_a_wandb_run_of_its_own(
+    name, step, expected, config, monkeypatch
+):
     opened = Mock(return_value=None)
     monkeypatch.setattr(run_folder, "open_wandb", opened)
-    state = dataclasses.replace(run_state(4, config), run="run", wandb_run_id="the-wandb-run")
+    state = dataclasses.replace(run_state(step, config), run="run", wandb_run_id="the-wandb-run")
     own = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
     run_folder._open_wandb(own, Start(Path("step_00000004"), state, same_run=True))
-    *_, run_id, has_begun, copied_from = opened.call_args.args
-    assert (run_id, copied_from) == expected
-    assert has_begun
+    assert opened.call_args.args[-3:] == expected
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_path, monkeypatch):
@@ -82,8 +80,6 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
     monkeypatch.setattr(run_lock, "REMOTE_PATIENCE_SECONDS", 0.0)
     command = [sys.executable, "-c", HOLD, str(tmp_path / FILE)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdin is not None
-    assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     lock = RunLock(tmp_path, single_rank())
     with pytest.raises(
@@ -97,111 +93,56 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
     lock.close()
 
 
-def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_makes_none(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"file/run cannot be written: .*set run\.dir"):
         RunLock(tmp_path / "file" / "run", single_rank()).take()
-    lock = RunLock(tmp_path / "run", single_rank())
-    lock.take()
-    assert (tmp_path / "run" / FILE).exists()
-    lock.take_back()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("")
+    for name in ("run", "mine"):
+        lock = RunLock(tmp_path / name, single_rank())
+        lock.take()
+        assert (tmp_path / name / FILE).exists()
+        lock.take_back()
     assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
 
 
-def test_a_refused_start_leaves_no_lock_in_a_folder_that_had_none(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("")
-    lock = RunLock(tmp_path, single_rank())
-    lock.take()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "mine"]
-    lock.take_back()
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize("step", [0, 6])
-def test_wandb_hears_whether_the_run_has_begun(step, config, monkeypatch):
-    told = Mock(return_value=None)
-    monkeypatch.setattr("gsa_train.run.folder.open_wandb", told)
-    open_at(step, config)
-    *_, has_begun, _ = told.call_args.args
-    assert has_begun == (step > 0)
-
-
-def test_what_wandb_refuses_leaves_the_old_files_alone(config: Config, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    newer, unfinished = (run_dir / "checkpoints" / name for name in ("step_00000008", ".tmp_step_00000009"))
-    for folder in (newer, unfinished):
-        folder.mkdir(parents=True)
-    (run_dir / "checkpoints" / "latest").write_text(newer.name)
-    (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
-    logging = dataclasses.replace(config.logging, wandb="offline", wandb_project="no/such:project")
-    with pytest.raises(WandbRefused):
-        open_at(6, dataclasses.replace(config, logging=logging))
-    assert newer.exists()
-    assert unfinished.exists()
-    assert (run_dir / "checkpoints" / "latest").read_text() == newer.name
-    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 7}\n'
-
-
-def test_a_run_that_became_longer_is_not_complete(config: Config, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+def test_a_run_that_became_longer_is_not_complete(config: Config, run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"steps": 6, "val_loss": 2.5}')
     open_at(6, config)
     assert not (run_dir / "summary.json").exists()
     assert json.loads((run_dir / "summary_00000006.json").read_text())["val_loss"] == 2.5
 
 
-def test_the_end_that_is_written_again_has_one_validation(config: Config, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+@pytest.mark.parametrize(
+    ("step", "due", "comes_again"),
+    [(10, False, True), (6, True, True), (6, False, False)],
+    ids=["the end that is written again", "the start before ended before it saved", "logged and saved"],
+)
+def test_a_validation_that_is_made_again_is_there_once(step, due, comes_again, config, run_dir):
     (run_dir / "summary.json").write_text('{"steps": 10}')
-    records = [{"step": step, "phase": "sparse"} for step in (9, 10)]
-    records += [{"step": step, "phase": "sparse", "event": "validation"} for step in (9, 10)]
+    records = [{"step": number, "phase": "sparse"} for number in (step - 1, step)]
+    records += [{**record, "event": "validation"} for record in records]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    open_at(10, config)
-    assert read_records(run_dir / "metrics.jsonl") == records[:3]  # the last one comes again
-    assert (run_dir / "summary.json").exists()
+    open_at(step, config, validation_due=due)
+    assert read_records(run_dir / "metrics.jsonl") == records[: 3 if comes_again else 4]
+    assert (run_dir / "summary.json").exists() == (step == 10)
 
 
 def test_what_changed_since_the_checkpoint_is_said(config, capsys):
     longer = dataclasses.replace(SPARSE, steps=12, lr=2e-2)
     changed = dataclasses.replace(config, phases=[longer, WARM_UP])
-    lines = config_changes(config_to_yaml(config), changed)
-    assert lines == [
-        "phases: sparse -> sparse, warm-up",
-        "phases.0.steps: 10 -> 12",
-        "phases.0.lr: 0.01 -> 0.02",
-    ]
+    lines = ["phases: sparse -> sparse, warm-up", "phases.0.steps: 10 -> 12", "phases.0.lr: 0.01 -> 0.02"]
+    assert config_changes(config_to_yaml(config), changed) == lines
     saved = "\n".join(line for line in config_to_yaml(config).splitlines() if "loss_row_fraction" not in line)
     assert config_changes(saved, config) == []
-    open_at(6, config)
-    said = capsys.readouterr().out
-    assert "changed since" not in said
-    assert "nothing is traced" not in said
-    for first, is_said in ((5, False), (4, True)):
-        profile = ProfileConfig(start_step=first, steps=3)
+    for first, is_said in ((None, False), (5, False), (4, True)):
+        profile = ProfileConfig() if first is None else ProfileConfig(start_step=first, steps=3)
         open_at(6, dataclasses.replace(config, profile=profile))
-        assert ("nothing is traced" in capsys.readouterr().out) is is_said
-
-
-def test_a_start_after_a_line_that_a_full_disk_cut_off(config: Config, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "starts.jsonl").write_text('{"unix_seconds": 1.0, "step": 0}\n{"unix_sec')
-    for step in (6, 8):
-        open_at(step, config)
-    assert [start["step"] for start in read_starts(run_dir)] == [0, 6, 8]
-
-
-@pytest.mark.parametrize("due", [True, False])
-def test_a_validation_that_is_made_up_for_again_is_there_once(due, config, tmp_path):
-    """The previous start repeated it, and ended before it saved."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    records = [{"step": 6, "phase": "sparse"}, {"step": 6, "phase": "sparse", "event": "validation"}]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    open_at(6, config, validation_due=due)
-    assert read_records(run_dir / "metrics.jsonl") == records[: 1 if due else 2]
+        said = capsys.readouterr().out
+        assert ("nothing is traced" in said) is is_said
+        assert "changed since" not in said
 
 
 @pytest.mark.parametrize("writer", ["note_start", "write_atomically", "open_sinks"])
@@ -217,24 +158,16 @@ def test_a_full_disk_at_a_start_is_one_line_with_path_and_remedy(config, tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"steps": "x"}', b"\xff"])
-def test_a_damaged_summary_is_named_and_kept(config, tmp_path, content, caplog):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "summary.json").write_bytes(content)
+def test_a_damaged_summary_is_named_and_kept(config, run_dir, content, caplog):
+    (run_dir / "summary.json").write_bytes(content)
     open_at(6, config)
     assert "summary.json is damaged" in caplog.text
-    assert (tmp_path / "run" / "summary.json.damaged").read_bytes() == content
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert (run_dir / "summary.json.damaged").read_bytes() == content
+    assert not (run_dir / "summary.json").exists()
 
 
-WRITTEN = (
-    "starts.jsonl",
-    "goodput.jsonl",
-    "alive.json",
-    "metrics.jsonl",
-    "config.yaml",
-    "launch.txt",
-    "summary.json",
-)
+WRITTEN = ("starts.jsonl", "goodput.jsonl", "alive.json", "metrics.jsonl", "config.yaml", "launch.txt")
+WRITTEN += ("summary.json",)
 
 
 @pytest.mark.parametrize("leads", ["symbolic", "symbolic, of its .tmp", "hard"])
@@ -255,11 +188,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
     appended = name in ("starts.jsonl", "goodput.jsonl", "metrics.jsonl") and leads == "symbolic"
     locked = name == FILE and "tmp" not in leads
     if appended or locked:
-        why = (
-            "a hard link to another file; delete it"
-            if leads == "hard"
-            else "a link, and a run writes plain files"
-        )
+        why = "a hard link to another file; delete" if leads == "hard" else "a link, and a run writes plain"
         with pytest.raises(RunFolderError, match=f"it is {why}.*/run/{name}'"):
             lock.take() if locked else open_at(6, config)
         assert (run / "summary.json").read_text() == '{"steps": 6}'  # nothing has changed
@@ -272,23 +201,18 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
     assert target.read_text() == '{"of": "another"}\n'
 
 
-def test_a_pipe_in_place_of_a_file_is_named_at_once(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / "starts.jsonl.tmp")
-    os.mkfifo(tmp_path / "run" / FILE)
+def test_a_pipe_in_place_of_a_file_is_named_at_once(run_dir: Path) -> None:
+    os.mkfifo(run_dir / FILE)
     with pytest.raises(RunFolderError, match=r"it is no plain file, .* remove it .*/lock"):
-        RunLock(tmp_path / "run", single_rank()).take()
+        RunLock(run_dir, single_rank()).take()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
-def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, caplog):
+def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, run_dir, caplog):
     """The link once moved to previous/ silently, and the run continued on the small disk."""
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    run.mkdir()
-    disk.mkdir()
-    (disk / "lost+found").mkdir()
+    run, disk = run_dir, tmp_path / "disk"
+    (disk / "lost+found").mkdir(parents=True)
     (run / name).symlink_to(disk)
-
     open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
     assert (run / name).resolve() == disk
     assert "stays one" not in caplog.text
@@ -304,33 +228,14 @@ def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, ca
         assert len(list(disk.glob("previous/*/step_00000002"))) == 1
 
 
-def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(config, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "checkpoints").symlink_to(tmp_path / "unmounted")
-    (run / "metrics.jsonl").write_text('{"step": 7}\n')
+def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(config, run_dir):
+    (run_dir / "checkpoints").symlink_to(run_dir / "unmounted")
+    (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(
-        RunFolderError, match=r"a link to .*unmounted, where no folder is; mount .*/checkpoints"
+        RunFolderError, match=r"link to .*unmounted, where no folder is; mount .*/checkpoints"
     ):
         open_run_folder(config, Start(), single_rank(), RunClock())
-    assert (run / "metrics.jsonl").read_text() == '{"step": 7}\n'
-
-
-def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, monkeypatch):
-    """A second launcher of a new run once chose step 0 while the first one trained, then moved its run away."""
-    for name in ("join_world", "check_same_config", "warn_of_cpus", "check_health", "check_presence"):
-        monkeypatch.setattr(train, name, lambda *_: None)
-    monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
-
-    def choose(*_: object, **__: object) -> Start:
-        other = subprocess.run([sys.executable, "-c", TRY, str(tmp_path / "run" / FILE)])
-        assert other.returncode == 7
-        raise ResumeError("a checkpoint of another model")
-
-    monkeypatch.setattr(train, "choose_start", choose)
-    with pytest.raises(ResumeError):
-        train.train(config, parse_arguments(["--config", "of no file"]), Mock())
-    assert not (tmp_path / "run").exists()
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
 def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):

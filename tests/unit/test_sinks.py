@@ -5,6 +5,8 @@ import math
 import random
 import re
 import struct
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -12,6 +14,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.panels import SECTIONS
 from gsa_train.metrics.record_format import go_back, read_records, to_scalars, validation_prefixes
+from gsa_train.metrics.sinks import open_sinks
+from gsa_train.run.run_log import RunLog
 from helpers.run_logs import (
     numbers_of_event_files,  # noqa: F401 - pytest finds it here
     open_run,
@@ -38,29 +42,15 @@ def test_floats_read_back_bit_equal(tmp_path):
 
 def test_non_finite_numbers_are_visible_and_legal_json(tmp_path):
     with open_run(tmp_path) as sinks:
-        sinks.log(step_record(1, loss=math.nan, grad_norm=math.inf, layer_recall=[0.5, -math.inf, None]))
+        record = step_record(1, loss=math.nan, grad_norm=math.inf, layer_recall=[0.5, -math.inf, None])
+        sinks.log(record | {"phase": "NaN"})  # a phase of this name keeps it
     (record,) = read_strictly(tmp_path / "metrics.jsonl")
     assert (record["loss"], record["grad_norm"]) == ("NaN", "Infinity")
     assert record["layer_recall"] == [0.5, "-Infinity", None]
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert math.isnan(record["loss"])
-    assert record["grad_norm"] == math.inf
+    assert (record["grad_norm"], record["phase"]) == (math.inf, "NaN")
     assert record["layer_recall"] == [0.5, -math.inf, None]
-
-
-def test_a_phase_may_be_called_nan(tmp_path):
-    with open_run(tmp_path) as sinks:
-        sinks.log(step_record(1) | {"phase": "NaN"})
-    assert read_records(tmp_path / "metrics.jsonl")[0]["phase"] == "NaN"
-
-
-def test_each_line_is_on_disk_when_log_returns(tmp_path):
-    sinks = open_run(tmp_path)
-    for step in (1, 2):
-        sinks.log(step_record(step))
-        assert steps_of(tmp_path)[-1] == step
-    sinks.close()
-    sinks.close()
 
 
 def test_resume_drops_what_will_run_again(tmp_path):
@@ -70,9 +60,11 @@ def test_resume_drops_what_will_run_again(tmp_path):
         sinks.log({"event": "validation", "step": 4, "phase": "sparse", "validation_loss": 2.0})
         sinks.log({"event": "validation", "step": 7, "phase": "sparse", "validation_loss": 1.0})
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    with open_run(tmp_path, resume_step=4) as sinks:
-        sinks.log(step_record(5))
+    sinks = open_run(tmp_path, resume_step=4)
+    sinks.log(step_record(5))  # and is on disk now
     after = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    sinks.close()
+    sinks.close()
     assert after[:5] == [*before[:4], before[7]]
     assert steps_of(tmp_path) == [1, 2, 3, 4, 4, 5]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -124,12 +116,6 @@ def test_a_file_from_which_nothing_is_dropped_is_not_written_again(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_resume_into_a_new_folder(tmp_path):
-    with open_run(tmp_path / "a" / "b", resume_step=100) as sinks:
-        sinks.log(step_record(101))
-    assert steps_of(tmp_path / "a" / "b") == [101]
-
-
 def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
     logging = LoggingConfig(tensorboard=True, wandb="disabled")
     for loss in (1.0, 2.0, 3.0):
@@ -146,10 +132,8 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
     assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]
     assert [json.loads((path / "summary.json").read_text())["loss"] for path in previous] == [1.0, 2.0]
     assert all((path / "tensorboard").is_dir() for path in previous)
-    assert [next(path.glob("faults/*/report.txt")).read_text() for path in previous] == [
-        "hang of 1.0",
-        "hang of 2.0",
-    ]
+    faults = [next(path.glob("faults/*/report.txt")).read_text() for path in previous]
+    assert faults == ["hang of 1.0", "hang of 2.0"]
     assert all((path / kind / "last").is_dir() for path in previous for kind in ("evaluations", "analysis"))
 
 
@@ -161,18 +145,12 @@ def test_summary(tmp_path):
 
 
 def test_names_of_scalars():
-    record = step_record(
-        5, loss=1.0, mfu=0.4, k_mean=9.0, lrs={"gates": 0.1}, layer_recall=[0.5, None], recall=None
-    )
-    record |= {"sink_by_position": {"0": 0.5, "1-3": None}, "head_first_token_attention": [[0.1, 0.2]]}
-    assert to_scalars(record) == {
-        "gsa/sink_by_position/0": 0.5,
-        "train/loss": 1.0,
-        "system/mfu": 0.4,
-        "gsa/k_mean": 9.0,
-        "lr/gates": 0.1,
-        "gsa_layers/recall/layer_00": 0.5,
-    }
+    record = step_record(5, loss=1.0, mfu=0.4, k_mean=9.0, lrs={"gates": 0.1}, recall=None, data_checksum=7)
+    record |= {"layer_recall": [0.5, None], "head_first_token_attention": [[0.1, 0.2]]}
+    record |= {"sink_by_position": {"0": 0.5, "1-3": None}}
+    scalars = {"train/loss": 1.0, "system/mfu": 0.4, "gsa/k_mean": 9.0, "lr/gates": 0.1}
+    scalars |= {"gsa/sink_by_position/0": 0.5, "gsa_layers/recall/layer_00": 0.5}
+    assert to_scalars(record) == scalars
     validation = {"event": "validation", "step": 5, "phase": "sparse", "validation_loss": 2.0, "tokens": 7}
     assert to_scalars(validation) == {"validation/loss": 2.0}
     validation = {"event": "validation", "validation_set": "web", "step": 5, "phase": "sparse"}
@@ -207,53 +185,27 @@ def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
     assert re.match(rates.multiline.tag[0], "lr/base")
 
 
-def test_no_curve_of_a_checksum(tmp_path):
-    """A checksum would make a run's first chart a meaningless number of 1e10."""
-    with open_run(tmp_path, logging=LoggingConfig(wandb="disabled")) as sinks:
-        sinks.log(step_record(1, data_checksum=9_052_764_805, data_wait=0.5))
-    tags = tensorboard_of(tmp_path).Tags()["scalars"]
-    assert "data/data_wait" in tags
-    assert not [tag for tag in tags if "checksum" in tag]
-    (record,) = read_records(tmp_path / "metrics.jsonl")
-    assert record["data_checksum"] == 9_052_764_805
-
-
-def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
+def test_steps_that_run_again_move_to_a_file_of_their_own_and_are_shown_once(tmp_path):
     logging = LoggingConfig(tensorboard=True, wandb="disabled")
     with open_run(tmp_path, logging=logging) as sinks:
         for step in range(1, 7):
             sinks.log(step_record(step, loss=1.0, layer_recall=[0.25, 0.5]))
     with open_run(tmp_path, resume_step=3, logging=logging) as sinks:
-        for step in range(4, 9):
+        for step in (4, 5, 6):
             sinks.log(step_record(step, loss=2.0, layer_recall=[0.25, 0.5]))
-    events = tensorboard_of(tmp_path)
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        *((step, 1.0) for step in (1, 2, 3)),
-        *((step, 2.0) for step in range(4, 9)),
-    ]
-    assert [event.step for event in events.Scalars("gsa_layers/recall/layer_01")] == list(range(1, 9))
-
-
-def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
-    logging = LoggingConfig(tensorboard=True, wandb="disabled")
-    with open_run(tmp_path, logging=logging) as sinks:
-        for step in range(1, 6):
-            sinks.log(step_record(step))
-        sinks.log({"event": "spike", "step": 5, "phase": "sparse", "signal": "NaN", "value": math.nan})
-        sinks.go_back(3)
-        sinks.log({"event": "rewind", "step": 3, "phase": "sparse"})
-        for step in (4, 5):
-            sinks.log(step_record(step, loss=9.0))
+        sinks.log({"event": "spike", "step": 6, "phase": "sparse", "signal": "NaN", "value": math.nan})
+        sinks.go_back(5)
+        sinks.log({"event": "rewind", "step": 5, "phase": "sparse"})
+        sinks.log(step_record(6, loss=9.0, layer_recall=[0.25, 0.5]))
     records = read_records(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3, 3, 4, 5]
-    assert records[-1]["loss"] == 9.0
-    dropped = read_records(tmp_path / "metrics_rewound.jsonl")
-    assert [record["step"] for record in dropped] == [4, 5, 5]
-    assert (dropped[-1]["signal"], str(dropped[-1]["value"])) == ("NaN", "nan")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 5, 6]
+    *_, again, spike = read_records(tmp_path / "metrics_rewound.jsonl")
+    assert (again["step"], again["loss"], spike["signal"], str(spike["value"])) == (6, 2.0, "NaN", "nan")
     events = tensorboard_of(tmp_path)
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")][-2:] == [(4, 9.0), (5, 9.0)]
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    assert [event.step for event in events.Scalars("events/rewind")] == [3]
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert shown == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 9.0)]
+    assert [event.step for event in events.Scalars("gsa_layers/recall/layer_01")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("events/rewind")] == [5]
 
 
 def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path):
@@ -264,3 +216,53 @@ def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path)
         sinks.go_back(2)
     dropped = read_records(tmp_path / "metrics_rewound.jsonl")
     assert [record["step"] for record in dropped] == [7, 3, 4]
+
+
+# --- late records ------------------------------------------------------------------------------------------
+
+LOGGING = LoggingConfig(tensorboard=False, wandb="disabled")
+
+
+def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tmp_path: Path) -> None:
+    log = RunLog(open_sinks(LOGGING, tmp_path, ["sparse"], None, wandb=None), Mock(), None, writes_late=True)
+
+    def log_late(step: int) -> None:
+        def make_and_log() -> None:
+            log.log({"step": step, "phase": "sparse", "loss": 1.0})
+            log.log({"event": "warning", "step": step, "phase": "sparse"})  # of the record
+
+        log.log_late(make_and_log)
+
+    def logged(file: str = "metrics.jsonl") -> list[tuple[int, str | None]]:
+        return [(each["step"], each.get("event")) for each in read_records(tmp_path / file)]
+
+    log_late(1)
+    assert logged() == []
+    log.write_late()
+    log.write_late()
+    expected: list[tuple[int, str | None]] = [(1, None), (1, "warning")]
+    assert logged() == expected
+    log_late(2)
+    log.log({"event": "spike", "step": 2, "phase": "sparse"})
+    expected += [(2, None), (2, "warning"), (2, "spike")]
+    assert logged() == expected
+    log_late(3)
+    log.go_back(2)
+    assert logged() == expected
+    assert logged("metrics_rewound.jsonl") == [(3, None), (3, "warning")]
+    log_late(4)
+    log.log_samples({"step": 4, "phase": "sparse", "samples": []})
+    expected += [(4, None), (4, "warning")]
+    assert logged() == expected
+    log_late(5)
+    log.close(0)
+    assert logged() == [*expected, (5, None), (5, "warning")]
+
+
+def test_where_nothing_is_written_late_records_are_made_all_the_same():
+    made = []
+    log = RunLog(None, None, None, writes_late=True)
+    log.log_late(lambda: made.append(1))
+    assert made == []
+    log.write_late()
+    assert made == [1]

@@ -15,10 +15,11 @@ import torch
 
 from gsa_train.config import MonitorConfig
 from gsa_train.reliability.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, replay
-from spike_trials import FAULTS, OLMO, Fault, table, try_rule
+from spike_trials import FAULTS, OLMO, table, try_rule
 
 ROBUST = MonitorConfig()
 RULES = {"robust": ROBUST, "sigma": OLMO}
+LOSS, NORM = 0, 1
 CLEAN = Path(__file__).parents[2] / "benchmarks" / "clean_traces.npz"
 """Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on. `demo` is demo.yaml at
 128 tokens. The others have 1 or 2 layers of width 64 and small, noisy batches of sequences of 64 tokens: `dense`
@@ -81,39 +82,37 @@ def test_a_small_rise_is_a_spike_once_it_has_lasted() -> None:
     assert not flagged(trace, dataclasses.replace(ROBUST, lasting_steps=11))
 
 
-def test_least_rises_hold_however_quiet_the_run_was() -> None:
-    trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
-    trace[150, 0] = 4.19
-    trace[170, 1] = 1.95
-    assert not flagged(trace, ROBUST)
-    trace[150, 0], trace[170, 1] = 4.21, 2.05
-    assert flagged(trace, ROBUST) == [150, 170]
+def quiet(steps: int, *edits: tuple[int, int, float]) -> torch.Tensor:
+    """Return a loss of 4 and a gradient norm of 0.5, [steps, 2], with other values at (step, signal)."""
+    trace = torch.tensor([[4.0, 0.5]]).repeat(steps, 1)
+    for step, signal, value in edits:
+        trace[step, signal] = value
+    return trace
 
 
-def test_loss_and_norm_together_are_a_spike_where_neither_is_by_itself() -> None:
-    trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
-    trace[150, 0] = trace[160, 0] = trace[170, 0] = 4.14
-    trace[160, 1] = 1.2
-    trace[170, 1] = trace[180, 1] = 1.3
-    rows = replay(trace, ROBUST, 0.0)
-    assert [step for step, row in enumerate(rows) if row.flagged] == [170]
-    assert (rows[170].loss_limit, rows[170].grad_norm_limit) == pytest.approx(
-        (4 + 0.4 / 3, 0.5 * 4 ** (2 / 3))
-    )
+@pytest.mark.parametrize(
+    ("edits", "grad_clip", "expected"),
+    [
+        ([(150, LOSS, 4.19), (170, NORM, 1.95)], 0.0, []),  # least rises hold however quiet the run was
+        ([(150, LOSS, 4.21), (170, NORM, 2.05)], 0.0, [150, 170]),
+        # Both together are a spike where neither is by itself.
+        ([(150, LOSS, 4.14), (160, LOSS, 4.14), (160, NORM, 1.2), (180, NORM, 1.3)], 0.0, []),
+        ([(170, LOSS, 4.14), (170, NORM, 1.3)], 0.0, [170]),
+        # A large gradient alone is text where it is clipped, unless no text makes one so large.
+        ([(150, NORM, 7.9), (170, NORM, 8.1)], 2.0, [170]),
+        ([(150, NORM, 7.9), (170, NORM, 8.1)], 2.1, [150, 170]),  # clipping leaves a rise of 4.2
+    ],
+)
+def test_which_rises_of_a_single_step_are_spikes(edits, grad_clip, expected):
+    assert flagged(quiet(200, *edits), ROBUST, grad_clip) == expected
 
 
-def test_a_large_gradient_alone_is_text_where_it_is_clipped() -> None:
-    """A large gradient counts only if no text makes one so large."""
-    trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
-    trace[150, 1], trace[170, 1] = 7.9, 8.1
-    assert flagged(trace, ROBUST, grad_clip=2.0) == [170]
-    assert flagged(trace, ROBUST, grad_clip=2.1) == [150, 170]  # clipping leaves a rise of 4.2
-    row = replay(trace, ROBUST, grad_clip=2.0)[170]
-    assert (row.loss_spikes, row.grad_norm_spikes, row.strongest()) == (
-        False,
-        True,
-        ("grad_norm", pytest.approx(8.1), pytest.approx(8.0)),
-    )
+def test_limits_of_both_together_and_of_a_clipped_gradient() -> None:
+    row = replay(quiet(200, (170, LOSS, 4.14), (170, NORM, 1.3)), ROBUST, 0.0)[170]
+    assert (row.loss_limit, row.grad_norm_limit) == pytest.approx((4 + 0.4 / 3, 0.5 * 4 ** (2 / 3)))
+    row = replay(quiet(200, (170, NORM, 8.1)), ROBUST, grad_clip=2.0)[170]
+    assert (row.loss_spikes, row.grad_norm_spikes) == (False, True)
+    assert row.strongest() == ("grad_norm", pytest.approx(8.1), pytest.approx(8.0))
 
 
 def test_a_clipped_gradient_is_a_spike_once_it_stays_large_or_the_loss_follows() -> None:
@@ -143,14 +142,6 @@ def test_a_new_level_is_a_spike_for_half_a_window_only() -> None:
     found = flagged(trace, ROBUST)
     assert found == list(range(200, found[-1] + 1))
     assert len(found) <= ROBUST.window_steps // 2 + 1
-
-
-def test_only_the_sigma_rule_misses_a_second_spike_soon_after_the_first() -> None:
-    trace = noise(300)
-    trace[150:155, 0] += 4
-    trace[200, 0] += 1
-    assert 200 in flagged(trace, ROBUST)
-    assert 200 not in flagged(trace, OLMO)
 
 
 def test_the_sigma_rule_matches_olmo_core() -> None:
@@ -254,57 +245,39 @@ def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> No
         assert robust.steps_lost() < olmo.steps_lost()
 
 
-def test_a_trial_counts_what_is_found_and_what_is_not() -> None:
-    trace = noise(700)
-    trace[300] *= 9
-    faults = {"large": Fault(3.0, 1.0, 5), "none": Fault(0.0, 1.0, 3)}
-    trial = try_rule(trace, ROBUST, 1.0, faults)
-    assert trial.false_alarms == [300]
-    places = (170, 300, 430, 560, 690)
-    assert trial.delays["large"] == [0.0] * len(places)
-    assert trial.delays["none"] == [0.0 if first == 300 else math.inf for first in places]
-
-
 def test_the_command_names_the_steps_of_a_run_and_takes_overrides(tmp_path, monkeypatch, capsys):
     repository = Path(__file__).parents[2]
     demo = (repository / "configs" / "demo.yaml").read_text()
     (tmp_path / "config.yaml").write_text(demo.replace("\ntrain:", "\ntrain:\n  grad_clip: 0"))
     trace = noise(300)
-    trace[200, 1] *= 5
-    records = [
-        {"step": 11 + i, "phase": "sparse", "loss": loss, "grad_norm": norm}
-        for i, (loss, norm) in enumerate(trace.tolist())
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    trace[200, NORM] *= 5
 
-    def printed(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["spikes.py", str(tmp_path), *words])
+    def write(stride: int) -> None:
+        rows = [*enumerate(trace.tolist(), start=11)][::stride]
+        lines = [
+            {"step": step, "phase": "sparse", "loss": loss, "grad_norm": norm} for step, (loss, norm) in rows
+        ]
+        del lines[30]  # a skipped step moves no number
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def printed(*words: str, run: Path = tmp_path) -> str:
+        monkeypatch.setattr(sys, "argv", ["spikes.py", str(run), *words])
         runpy.run_path(str(repository / "benchmarks" / "spikes.py"), run_name="__main__")
         return capsys.readouterr().out
 
-    out = printed("--faults")
-    assert re.search(r"sparse: 300 steps\n  robust +1 flagged  211\n  OLMo-core +1 flagged  211\n", out)
-    assert re.search(r"norm x5, 1 steps +1/1 after  0.0 +1/1 after  0.0", out)
-    assert re.search(r"robust +0 flagged", printed("train.grad_clip=1"))
-    assert re.search(r"robust +0 flagged", printed("monitor.grad_norm_min_ratio=9"))
-    assert re.search(r"robust +1 flagged", printed("monitor.compare_replicas_every_steps=10"))  # it needs two
-
-    def refused(*words: str) -> str:
+    def refused(*words: str, run: Path = tmp_path) -> str:
         with pytest.raises(SystemExit):
-            printed(*words)
+            printed(*words, run=run)
         return capsys.readouterr().err
 
+    write(1)
+    out = printed("--faults")
+    assert re.search(r"sparse: 299 steps\n  robust +1 flagged  211\n  OLMo-core +1 flagged  211\n", out)
+    assert re.search(r"norm x5, 1 steps +1/1 after  0.0 +1/1 after  0.0", out)
+    for override in ("train.grad_clip=1", "monitor.grad_norm_min_ratio=9"):
+        assert re.search(r"robust +0 flagged", printed(override))
+    assert re.search(r"robust +1 flagged", printed("monitor.compare_replicas_every_steps=10"))  # it needs two
     assert "monitor.sigmas = -1.0: not positive" in refused("monitor.sigmas=-1")
-    assert "monitor.sigma = 3: unknown key; did you mean monitor.sigmas?" in refused("monitor.sigma=3")
-    del records[30]  # a skipped step moves no number
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert re.search(r"sparse: 299 steps\n  robust +1 flagged  211\n", printed())
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[::10]))
-    assert "logged 30 of its steps 11 to 302" in refused()
-    (tmp_path / "metrics.jsonl").unlink()
-    assert "not the folder of a run, which has config.yaml and metrics.jsonl" in refused()
-    for other in (tmp_path / "config.yaml", tmp_path / "none"):
-        monkeypatch.setattr(sys, "argv", ["spikes.py", str(other)])
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(repository / "benchmarks" / "spikes.py"), run_name="__main__")
-        assert f"{other}: neither a folder nor an .npz file" in capsys.readouterr().err
+    assert "neither a folder nor an .npz file" in refused(run=tmp_path / "none")
+    write(8)
+    assert "logged 37 of its steps 11 to 307" in refused()

@@ -39,23 +39,14 @@ def test_the_header() -> None:
         "W&B          kept offline",
     ):
         assert row in rows
-    phases = rows.index("phases       warm-up: steps 1 to 60, dense attention, trains the indexer alone")
-    assert (
-        rows[phases + 1]
-        == "             sparse: steps 61 to 700, sparse attention, trains all weights, constant learning rate"
-    )
-    assert max(map(len, rows)) < 110
+    (phase,) = (row for row in rows if "sparse: steps" in row)
+    assert phase.endswith("steps 61 to 700, sparse attention, trains all weights, constant learning rate")
 
 
-def test_steps_before_a_resume_count_with_their_own_batches() -> None:
-    header = start_header(CONFIG, "1 rank on cpu", Path("/runs/small"), [], done=(100, 51_200))
-    assert "tokens       2,048 a step (8 sequences of 256), 1,280,000 in all 700 steps" in header.splitlines()
-
-
-def test_what_a_run_does_not_have_is_left_out() -> None:
+def test_what_a_run_does_not_have_is_left_out_and_steps_before_a_resume_have_their_own_batches() -> None:
     config = load_config("standard_1.7b", ["logging.tensorboard=false"])
     header = start_header(config, "8 ranks on cuda", Path("runs/standard"), [])
-    assert "TensorBoard" not in header
-    assert "W&B" not in header
-    assert "training  " not in header
+    assert not any(word in header for word in ("TensorBoard", "W&B", "training  "))
     assert "gates 0 and indexer 0" in header
+    header = start_header(CONFIG, "1 rank on cpu", Path("/runs/small"), [], done=(100, 51_200))
+    assert "tokens       2,048 a step (8 sequences of 256), 1,280,000 in all 700 steps" in header.splitlines()

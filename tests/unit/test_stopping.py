@@ -18,20 +18,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gsa_data.tokenize import Tokenizer
 from gsa_train import trainer
-from gsa_train.checkpoint.load import load_checkpoint, read_run_state
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import Config
-from gsa_train.data.batches import TrainBatches, read_validation_sets
+from gsa_train.checkpoint.load import read_run_state
 from gsa_train.metrics import record
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import PhaseRange
 from gsa_train.reliability import stop_signals
-from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
+from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.reliability.monitor.spikes import Verdict
 from gsa_train.reliability.stop_signals import (
-    FOLDER_GONE,
     ONE_PRESS_SECONDS,
     STOP_SIGNALS,
     TIME_LIMIT,
@@ -39,20 +32,16 @@ from gsa_train.reliability.stop_signals import (
     StopRequest,
     children_keep_running,
     find_deadline,
-    reason_in_words,
 )
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run import validate
 from gsa_train.services import StepPlan
 from gsa_train.step import StepResult
-from gsa_train.trainer import run_phase
 from helpers.runs import numbers_of
-from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
-from helpers.tiny_run import tiny_run
+from helpers.single_rank import SPARSE, single_rank
+from helpers.text_runs import text_config, train_on_text
 
-SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 PHASE = dataclasses.replace(SPARSE, steps=4)
-SPAN = PhaseRange(0, PHASE, 0, PHASE.steps)
 
 
 @pytest.fixture
@@ -88,62 +77,24 @@ def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     return send
 
 
-LISTENS = """
-import signal
-from gsa_train.reliability.stop_signals import StopRequest
-request = StopRequest()
-request.watch()
-request.listen()
-signal.raise_signal(signal.{name})
-print(int(request.reason))
-"""
-
-
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])  # of nohup, and of a shell's background job
-@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_signal_ignored_at_the_start_asks_for_nothing(name: str, before: signal.Handlers) -> None:
-    number = getattr(signal, name)
-    said = subprocess.run(
-        [sys.executable, "-c", LISTENS.format(name=name)],
-        preexec_fn=lambda: signal.signal(number, before),
-        capture_output=True,
-        timeout=20,
-        check=True,
-    ).stdout
-    assert int(said) == (0 if before == signal.SIG_IGN else number)
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
-    assert request_to_stop.reason == 0
-    signal.raise_signal(number)
-    assert request_to_stop.reason == number
-
-
-def test_ctrl_c_says_what_it_does(press, capfd):
-    press(signal.SIGINT, 0.0)
-    said = capfd.readouterr().err
-    assert "interrupted: the step under way is finished and saved" in said
-    assert "press Ctrl-C again to end at once" in said
-    press(signal.SIGINT, ONE_PRESS_SECONDS / 2)  # from the process's parent, as from the terminal
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # from the terminal; from torchrun
-def test_twice_ends_at_once(press, capfd, second):
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(press, capfd, monkeypatch, rank, second):
+    monkeypatch.setenv("RANK", rank)
     press(signal.SIGTERM, 0.0)  # does not count
     press(signal.SIGINT, 1.0)
+    first = capfd.readouterr().err
+    press(signal.SIGINT, 1.0 + ONE_PRESS_SECONDS / 2)  # from the process's parent, as from the terminal
+    assert capfd.readouterr().err == ""
     with pytest.raises(Ended, match="130"):
         press(second, 1.0 + ONE_PRESS_SECONDS)
-    assert "the same command goes on from the last checkpoint" in capfd.readouterr().err
-
-
-def test_other_ranks_say_nothing(press, monkeypatch, capfd):
-    monkeypatch.setenv("RANK", "1")
-    press(signal.SIGINT, 0.0)
-    with pytest.raises(Ended):
-        press(signal.SIGINT, 9.0)
-    assert capfd.readouterr().err == ""
+    last = capfd.readouterr().err
+    if rank == "0":
+        assert "interrupted: the step under way is finished and saved" in first
+        assert "press Ctrl-C again to end at once" in first
+        assert "the same command goes on from the last checkpoint" in last
+    else:
+        assert first == last == ""
 
 
 BUSY = """
@@ -164,15 +115,8 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no handler of Python's run
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
     """Forked readers, which also get the signal, do not count."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUSY],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True, **pipes)
     try:
         assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
         os.killpg(process.pid, signal.SIGINT)
@@ -222,17 +166,6 @@ def test_a_time_of_slurm_that_is_no_number_is_named(name: str, value: str) -> No
         find_deadline(0, 5, slurm, began=1000.0)
 
 
-def test_reasons_have_names() -> None:
-    assert [
-        reason_in_words(reason) for reason in (signal.SIGUSR1, signal.SIGINT, TIME_LIMIT, FOLDER_GONE)
-    ] == [
-        "SIGUSR1",
-        "Ctrl-C",
-        "the time limit",
-        "the removal of its run folder",
-    ]
-
-
 # --- when all ranks stop ---------------------------------------------------------------------------------------
 
 
@@ -266,58 +199,14 @@ def test_after_a_slow_step_it_is_seen_at_once(vote, monkeypatch):
 # --- that nothing is lost ----------------------------------------------------------------------------------------
 
 
-def config(monitor: dict[str, Any] | None = None) -> Config:
-    tokenizer = SAMPLE / "tokenizer.model"
-    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": str(tokenizer), "num_lanes": 1}
-    return tiny_config(
-        [PHASE],
-        model={"vocab_size": 4096},
-        data=data | {"validation_dir": str(SAMPLE / "validation")},
-        evaluate={"every_steps": 2, "max_blocks": 3, "split_by_source": True},
-        checkpoint={"every_steps": 1000},
-        logging={"every_steps": 1},
-        monitor=monitor or {},
-    )
-
-
 def train_phase(
-    folder: Path,
-    ask: Callable[[], int],
-    resume_from: Path | None = None,
-    monitor: dict[str, Any] | None = None,
+    folder: Path, ask: Callable[[], int], resume_from: Path | None = None, **monitor: Any
 ) -> tuple[list[dict[str, Any]], BaseException | SpikeFound | None]:
-    """Return the records of a run of `PHASE`, and what ended it."""
-    torch.manual_seed(1)
-    each = config(monitor)
-    tokenizer = Tokenizer(each.data.tokenizer)
-    state = None if resume_from is None else read_run_state(resume_from)
-    model = tiny_model(each, variance_ema=0.02)
-    optimizer = build_optimizer(model, PHASE, each)
-    if resume_from is not None:
-        load_checkpoint(resume_from, model, optimizer, single_rank(), with_optimizer=True)
-    records: list[dict[str, Any]] = []
-    run = tiny_run(
-        each,
-        model,
-        batches=TrainBatches(each, single_rank(), tokenizer, state.data if state else None),
-        validation_sets=read_validation_sets(each, tokenizer),
-        tokenizer=tokenizer,
-        saver=CheckpointSaver(folder, each.checkpoint, single_rank()),
-        sinks=Mock(log=records.append),
-        stop_vote=Mock(ask=ask),
-        step=state.step if state else 0,
-        tokens=state.tokens if state else 0,
-        validation_due=state.validation_due if state else False,
-        monitor=state_of(state.monitor) if state else MonitorState(),
-    )
-    ended_by: BaseException | SpikeFound | None = None
-    try:
-        ended_by = run_phase(run, SPAN, optimizer)
-    except (Stopped, MonitorStop) as error:
-        ended_by = error
-    close_optimizer(model, optimizer)
-    run.services.saver.close()
-    return [each for each in records if not each.get("event", "").startswith("checkpoint")], ended_by
+    """Return the records of a run of four steps, and what ended it."""
+    evaluate = {"every_steps": 2, "max_blocks": 3, "split_by_source": True}
+    config = text_config([PHASE], evaluate=evaluate, checkpoint={"every_steps": 1000}, monitor=monitor)
+    records, _, ended_by = train_on_text(config, folder, resume_from, stop_vote=Mock(ask=ask))
+    return records, ended_by
 
 
 def stop_at(question: int) -> Callable[[], int]:
@@ -382,36 +271,26 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "stopped").exists()
 
 
-def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
-    """Make every step's verdict a spike, with this loss above a limit of 5; none is logged."""
-    spikes, finite = math.isfinite(loss), math.isfinite(loss)
+@pytest.mark.parametrize(
+    ("loss", "action", "expected"),
+    [(math.nan, "log", MonitorStop), (9.0, "rewind", SpikeFound(1, 1, "loss", 9.0, 5.0, 1))],
+)
+def test_a_stop_saves_nothing_after_a_step_that_is_not_healthy(tmp_path, monkeypatch, loss, action, expected):
+    """The first step's verdict is a spike or not finite, and no record of the step would read it."""
+    spikes = finite = math.isfinite(loss)
     row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
-    train_step = trainer.train_step
+    train_step, plan_step = trainer.train_step, trainer.plan_step
 
     def step(*args: Any, **options: Any) -> StepResult:
         return dataclasses.replace(train_step(*args, **options), verdict=Verdict(torch.tensor(False), row))
 
-    monkeypatch.setattr(trainer, "train_step", step)
-    plan_step = trainer.plan_step
-
     def unlogged(*args: Any, **options: Any) -> StepPlan:
         return dataclasses.replace(plan_step(*args, **options), logs=False)
 
+    monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "plan_step", unlogged)
-
-
-def test_a_stop_saves_nothing_after_a_step_that_is_not_finite(tmp_path, monkeypatch):
-    unhealthy(monkeypatch, math.nan)
-    _, error = train_phase(tmp_path / "stopped", stop_at(1))
-    assert isinstance(error, MonitorStop)
-    assert not (tmp_path / "stopped").exists()
-
-
-def test_a_stop_saves_nothing_in_a_spike_that_asks_for_a_rewind(tmp_path, monkeypatch):
-    unhealthy(monkeypatch, 9.0)
-    records, found = train_phase(
-        tmp_path / "stopped", stop_at(1), monitor={"action": "rewind", "patience_steps": 1}
-    )
-    assert found == SpikeFound(1, 1, "loss", 9.0, 5.0, 1)
+    folder = tmp_path / "stopped"
+    records, found = train_phase(folder, stop_at(1), action=action, patience_steps=1)
+    assert found == expected or type(found) is expected
     assert [record["event"] for record in records] == ["spike"]
-    assert not (tmp_path / "stopped").exists()
+    assert not folder.exists()

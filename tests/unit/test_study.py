@@ -24,9 +24,9 @@ from gsa_study.states import (
     read_failures,
     read_state,
 )
-from gsa_study.study_file import StudyRun, load_study
+from gsa_study.study_file import Study, StudyRun, load_study
 from gsa_train.config import ConfigError, config_to_yaml
-from gsa_train.model.flops import count_parameters
+from gsa_train.model.flops import ParameterCount, count_parameters
 from gsa_train.process import exit_codes
 from helpers.studies import ROOT, TOKENS_A_STEP, load, log_run, record, write
 
@@ -43,53 +43,25 @@ def test_the_runs_are_all_arms_with_the_first_seed_then_with_the_next(tmp_path: 
     assert (first.steps, first.tokens, first.ranks) == (10, 10 * TOKENS_A_STEP, 1)
 
 
-def test_lists_of_an_arm_replace_the_lists_of_the_base(tmp_path: Path) -> None:
-    phases = [{"name": "only", "steps": 3, "lr": 0.01}]
-    study = load(tmp_path, arms=[{"name": "one", "set": {"phases": phases}}])
-    (phase,) = study.runs[0].config.phases
-    assert (phase.name, phase.steps, phase.lr) == ("only", 3, 0.01)
-
-
-def test_overrides_of_all_arms_come_before_the_overrides_of_the_arm(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    one, two = load_study(path, ["phases.0.lr=0.5", "data.train_dir=/text"], need_data=False).runs[:2]
-    assert (one.config.phases[0].lr, two.config.phases[0].lr) == (0.5, 1e-4)
-    assert one.config.data.train_dir == "/text"
-
-
-def test_what_the_study_sets_comes_between_the_command_line_and_the_arm(tmp_path: Path) -> None:
-    phases = [{"name": "only", "steps": 3}]
-    fields = {"phases": phases, "gsa.k_base": 20, "data.num_lanes": 4}
-    path = write(
-        tmp_path, set=fields, arms=[{"name": "one", "set": {"gsa.k_base": 24, "phases.0.lr": "1e-4"}}]
-    )
-    run = load_study(path, ["gsa.k_base=12", "gsa.k_min=4"], need_data=False).runs[0]
-    assert (run.config.gsa.k_base, run.config.gsa.k_min, run.config.data.num_lanes) == (24, 4, 4)
-    assert [(phase.steps, phase.lr) for phase in run.config.phases] == [(3, 1e-4)]
+def test_the_arm_overrides_the_study_which_overrides_the_command_line_and_the_base(tmp_path: Path) -> None:
+    phases = [{"name": "only", "steps": 3}]  # a list replaces the list
+    arms = [{"name": "one", "set": {"gsa.k_base": 24, "phases.0.lr": "1e-4"}}, {"name": "two"}]
+    path = write(tmp_path, set={"phases": phases, "gsa.k_base": 20, "data.num_lanes": 4}, arms=arms)
+    words = ["gsa.k_base=12", "gsa.k_min=4", "data.train_dir=/text"]
+    one, two = (run.config for run in load_study(path, words, need_data=False).runs[:2])
+    assert (one.gsa.k_base, two.gsa.k_base, one.gsa.k_min, one.data.num_lanes) == (24, 20, 4, 4)
+    assert [(phase.steps, phase.lr) for phase in one.phases] == [(3, 1e-4)]
+    assert one.data.train_dir == "/text"
 
 
 def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
-    ruler = {
-        "ruler": [512, 1024],
-        "ruler_tasks": ["vt", "cwe"],
-        "ruler_samples": 20,
-        "ruler_gold": True,
-        "validation": True,
-    }
-    study = load(tmp_path, seeds=[1], evaluations=[{"name": "needle", "arms": ["two"], **ruler}])
+    ruler = {"ruler": [512, 1024], "ruler_tasks": ["vt", "cwe"], "ruler_samples": 20, "ruler_gold": True}
+    needle = {"name": "needle", "arms": ["two"], **ruler, "validation": True}
+    study = load(tmp_path, seeds=[1], evaluations=[needle])
     (job,) = (job for job in jobs_of(study) if job.kind == "evaluate")
     assert job.run.arm == "two"
-    words = [
-        "--ruler",
-        "512,1024",
-        "--ruler-tasks",
-        "vt,cwe",
-        "--ruler-samples",
-        "20",
-        "--validation",
-        "--ruler-gold",
-    ]
-    assert list(job.command[-len(words) :]) == words
+    words = "--ruler 512,1024 --ruler-tasks vt,cwe --ruler-samples 20 --validation --ruler-gold"
+    assert " ".join(job.command).endswith(words)
 
 
 def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
@@ -100,81 +72,54 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
     assert "--nproc_per_node=4" in job.command
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"sedes": [1]}, "sedes = {...}: unknown key; did you mean seeds?"),
-        (
-            {"arms": [{"name": "one", "sett": {}}]},
-            "arms.0.sett = {...}: unknown key; did you mean arms.0.set?",
-        ),
-        ({"metrics": [{"kye": "loss"}]}, "metrics.0.kye = loss: unknown key; did you mean metrics.0.key?"),
-        (
-            {"arms": [{"name": "one", "set": {"gsa.k_bsae": 3}}]},
-            "arm one: gsa.k_bsae = 3: unknown key; did you mean",
-        ),
-        ({"arms": [{"name": "one", "set": {"run.seed": 3}}]}, "arms.0.set.run.seed = 3: the study sets it"),
-        ({"arms": [{"name": "one"}, {"name": "one"}]}, "arms.name = one: there twice"),
-        ({"arms": [{"name": "a-b"}]}, "arms.0.name = a-b: not a plain name"),
-        ({"set": {"run.dir": "x"}}, "set.run.dir = x: the study sets it"),
-        (
-            {"metrics": [{"key": "loss", "paper": {"three": "4"}}]},
-            "metrics.0.paper = three: the study has no such arm",
-        ),
-        ({"arms": []}, "arms = []: nothing there"),
-        ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice"),
-        ({"seeds": [-1]}, "seeds = [-1]: a seed below 0"),
-        (
-            {"metrics": [{"key": "val_loss", "source": "summary", "at_tokens": [5]}]},
-            "metrics.0.source = summary",
-        ),
-        ({"metrics": [{"key": "loss", "statistic": "max", "equal_time": True}]}, "metrics.0.statistic = max"),
-        ({"metrics": [{"key": "data.x.loss", "source": "evaluation"}]}, "the study evaluates nothing"),
-        (
-            {
-                "metrics": [{"key": "loss", "source": "evaluation", "evaluations": ["a"]}],
-                "evaluations": [{"name": "b"}],
-            },
-            "metrics.0.evaluations = a: the study has no such evaluation",
-        ),
-        ({"evaluations": [{"name": "e", "k_base": [0]}]}, "evaluations.0.k_base = 0: below 1"),
-        (
-            {"evaluations": [{"name": "e", "arms": ["on"]}]},
-            "evaluations.0.arms = on: the study has no such arm",
-        ),
-        (
-            {"evaluations": [{"name": "e", "validation": True}]},
-            "evaluations.0.validation = true: the run's sets are scored beside tasks and ruler",
-        ),
-        (
-            {"evaluations": [{"name": "e", "ruler_gold": True}]},
-            "evaluations.0.ruler_gold = true: there is no RULER without lengths",
-        ),
-        (
-            {"evaluations": [{"name": "e", "data": {"a": "/no/where"}}]},
-            "evaluations.0.data.a = /no/where: not there",
-        ),
-        (
-            {"selections": {"seq_len_tokens": 64, "layers": [9]}},
-            "all arms: selections.layers = [9]: the model has",
-        ),
-        (
-            {"selections": {"seq_len_tokens": 64, "runs": ["one-seed7"]}},
-            "selections.runs = ['one-seed7']: the study has no such run",
-        ),
-        (
-            {"evaluations": [{"name": "e", "tasks": ["piqa", "/no/where.jsonl"]}]},
-            "evaluations.0.tasks.1 = /no/where.jsonl",
-        ),
-        (
-            {"metrics": [{"key": "loss", "at_tokens": [10_000_000, 20_000_000, 10_010_000]}]},
-            "metrics.0.at_tokens = [10000000, 20000000, 10010000]: two of them are 10M in",
-        ),
-        ({"config": "no.yaml"}, "all arms: cannot be read"),
-        ({"data_parallel": 0}, "data_parallel = 0: below 1"),
-        ({"set": {"train.objective": "focal"}}, "all arms: train.objective = focal: no such name"),
-    ],
-)
+def arm(**fields: Any) -> dict[str, Any]:
+    return {"arms": [{"name": "one", **fields}]}
+
+
+def metric(**fields: Any) -> dict[str, Any]:
+    return {"metrics": [{"key": "loss", **fields}]}
+
+
+def evaluation(**fields: Any) -> dict[str, Any]:
+    return {"evaluations": [{"name": "e", **fields}]}
+
+
+def selections(**fields: Any) -> dict[str, Any]:
+    return {"selections": {"seq_len_tokens": 64, **fields}}
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"sedes": [1]}, "sedes = {...}: unknown key; did you mean seeds?"),
+    (arm(sett={}), "arms.0.sett = {...}: unknown key; did you mean arms.0.set?"),
+    (arm(set={"gsa.k_bsae": 3}), "arm one: gsa.k_bsae = 3: unknown key; did you mean"),
+    (arm(set={"run.seed": 3}), "arms.0.set.run.seed = 3: the study sets it"),
+    ({"set": {"run.dir": "x"}}, "set.run.dir = x: the study sets it"),
+    ({"arms": [{"name": "one"}, {"name": "one"}]}, "arms.name = one: there twice"),
+    (arm(name="a-b"), "arms.0.name = a-b: not a plain name"),
+    ({"arms": []}, "arms = []: nothing there"),
+    ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice"),
+    ({"seeds": [-1]}, "seeds = [-1]: a seed below 0"),
+    (metric(paper={"three": "4"}), "metrics.0.paper = three: the study has no such arm"),
+    (metric(source="summary", at_tokens=[5]), "metrics.0.source = summary"),
+    (metric(statistic="max", equal_time=True), "metrics.0.statistic = max"),
+    (metric(source="evaluation"), "the study evaluates nothing"),
+    ({**metric(source="evaluation", evaluations=["a"]), **evaluation()}, "metrics.0.evaluations = a: the"),
+    (metric(at_tokens=[10_000_000, 20_000_000, 10_010_000]), "10010000]: two of them are 10M in"),
+    (evaluation(k_base=[0]), "evaluations.0.k_base = 0: below 1"),
+    (evaluation(arms=["on"]), "evaluations.0.arms = on: the study has no such arm"),
+    (evaluation(validation=True), "evaluations.0.validation = true: the run's sets are scored beside tasks"),
+    (evaluation(ruler_gold=True), "evaluations.0.ruler_gold = true: there is no RULER without lengths"),
+    (evaluation(data={"a": "/no/where"}), "evaluations.0.data.a = /no/where: not there"),
+    (evaluation(tasks=["piqa", "/no/where.jsonl"]), "evaluations.0.tasks.1 = /no/where.jsonl"),
+    (selections(layers=[9]), "all arms: selections.layers = [9]: the model has"),
+    (selections(runs=["one-seed7"]), "selections.runs = ['one-seed7']: the study has no such run"),
+    ({"config": "no.yaml"}, "all arms: cannot be read"),
+    ({"data_parallel": 0}, "data_parallel = 0: below 1"),
+    ({"set": {"train.objective": "focal"}}, "all arms: train.objective = focal: no such name"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), MISTAKES, ids=[said for _, said in MISTAKES])
 def test_a_mistake_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load(tmp_path, **changes)
@@ -182,50 +127,36 @@ def test_a_mistake_is_named(changes: dict[str, Any], said: str, tmp_path: Path) 
     assert len(error.value.problems) == 1
 
 
-def test_the_command_refuses_a_mistake_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_a_mistake_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["study.py", "--study", str(write(tmp_path, sedes=[1]))])
     assert main() == exit_codes.REFUSED
     assert "did you mean seeds?" in capsys.readouterr().err
 
 
+DENSE_AND_SPARSE = [
+    {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
+    {"name": "sparse"},
+]
+
+
 def test_evaluations_take_each_length_and_each_budget_of_arms_with_an_indexer(tmp_path: Path) -> None:
-    arms = [
-        {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
-        {"name": "sparse"},
-    ]
-    evaluations = [
-        {
-            "name": "far",
-            "data": {"books": "/tmp"},
-            "context_lengths": [64, 128],
-            "k_base": [4, 64],
-            "settings": ["gsa.adaptive_k=off"],
-        }
-    ]
-    study = load(tmp_path, arms=arms, seeds=[1], evaluations=evaluations)
-    jobs = jobs_of(study)
+    far = {"data": {"books": "/tmp"}, "context_lengths": [64, 128], "k_base": [4, 64]}
+    far |= {"name": "far", "settings": ["gsa.adaptive_k=off"]}
+    jobs = jobs_of(load(tmp_path, arms=DENSE_AND_SPARSE, seeds=[1], evaluations=[far]))
     assert [(job.run.arm, job.kind, job.name) for job in jobs] == [
         ("dense", "train", ""),
         *(("dense", "evaluate", f"far-L{length}") for length in (64, 128)),
         ("sparse", "train", ""),
         *(("sparse", "evaluate", f"far-L{length}-k{k}") for length in (64, 128) for k in (4, 64)),
     ]
-    words = jobs[-1].command[jobs[-1].command.index("--name") :]
-    assert words == (
-        "--name", "far-L128-k64", "--data", "books=/tmp", "--context-length", "128", "gsa.adaptive_k=off",
-        "gsa.k_base=64", "gsa.k_min=8", "gsa.k_max=64",
-    )  # fmt: skip
+    words = "--name far-L128-k64 --data books=/tmp --context-length 128"
+    words += " gsa.adaptive_k=off gsa.k_base=64 gsa.k_min=8 gsa.k_max=64"
+    assert " ".join(jobs[-1].command).endswith(words)
 
 
 def test_selections_are_saved_of_all_indexers_or_of_the_runs_that_are_named(tmp_path: Path) -> None:
-    arms = [
-        {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
-        {"name": "sparse"},
-    ]
     for runs, expected in (([], ["sparse-seed1", "sparse-seed2"]), (["sparse-seed2"], ["sparse-seed2"])):
-        study = load(tmp_path, arms=arms, selections={"seq_len_tokens": 64, "runs": runs})
+        study = load(tmp_path, arms=DENSE_AND_SPARSE, **selections(runs=runs))
         assert [job.run.name for job in jobs_of(study) if job.kind == "selections"] == expected
 
 
@@ -242,19 +173,14 @@ def runs(tmp_path: Path) -> tuple[StudyRun, ...]:
 
 
 def test_what_is_finished_is_not_repeated_and_what_failed_waits_to_be_asked(runs: Sequence[StudyRun]) -> None:
-    done, broken, new, evaluation = job(runs[0]), job(runs[1]), job(runs[2]), job(runs[1], "evaluate")
-    states = [
-        JobState(done, True),
-        JobState(broken, False),
-        JobState(evaluation, False),
-        JobState(new, False),
-    ]
+    done, broken, new, scored = job(runs[0]), job(runs[1]), job(runs[2]), job(runs[1], "evaluate")
+    states = [JobState(each, each == done) for each in (done, broken, scored, new)]
     failures = {broken.key: "exit code 1", done.key: "an old one"}
     plan = plan_study(states, failures)
     assert (plan.finished, plan.failed) == ((done,), ((broken, "exit code 1"),))
-    assert (plan.due, plan.blocked) == ((new,), (evaluation,))
+    assert (plan.due, plan.blocked) == ((new,), (scored,))
     again = plan_study(states, failures, retry_failed=True)
-    assert (again.due, again.failed, again.blocked) == ((broken, evaluation, new), (), ())
+    assert (again.due, again.failed, again.blocked) == ((broken, scored, new), (), ())
 
 
 def test_a_changed_config_is_refused_by_its_fields(runs: Sequence[StudyRun]) -> None:
@@ -324,11 +250,10 @@ def test_changed_fields_are_named_wherever_they_are(tmp_path: Path) -> None:
     before = load(tmp_path).runs[0]
     log_run(before, [])
     assert list(changed_fields(before)) == []
-    now = load(
-        tmp_path, arms=[{"name": "one", "set": {"phases.1.steps": 5, "data.source_weights.a": 2}}]
-    ).runs[0]
-    assert list(changed_fields(now)) == ["phases.1.steps: 4 -> 5", "data.source_weights: {} -> None",
-                                         "data.source_weights.a: None -> 2.0"]  # fmt: skip
+    now = load(tmp_path, **arm(set={"phases.1.steps": 5, "data.source_weights.a": 2})).runs[0]
+    changes = ["phases.1.steps: 4 -> 5", "data.source_weights: {} -> None"]
+    changes.append("data.source_weights.a: None -> 2.0")
+    assert list(changed_fields(now)) == changes
     moved = dataclasses.replace(before.config, run=dataclasses.replace(before.config.run, dir="elsewhere"))
     (before.folder / "config.yaml").write_text(config_to_yaml(moved))
     assert list(changed_fields(before)) == [], "the same folder, seen from elsewhere"
@@ -338,14 +263,14 @@ def test_changed_fields_are_named_wherever_they_are(tmp_path: Path) -> None:
 
 def test_an_evaluation_of_the_same_name_and_another_length_is_a_change(tmp_path: Path) -> None:
     study = load(tmp_path, evaluations=[{"name": "end", "max_tokens": 100}])
-    (evaluation, *_) = (job for job in jobs_of(study) if job.kind == "evaluate")
-    assert not read_state(evaluation).finished
-    evaluation.result.parent.mkdir(parents=True)
+    (job, *_) = (job for job in jobs_of(study) if job.kind == "evaluate")
+    assert not read_state(job).finished
+    job.result.parent.mkdir(parents=True)
     command = "gsa-evaluate --run somewhere/else --name end --max-tokens "
-    evaluation.result.write_text(json.dumps({"command": command + "100"}))
-    assert read_state(evaluation) == JobState(evaluation, True)
-    evaluation.result.write_text(json.dumps({"command": command + "200"}))
-    (change,) = read_state(evaluation).changed
+    job.result.write_text(json.dumps({"command": command + "100"}))
+    assert read_state(job) == JobState(job, True)
+    job.result.write_text(json.dumps({"command": command + "200"}))
+    (change,) = read_state(job).changed
     assert "--max-tokens 200 -> --name end --max-tokens 100" in change
 
 
@@ -377,11 +302,14 @@ def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
     )
     (tmp_path / "demo_base.yaml").write_text((ROOT / "studies/demo_base.yaml").read_text())
     (tmp_path / "study.yaml").write_text(shown)
-    study, shipped = (
-        load_study(tmp_path / "study.yaml", need_data=False),
-        load_study(ROOT / "studies/demo.yaml"),
-    )
+    study = load_study(tmp_path / "study.yaml", need_data=False)
+    shipped = load_study(ROOT / "studies/demo.yaml")
     assert [run.overrides for run in study.runs] == [run.overrides for run in shipped.runs]
+
+
+def counts_of(study: Study) -> dict[str, ParameterCount]:
+    configs = {run.arm: run.config for run in study.runs}
+    return {arm: count_parameters(each.model, each.gsa, each.moe) for arm, each in configs.items()}
 
 
 def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_parameters() -> None:
@@ -393,10 +321,7 @@ def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_paramete
     assert (phases["standard_8em4"].lr, phases["standard_8em4"].min_lr) == (8e-4, 8e-5)
     assert phases["standard_qk_norm"] == phases["gated_only"], "the rate of the gated model"
     assert {run.tokens for run in study.runs} == {240 * 131072}
-    parameters = {
-        run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe).total
-        for run in study.runs
-    }
+    parameters = {arm: count.total for arm, count in counts_of(study).items()}
     assert parameters["standard"] == pytest.approx(94e6, rel=0.01)
     narrow = [count for arm, count in parameters.items() if arm.endswith("_narrow")]
     half_a_width = 4 * 3 * 768 * 12  # widths are multiples of 8
@@ -405,9 +330,7 @@ def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_paramete
 
 def test_mixtures_match_the_active_parameters_of_the_dense_models() -> None:
     study = load_study(ROOT / "studies" / "experts.yaml", need_data=False)
-    counts = {
-        run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe) for run in study.runs
-    }
+    counts = counts_of(study)
     assert {run.tokens for run in study.runs} == {240 * 131072}
     for kind in ("standard", "gated_only", "gsa"):
         dense, mixture = counts[f"dense_{kind}"], counts[f"moe_{kind}"]

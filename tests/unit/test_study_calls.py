@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from gsa_study import jobs as study_jobs
 from gsa_study import processes
@@ -17,7 +16,7 @@ from gsa_study.commands import study as command
 from gsa_study.jobs import jobs_of
 from gsa_study.plan import StudyError, chosen
 from gsa_study.states import note_failure, read_state
-from gsa_study.study_file import Study, StudyRun, load_study
+from gsa_study.study_file import Study, StudyRun
 from gsa_study.times import (
     BESIDE_MANY,
     CUT,
@@ -29,9 +28,8 @@ from gsa_study.times import (
     note_time,
     read_times,
 )
-from gsa_train.config import config_to_yaml
 from gsa_train.process import exit_codes
-from helpers.studies import load, unpack
+from helpers.studies import load, log_run, record, unpack
 
 LIMIT = 1000
 """Seconds; no job of these tests takes this long."""
@@ -39,24 +37,15 @@ LIMIT = 1000
 
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"phases": [{"name": "sparse", "steps": 10}]}))
-    content: dict[str, Any] = {
-        "name": "small", "dir": str(tmp_path / "runs"), "config": "base.yaml", "seeds": [1, 2],
-        "arms": [{"name": "one"}, {"name": "two"}], "metrics": [{"key": "loss"}],
-        "evaluations": [{"name": "end"}],
-    }  # fmt: skip
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
-    study = load_study(tmp_path / "study.yaml", need_data=False)
+    study = load(tmp_path, evaluations=[{"name": "end"}], metrics=[{"key": "loss"}])
     study.folder.mkdir(parents=True)
     return study
 
 
 def finish(run: StudyRun, evaluated: bool = True) -> None:
+    log_run(run, [record(10, 1.5)], {})
     (run.folder / "checkpoints" / "step_00000010").mkdir(parents=True)
     (run.folder / "checkpoints" / "latest").write_text("step_00000010")
-    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
-    (run.folder / "metrics.jsonl").write_text('{"step": 10, "phase": "sparse", "loss": 1.5, "tokens": 9}\n')
-    (run.folder / "summary.json").write_text('{"steps": 10}')
     if evaluated:
         (run.folder / "evaluations" / "end").mkdir(parents=True)
         (run.folder / "evaluations" / "end" / "results.json").write_text("{}")

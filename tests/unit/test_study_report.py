@@ -40,35 +40,18 @@ def test_mean_and_deviation_by_hand() -> None:
     assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
 
 
-def test_words_begin_on_the_left_and_numbers_end_on_the_right() -> None:
-    rows = [
-        ["arm", "loss", "tokens", "state"],
-        ["1p5", "3.5 ± 0.1", "–", "finished"],
-        ["b", "-1", "31.5M + 8M", ""],
-    ]
-    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | ---: | --- |"
-    assert markdown_table(rows[:1]).splitlines()[1] == "| --- | ---: | ---: | ---: |"
-
-
-def test_few_arms_with_many_metrics_are_columns() -> None:
-    rows = [["arm", "loss", "tokens"], ["a", "3.5", "8M"]]
-    assert narrow(rows) == [["arm", "a"], ["loss", "3.5"], ["tokens", "8M"]]
-    assert narrow([*rows, ["b", "3.1", "9M"]]) == [*rows, ["b", "3.1", "9M"]]
+def test_few_arms_with_many_metrics_are_columns_and_words_begin_on_the_left() -> None:
+    rows = [["arm", "loss", "state"], ["1p5", "3.5 ± 0.1", "finished"]]
+    assert narrow(rows) == [["arm", "1p5"], ["loss", "3.5 ± 0.1"], ["state", "finished"]]
+    rows.append(["b", "–", ""])
+    assert narrow(rows) == rows
+    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | --- |"
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
     worse_text = {1: 30.0, 2: 40.0, 3: 50.0}  # effect of a seed on all arms
-    near: dict[int, float | None] = {
-        1: 31.0,
-        2: 39.5,
-        3: 50.4,
-    }  # 1, -0.5 and 0.4 from it: mean 0.3, deviation 0.755
-    far: dict[int, float | None] = {
-        1: 28.0,
-        2: 38.5,
-        3: 47.5,
-        4: 1.0,
-    }  # -2, -1.5, -2.5: mean -2, deviation 0.5
+    near = {1: 31.0, 2: 39.5, 3: 50.4}  # 1, -0.5 and 0.4 from it: mean 0.3, deviation 0.755
+    far = {1: 28.0, 2: 38.5, 3: 47.5, 4: 1.0}  # -2, -1.5, -2.5: mean -2, deviation 0.5
     assert difference(far, worse_text) == Spread(3, -2.0, 0.5, 0)
     assert difference({1: 2.0, 2: None, 3: math.nan}, worse_text) == Spread(1, -28.0, None, 1)
     ((*pair, apart),) = close_pairs({"a": worse_text, "b": near, "c": far, "d": {1: 30.0}})
@@ -95,12 +78,8 @@ def test_numbers_have_the_digits_that_count(spread: Spread, text: str) -> None:
 
 def test_interpolation_is_on_the_line_between_neighbours() -> None:
     points = [(100.0, 5.0), (200.0, 4.0), (400.0, 3.0)]
-    assert interpolate(points, 200) == 4.0
-    assert interpolate(points, 250) == 3.75
-    assert interpolate(points, 99) is None
-    assert interpolate(points, 401) is None
+    assert [interpolate(points, x) for x in (99, 200, 250, 401)] == [None, 4.0, 3.75, None]
     unknown = interpolate([(1.0, math.nan), (3.0, 1.0)], 2)
-    assert unknown is not None
     assert math.isnan(unknown)
 
 
@@ -127,9 +106,8 @@ def compared(tmp_path: Path) -> Study:
         pace = 1.0 if run.arm == "one" else 2.0
         offset = offsets.get(run.name)
         last = 10 if offset is not None else 6
-        records = [
-            record(step, 20.0 - step + (offset or 0.0), pace, recall=0.5) for step in range(2, last + 1, 2)
-        ]
+        first = 20.0 + (offset or 0.0)
+        records = [record(step, first - step, pace, recall=0.5) for step in range(2, last + 1, 2)]
         log_run(run, records, None if offset is None else {"val_loss": 8.0 + offset})
     return study
 
@@ -146,17 +124,15 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert [column.is_timing for column in results.columns] == [False, False, True, False, False]
     assert set(unknown.values.values()) == {None}
     assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
-    assert [each.state for each in results.runs] == [
-        "finished", "finished", "finished", "failed: exit code 1: out of memory",
-    ]  # fmt: skip
+    states = ["finished"] * 3 + ["failed: exit code 1: out of memory"]
+    assert [each.state for each in results.runs] == states
     said = "\n".join(notes(results))
     assert "1 of 4 runs are not finished and in no mean: two-seed2" in said
     assert "No run has recal (at 2.56k tokens); did you mean recall?" in said
     assert "several" not in said
     with (compared.runs[0].folder / "starts.jsonl").open("a") as file:
-        file.write(
-            '{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n'
-        )
+        later = {"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}
+        file.write(json.dumps(later) + "\n")
     said = "\n".join(notes(read_results(compared, {})))
     assert "have several commits: 0123456789ab, fedcba987654+." in said
     assert "have several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
@@ -174,10 +150,8 @@ def test_differences_of_arms_match_their_seeds(compared: Study, tmp_path: Path) 
     log_run(last, [record(step, 20.0 - step, 2.0) for step in range(2, 11, 2)], {"val_loss": 9.25})
     results = read_results(compared, {})
     # At 5 steps two-seed1 has 15.5 for 15, two-seed2 15 for 16.
-    assert seed_rows(results) == [
-        ["arm", "seeds", f"{results.columns[0].title}, less one"],
-        ["two", "2", "-0.2 ± 1.1"],
-    ]
+    head = ["arm", "seeds", f"{results.columns[0].title}, less one"]
+    assert seed_rows(results) == [head, ["two", "2", "-0.2 ± 1.1"]]
     assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
     (line,) = close_lines(results)
     assert line.endswith(", seed by seed: one and two (0.2 ± 1.1 over 2 seeds).")
@@ -199,11 +173,9 @@ def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path)
 
 
 def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
-    metrics: list[dict[str, Any]] = [
-        {"key": f"data.text.loss_by_position.{place}", "source": "evaluation"}
-        for place in ("1.loss", "7.loss")
-    ]
-    metrics[1]["evaluations"] = ["end"]
+    key = "data.text.loss_by_position"
+    metrics = [{"key": f"{key}.1.loss", "source": "evaluation"}]
+    metrics.append({"key": f"{key}.7.loss", "source": "evaluation", "evaluations": ["end"]})
     evaluations = [{"name": "end"}, {"name": "more"}]
     study = load(tmp_path, seeds=[1], evaluations=evaluations, metrics=metrics)
     run = study.runs[0]
@@ -230,9 +202,7 @@ def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
     assert results.spread("one", validation) == Spread(1, 9.0, None, 1)
 
 
-def test_the_report_is_one_page_with_all_links(
-    compared: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_report_is_one_page_with_all_links(compared, monkeypatch, tmp_path):
     out, tables = compared.folder / "report", tmp_path / "tables"
     words = ["study.py", "--study", str(compared.path), "--report", "--tables", str(tables)]
     monkeypatch.setattr("sys.argv", words)
@@ -258,7 +228,6 @@ def test_the_cost_matches_the_dry_run(compared: Study) -> None:
     assert one.tokens == 2 * 10 * TOKENS_A_STEP
     assert one.gpu_hours == pytest.approx(one.operations / (989e12 * 0.25) / 3600)
     assert one.gpu_hours_left == 0
-    assert two.gpu_hours is not None
     assert two.gpu_hours_left == pytest.approx(two.gpu_hours / 2 * 0.4)
     (unknown, _) = arm_costs(values, "NVIDIA H200", None)
     assert (unknown.gpu_hours, unknown.source) == (None, "unknown: give --mfu")
@@ -295,26 +264,15 @@ def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
     log_run(study.runs[1], [record(3, 1.0)])
     said = "4 of 5 runs are not finished and in no mean: two-seed1 (after step 3 of 10); three-seed1 (not begun); "
     assert any(line.startswith(said) for line in notes(read_results(study, {})))
-    others = load(
-        tmp_path, name="other", seeds=[1, 2, 3], arms=[{"name": "one"}, {"name": "two", "seeds": [1]}]
-    )
+    arms = [{"name": "one"}, {"name": "two", "seeds": [1]}]
+    others = load(tmp_path, name="other", seeds=[1, 2, 3], arms=arms)
     log_run(next(run for run in others.runs if run.arm == "two"), [record(10, 1.0)], {})
     assert any("one, seeds 1, 2, 3 (not begun)" in line for line in notes(read_results(others, {})))
 
 
 def test_no_word_of_a_csv_is_a_formula():
-    words = [
-        "=HYPERLINK(1)",
-        "+1+cmd|' /C calc'!A0",
-        "-2+3",
-        "@SUM(A1)",
-        "\t=1",
-        "-1.5",
-        "-inf",
-        "1e-3",
-        "a=b",
-        "'x",
-    ]
+    words = ["=HYPERLINK(1)", "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1"]
+    words += ["-1.5", "-inf", "1e-3", "a=b", "'x"]
     (read,) = csv.reader(io.StringIO(csv_text([words]), newline=""))
     assert [cell for cell in read if cell.startswith(FORMULA)] == ["-1.5", "-inf"]
     assert [word_of(cell) for cell in read] == words

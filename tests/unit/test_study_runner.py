@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gsa_study import jobs as study_jobs
 from gsa_study import processes
@@ -23,8 +22,9 @@ from gsa_study.plan import StudyError
 from gsa_study.processes import check_devices, child_environment, find_gpus
 from gsa_study.runner import StudyRunner, lock_study
 from gsa_study.states import read_failures
-from gsa_study.study_file import Study, StudyRun, load_study
+from gsa_study.study_file import Study, StudyRun
 from gsa_train.process import exit_codes
+from helpers.studies import load
 
 FINISH = 'mkdir -p "{folder}" && echo \'{{"steps": 10}}\' > "{folder}/summary.json"'
 EVALUATE = 'mkdir -p "{folder}/evaluations/end" && echo "{{}}" > "{folder}/evaluations/end/results.json"'
@@ -33,13 +33,7 @@ UNTIL_STOPPED = 'trap "exit 75" TERM; while :; do sleep 0.05; done'
 
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"phases": [{"name": "sparse", "steps": 10}]}))
-    content: dict[str, Any] = {
-        "name": "small", "dir": str(tmp_path / "runs"), "config": "base.yaml", "seeds": [1],
-        "arms": [{"name": "one"}, {"name": "two"}, {"name": "three"}], "metrics": [{"key": "loss"}],
-    }  # fmt: skip
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
-    study = load_study(tmp_path / "study.yaml", need_data=False)
+    study = load(tmp_path, seeds=[1], arms=[{"name": name} for name in ("one", "two", "three")])
     study.folder.mkdir(parents=True)
     return study
 
@@ -47,30 +41,6 @@ def study(tmp_path: Path) -> Study:
 def scripted(run: StudyRun, script: str, kind: Any = "train") -> Job:
     words = ("/bin/sh", "-c", script.format(folder=run.folder))
     return Job(run, kind, "end" if kind == "evaluate" else "", words, 1)
-
-
-def test_a_failed_arm_is_remembered_and_the_others_go_on(study: Study) -> None:
-    one, two, _ = study.runs
-    due = [
-        scripted(one, "echo all is well; echo out of memory >&2; exit 1"),
-        scripted(one, EVALUATE, "evaluate"),
-        scripted(two, FINISH),
-        scripted(two, EVALUATE, "evaluate"),
-    ]
-    StudyRunner(study.folder, due, None).run()
-    assert read_failures(study.folder) == {"one-seed1 train": "exit code 1: out of memory"}
-    assert [job.result.exists() for job in due] == [False, False, True, True]
-
-
-def test_the_reason_is_what_this_start_printed(study: Study) -> None:
-    (run, *_) = study.runs
-    for script, reason in (
-        ("echo out of memory; exit 1", "exit code 1: out of memory"),
-        ("exit 1", "exit code 1"),
-        ("cat <<'END'\n" + CRASHED + "END\nexit 1", f"exit code 1: {ERROR}"),
-    ):
-        StudyRunner(study.folder, [scripted(run, script)], None).run()
-        assert read_failures(study.folder) == {"one-seed1 train": reason}
 
 
 # An uncaught error of a run leaves: rank 1 in between, torch's warning, and torchrun's own error.
@@ -121,6 +91,28 @@ def test_the_reason_is_the_error_and_no_later_warning(printed: str, crashed: boo
     assert reason_in(printed, crashed) == reason
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo all is well; echo out of memory >&2; exit 1", "exit code 1: out of memory"),
+        ("exit 1", "exit code 1"),
+        ("cat <<'END'\n" + CRASHED + "END\nexit 1", f"exit code 1: {ERROR}"),
+        (  # the main rank's exit code, which torchrun hides
+            'echo 3 > "$GSA_SUBMISSION/exit_code"; echo disk is full; exit 1',
+            "checkpoints cannot be written, exit code 3: disk is full",
+        ),
+    ],
+)
+def test_a_failed_arm_is_remembered_by_what_this_start_printed_and_the_others_go_on(study, script, reason):
+    one, two, _ = study.runs
+    StudyRunner(study.folder, [scripted(one, "echo an earlier start; exit 1")], None).run()
+    due = [scripted(one, script), scripted(one, EVALUATE, "evaluate")]
+    due += [scripted(two, FINISH), scripted(two, EVALUATE, "evaluate")]
+    StudyRunner(study.folder, due, None).run()
+    assert read_failures(study.folder) == {"one-seed1 train": reason}
+    assert [job.result.exists() for job in due] == [False, False, True, True]
+
+
 def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:
     meet = (  # each waits for the other, so that one after another they would never end
         'mkdir -p "{folder}"; echo "$CUDA_VISIBLE_DEVICES" > "{folder}/gpu"; '
@@ -158,9 +150,7 @@ def test_ctrl_c_stops_what_is_under_way_and_starts_nothing_more(study: Study) ->
 
 
 @pytest.mark.parametrize("beside_the_jobs", ["plan_study", "report"])
-def test_ctrl_c_before_and_after_the_jobs_ends_in_a_line(
-    study: Study, beside_the_jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_and_after_the_jobs_ends_in_a_line(study, beside_the_jobs, monkeypatch, capsys):
     def press(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -186,29 +176,13 @@ def test_a_second_ctrl_c_ends_them_at_once(study: Study) -> None:
     assert runner.interrupted == [(stubborn, "stopped")]
 
 
-def test_the_time_limit_stops_as_ctrl_c_does(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = StudyRunner(study.folder, [scripted(study.runs[0], UNTIL_STOPPED)], None)
-    start = processes.start_process
-
-    def start_and_let_time_pass(*arguments: Any) -> subprocess.Popen[bytes]:
-        runner.deadline = 0.0
-        return start(*arguments)
-
-    monkeypatch.setattr(processes, "start_process", start_and_let_time_pass)
-    runner.run()
-    assert (runner.stop_reason, len(runner.interrupted)) == ("the time limit", 1)
-
-
-def test_a_job_waits_for_the_process_that_still_writes_its_folder(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_waits_for_the_process_that_still_writes_its_folder(study, monkeypatch):
     job = scripted(study.runs[0], FINISH)
     job.run.folder.mkdir()
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     words = [sys.executable, "-c", hold, str(job.run.folder / "lock")]
     said: list[str] = []
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
 
         def say(text: str) -> None:
@@ -242,13 +216,6 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
-
-
-def test_the_main_ranks_exit_code_is_told_where_torchrun_hides_it(study: Study) -> None:
-    job = scripted(study.runs[0], 'echo 3 > "$GSA_SUBMISSION/exit_code"; echo disk is full; exit 1')
-    StudyRunner(study.folder, [job], None).run()
-    (reason,) = read_failures(study.folder).values()
-    assert reason == "checkpoints cannot be written, exit code 3: disk is full"
 
 
 def test_a_study_is_run_by_one_process_at_a_time(study: Study) -> None:
@@ -290,9 +257,7 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
         command.gpus_at_hand("1,")
 
 
-def test_the_command_tells_failures_again_and_tries_them_again_when_asked(
-    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_failures_again_and_tries_them_again_when_asked(study, monkeypatch, capsys):
     def train(run: StudyRun) -> tuple[str, ...]:
         script = f'echo {run.arm} >> "{study.folder}/started"; '
         return scripted(run, script + ("echo no luck; exit 1" if run.arm == "two" else FINISH)).command

@@ -60,83 +60,50 @@ def test_a_run_begins_with_the_other_arm_s_run_of_its_seed_and_reads_on(tmp_path
         assert late.config.checkpoint.initial_weights == str(saved)
         assert late.config.checkpoint.initial_text == "continue"
         assert f"checkpoint.initial_weights={saved}" in late.overrides
-        assert late.source is not None
         assert late.source.tokens == 3 * TOKENS_A_STEP
     later = of_arm(study, "later")
-    assert later.source is not None
     assert (later.source.step, later.source.tokens, later.tokens) == (4, 7 * TOKENS_A_STEP, 4 * TOKENS_A_STEP)
     assert [run.arm for run in later.before] == ["late", "base"]
 
 
 def test_the_text_begins_again_where_an_arm_says_so(tmp_path: Path) -> None:
-    arms = [
-        {"name": "base"},
-        {"name": "late", "initial_weights": "base", "set": {"checkpoint.initial_text": "fresh"}},
-    ]
-    study = load(tmp_path, arms=arms)
-    assert of_arm(study, "late").config.checkpoint.initial_text == "fresh"
+    study = load(tmp_path, arms=[A, {**B, "set": {"checkpoint.initial_text": "fresh"}}])
+    assert of_arm(study, "b").config.checkpoint.initial_text == "fresh"
 
 
-@pytest.mark.parametrize(
-    ("arms", "said"),
-    [
-        (
-            [{"name": "b", "initial_weights": "bse"}],
-            "arms.0.initial_weights = bse: the study has no such arm",
-        ),
-        ([{"name": "b", "initial_weights": "b"}], "arms.0.initial_weights = b: a circle: b <- b"),
-        (
-            [{"name": "a", "initial_weights": "b"}, {"name": "b", "initial_weights": "a"}],
-            "arms.1.initial_weights = a: a circle: b <- a <- b",
-        ),
-        ([{"name": "a", "initial_step": 3}], "arms.0.initial_step = 3: of no arm"),
-        (
-            [{"name": "a"}, {"name": "b", "initial_weights": "a", "initial_step": -1}],
-            "initial_step = -1: below 0",
-        ),
-        (
-            [{"name": "a", "seeds": [1]}, {"name": "b", "initial_weights": "a"}],
-            "arms.1.initial_weights = a: has no runs with seeds [2]; give a these seeds, or b fewer",
-        ),
-        (
-            [
-                {"name": "a"},
-                {"name": "b", "initial_weights": "a", "set": {"checkpoint.initial_weights": "x"}},
-            ],
-            "arms.1.initial_weights = a: set has checkpoint.initial_weights, too",
-        ),
-        (
-            [{"name": "a"}, {"name": "b", "initial_weights": "a", "initial_step": 11}],
-            "arm b: initial_step = 11: a keeps its last one, 10, and no other; give one of these",
-        ),
-        (
-            [
-                {"name": "a", "set": {"checkpoint.every_steps": 2, "checkpoint.keep_every_steps": 4}},
-                {"name": "b", "initial_weights": "a", "initial_step": 6},
-            ],
-            "arm b: initial_step = 6: a keeps its last one, 10, and each 4th; give one of these",
-        ),
-    ],
-)
+A, B = {"name": "a"}, {"name": "b", "initial_weights": "a"}
+EACH_4TH = {"checkpoint.every_steps": 2, "checkpoint.keep_every_steps": 4}
+REFUSED: list[tuple[list[dict[str, Any]], str]] = [
+    ([{**B, "initial_weights": "bse"}], "arms.0.initial_weights = bse: the study has no such arm"),
+    ([{**B, "initial_weights": "b"}], "arms.0.initial_weights = b: a circle: b <- b"),
+    ([{**A, "initial_weights": "b"}, B], "arms.1.initial_weights = a: a circle: b <- a <- b"),
+    ([{**A, "initial_step": 3}], "arms.0.initial_step = 3: of no arm"),
+    ([A, {**B, "initial_step": -1}], "initial_step = -1: below 0"),
+    (
+        [{**A, "seeds": [1]}, B],
+        "initial_weights = a: has no runs with seeds [2]; give a these seeds, or b fewer",
+    ),
+    ([A, {**B, "set": {"checkpoint.initial_weights": "x"}}], "a: set has checkpoint.initial_weights, too"),
+    (
+        [A, {**B, "initial_step": 11}],
+        "arm b: initial_step = 11: a keeps its last one, 10, and no other; give",
+    ),
+    ([{**A, "set": EACH_4TH}, {**B, "initial_step": 6}], "= 6: a keeps its last one, 10, and each 4th"),
+    ([{**A, "set": {"gsa.k_bsae": 3}}, B], "arm a: gsa.k_bsae = 3"),
+]
+
+
+@pytest.mark.parametrize(("arms", "said"), REFUSED)
 def test_what_is_refused(arms: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, arms=arms)
-    assert said in str(refused.value)
-
-
-def test_the_mistake_of_an_arm_is_told_once(tmp_path: Path) -> None:
-    arms = [{"name": "a", "set": {"gsa.k_bsae": 3}}, {"name": "b", "initial_weights": "a"}]
-    with pytest.raises(ConfigError, match=r"arm a: gsa\.k_bsae = 3") as refused:
-        load(tmp_path, arms=arms)
-    assert len(refused.value.problems) == 1
+    assert str(refused.value).count(said) == 1
 
 
 def test_a_text_goes_on_from_a_checkpoint_alone(study: Study) -> None:
     config = of_arm(study, "base").config
-    config = dataclasses.replace(
-        config, checkpoint=dataclasses.replace(config.checkpoint, initial_text="continue")
-    )
-    (line,) = check_config(config, 1)
+    checkpoint = dataclasses.replace(config.checkpoint, initial_text="continue")
+    (line,) = check_config(dataclasses.replace(config, checkpoint=checkpoint), 1)
     assert "checkpoint.initial_text = continue: there is no checkpoint whose text goes on" in line
 
 
@@ -147,7 +114,6 @@ def test_a_training_waits_for_the_one_with_whose_weights_it_begins(study: Study)
     due, order = jobs_of(study), []
     while due:
         job = next_job(due, [], None)
-        assert job is not None
         due.remove(job)
         order.append(job.run.arm)
     assert order == ["whole", "base", "late", "later"]
@@ -257,8 +223,6 @@ def test_tokens_time_and_curves_go_on_from_the_other_run_s(study: Study) -> None
     row = next(dict(zip(head, row, strict=True)) for row in rows if row[0] == "late-seed1")
     assert (row["tokens"], row["training time"]) == ("768 + 1.02k", "6s + 8s")
     said = weights_in_words(study)
-    assert [line.split(". ")[0] for line in said] == [
-        "late: begin with the weights of base at step 3 of 6",
-        "later: begin with the weights of late at step 4 of 4",
-    ]
+    assert said[0].startswith("late: begin with the weights of base at step 3 of 6. ")
+    assert said[1].startswith("later: begin with the weights of late at step 4 of 4. ")
     assert "count the 768 tokens up to there, which were trained once" in said[0]

@@ -18,23 +18,19 @@ from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.report.page import write_report
 from gsa_train.checkpoint.files import find_checkpoint
-from gsa_train.checkpoint.load import load_checkpoint, read_run_state
-from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config
-from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.checks import check_packages
 from gsa_train.config.file_checks import check_tasks
-from gsa_train.data.batches import TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.reliability.hang_watchdog import ACTIVITIES
-from gsa_train.reliability.stop_signals import Stopped
 from gsa_train.run.validate import Tasks
 from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
-from gsa_train.trainer import run_phase
 from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import (
@@ -48,9 +44,9 @@ from gsa_train.validation.tasks import (
 )
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
+from helpers.text_runs import SAMPLE, text_config, train_on_text
 from helpers.tiny_run import tiny_run
 
-SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 TOKENIZER = str(SAMPLE / "tokenizer.model")
 CONFIG = tiny_config()
 LENGTH = CONFIG.train.seq_len_tokens
@@ -84,10 +80,9 @@ def alone(model: Model, request: Request) -> float:
     block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
     tokens, scored = request
     block[0, : len(tokens)] = torch.from_numpy(tokens)
+    batch = to_micro_batch(block, EOS, attend_across_documents=True)
     with torch.no_grad():
-        losses = token_losses(
-            model, to_micro_batch(block, EOS, attend_across_documents=True), evaluating=True
-        )[0]
+        losses = token_losses(model, batch, evaluating=True)[0]
     return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
 
 
@@ -104,25 +99,19 @@ def test_log_likelihoods_match_a_pass_of_its_own(pool: int) -> None:
     assert not model.runtime.attention_pass.evaluating
 
 
-def test_packing_leaves_nothing_out() -> None:
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_packing_leaves_nothing_out_and_any_number_of_replicas_has_the_same_sums(model, replicas):
     requests = random_requests()
     packed = pack_requests(requests, EOS, LENGTH)
     assert len(packed.blocks) == 4 < len(requests)
     counts = np.bincount(packed.owners[packed.owners != NOBODY], minlength=len(requests))
     assert counts.tolist() == [each.scored for each in requests]
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_any_number_of_replicas_has_the_same_sums(model: Model, replicas: int) -> None:
-    requests = random_requests()
-    packed = pack_requests(requests, EOS, LENGTH)
     ranks = [dataclasses.replace(single_rank(), data_rank=r, data_size=replicas) for r in range(replicas)]
     dealt = [_deal(packed, EOS, CONFIG, rank) for rank in ranks]
     assert len({len(batches) for batches in dealt}) == 1  # the schedule is collective
     parts = [owners_losses(model, batches, len(requests), CONFIG, single_rank()) for batches in dealt]
-    assert (-sum(parts)).tolist() == pytest.approx(
-        log_likelihoods(model, requests, EOS, CONFIG, single_rank()), rel=1e-6
-    )
+    whole = log_likelihoods(model, requests, EOS, CONFIG, single_rank())
+    assert (-sum(parts)).tolist() == pytest.approx(whole, rel=1e-6)
 
 
 # ---- a run with tasks, and the same run without
@@ -139,17 +128,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run_config(tasks: list[str], save_every_steps: int = 1000, **evaluate: Any) -> Config:
-    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": TOKENIZER, "num_lanes": 1}
     evaluate = {"every_steps": 2, "max_blocks": 3, "tasks": tasks, "tasks_max_time_percent": 100, **evaluate}
-    return tiny_config(
-        [PHASE],
-        model={"vocab_size": 4096},
-        train={"seq_len_tokens": 32},
-        data=data | {"validation_dir": str(SAMPLE / "validation")},
-        evaluate={**evaluate, "tasks_every_steps": 2 if tasks else 0},
-        checkpoint={"every_steps": save_every_steps},
-        logging={"every_steps": 1},
-    )
+    evaluate["tasks_every_steps"] = 2 if tasks else 0
+    train, checkpoint = {"seq_len_tokens": 32}, {"every_steps": save_every_steps}
+    return text_config([PHASE], train=train, evaluate=evaluate, checkpoint=checkpoint)
 
 
 def trained(
@@ -160,56 +142,29 @@ def trained(
     **evaluate: Any,
 ) -> dict[str, Any]:
     """Return everything that a run writes in four steps, or up to a stop."""
-    torch.manual_seed(1)
-    config = run_config(tasks, **evaluate)
-    tokenizer = Tokenizer(TOKENIZER)
-    state = None if resume_from is None else read_run_state(resume_from)
-    model = tiny_model(config, variance_ema=0.02)
-    optimizer = build_optimizer(model, PHASE, config)
-    if resume_from is not None:
-        load_checkpoint(resume_from, model, optimizer, single_rank(), with_optimizer=True)
-    records: list[dict[str, Any]] = []
     messages: list[str] = []
-    run = tiny_run(
-        config,
-        model,
-        batches=TrainBatches(config, single_rank(), tokenizer, state.data if state else None),
-        validation_sets=read_validation_sets(config, tokenizer),
-        tokenizer=tokenizer,
-        tasks=prepare_tasks(tasks, tokenizer, 32, 0),
-        saver=CheckpointSaver(folder, config.checkpoint, single_rank()),
-        sinks=Mock(log=records.append),
+    records, run, ended_by = train_on_text(
+        run_config(tasks, **evaluate),
+        folder,
+        resume_from,
+        tasks=prepare_tasks(tasks, Tokenizer(TOKENIZER), 32, 0),
         console=Mock(message=messages.append),
         stop_vote=Mock(ask=ask),
         watchdog=MagicMock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
-        step=state.step if state else 0,
-        tokens=state.tokens if state else 0,
-        validation_due=state.validation_due if state else False,
-        tasks_due=state.tasks_due if state else False,
-        task_clock=TaskClock(**state.task_clock) if state else TaskClock(),
     )
-    stopped = None
-    try:
-        run_phase(run, PhaseRange(0, PHASE, 0, PHASE.steps), optimizer)
-    except Stopped as stop:
-        stopped = stop
-    finally:
-        close_optimizer(model, optimizer)
-        run.services.saver.close()
     timing = ("seconds", "per_second", "data_wait", "slowest", "time", "mfu")
     kept = [
         {name: value for name, value in record.items() if not any(word in name for word in timing)}
         for record in records
-        if not record.get("event", "").startswith("checkpoint")
     ]
     return {
         "records": kept,
-        "weights": named_weights(model),
-        "averages": [a.variance.ema.item() for a in model.attentions if a.variance is not None],
+        "weights": named_weights(run.model),
+        "averages": [a.variance.ema.item() for a in run.model.attentions if a.variance is not None],
         "rng": torch.get_rng_state(),
         "data": run.data.batches.state(),
         "messages": messages,
-        "stopped": stopped,
+        "stopped": ended_by,
         "clock": run.state.task_clock,
     }
 
@@ -230,10 +185,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(percent, pl
         found = trained(tmp_path / "with", places, tasks_max_time_percent=percent)
         assert of_event(found, "tasks") == []
         of_tasks = [message.split(":")[0] for message in found["messages"] if message.startswith("tasks")]
-        assert of_tasks == [
-            "tasks left out at step 2",
-            "tasks left out at step 4",
-        ]
+        assert of_tasks == [f"tasks left out at step {step}" for step in (2, 4)]
     else:
         first, second = of_event(found, "tasks")
         assert (first["step"], second["step"]) == (2, 4)
@@ -276,7 +228,6 @@ def test_an_error_in_tasks_costs_no_step(places, undisturbed, tmp_path, monkeypa
         with pytest.raises(RuntimeError, match="no such continuation"):
             trained(tmp_path, places, save_every_steps=2)
     saved = find_checkpoint(tmp_path)
-    assert saved is not None
     assert saved.name == "step_00000002"
     after = trained(tmp_path, places, resume_from=saved)
     assert (after["records"][0]["event"], after["records"][0]["step"]) == ("tasks", 2)
@@ -314,14 +265,11 @@ def test_what_tasks_will_take(places: list[str]) -> None:
     tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
     clock = TaskClock()
     assert clock.expected_seconds(tasks, config, single_rank()) == math.inf
-    clock = TaskClock(
-        train_seconds=30.0, train_steps=10
-    )  # A step of 3 s takes 1 s forward, over 4 sequences of 32.
-    assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(tokens / 32 / 4)
+    clock = TaskClock(train_seconds=30.0, train_steps=10)
+    seconds = tokens / 32 / 4  # a step of 3 s takes 1 s forward, over 4 sequences of 32
+    assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(seconds)
     on_gpu = dataclasses.replace(single_rank(), device=torch.device("cuda"))
-    assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(
-        COMPILATION_SECONDS + tokens / 32 / 4
-    )
+    assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(COMPILATION_SECONDS + seconds)
     clock.newest_seconds = 5.0
     assert clock.expected_seconds(tasks, config, single_rank()) == 5.0
 
@@ -329,9 +277,8 @@ def test_what_tasks_will_take(places: list[str]) -> None:
 def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path, monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr("gsa_train.run.validate.score_tasks", lambda *_: calls.append(1) or {})
-    config = tiny_config(
-        run={"dir": str(tmp_path), "name": "r"}, evaluate={"tasks": ["./x"], "tasks_max_time_percent": 100}
-    )
+    evaluate = {"tasks": ["./x"], "tasks_max_time_percent": 100}
+    config = tiny_config(run={"dir": str(tmp_path), "name": "r"}, evaluate=evaluate)
     run = tiny_run(config, model, step=3)
     for _ in range(2):
         Tasks(run).on_tasks(3, "sparse", lambda: None)
@@ -348,22 +295,6 @@ def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path
 # ---- what is refused, and what is shown
 
 
-@pytest.mark.parametrize(
-    ("evaluate", "words"),
-    [
-        ({"tasks": ["./a", " "]}, "evaluate.tasks.1 = ' ': empty"),
-        ({"tasks_every_steps": 5}, "evaluate.tasks_every_steps = 5: there are no evaluate.tasks"),
-        ({"tasks_max_time_percent": 0.0}, "evaluate.tasks_max_time_percent = 0.0: no share"),
-        ({"tasks_max_time_percent": 101.0}, "at most 100, which is no limit"),
-        ({"tasks_every_steps": -1, "tasks": ["./a"]}, "evaluate.tasks_every_steps = -1: negative"),
-    ],
-)
-def test_configs_that_are_refused(evaluate: dict[str, Any], words: str) -> None:
-    config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, **evaluate))
-    (line,) = check_config(config, world_size=1)
-    assert words in line
-
-
 def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tmp_path, monkeypatch):
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text("{}\n")
@@ -377,20 +308,13 @@ def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tm
     assert line.startswith("evaluate.tasks = absent.yaml: a task of lm-evaluation-harness")
 
 
-def test_files_damaged_further_on_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_files_damaged_further_on_and_other_requests_of_a_rank_are_refused(places, tmp_path, monkeypatch):
     folder = write_requests(tmp_path / "x" / "y", [*choice_requests(), {"doc_id": 9, "idx": 0}])
-    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
-        prepare_tasks([str(folder)], Tokenizer(TOKENIZER), 32, 0)
-
-
-def test_ranks_with_other_requests_are_refused(places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, tokenizer = run_config(places), Tokenizer(TOKENIZER)
-    assert [task.name for task in shared_tasks(config, tokenizer, single_rank())] == [
-        "colours_rc",
-        "gold_bpb",
-    ]
-    with pytest.raises(TaskError, match=r"evaluate.tasks.1 = ./absent"):
-        shared_tasks(run_config([places[0], "./absent"]), tokenizer, single_rank())
+    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
+        shared_tasks(run_config([str(folder)]), tokenizer, single_rank())
+    names = [task.name for task in shared_tasks(config, tokenizer, single_rank())]
+    assert names == ["colours_rc", "gold_bpb"]
 
     def of_two_ranks(mine: dict[str, str], _: Any) -> dict[int, dict[str, str]]:
         return {0: mine, 1: {**mine, "requests of gold_bpb": "other"}}
@@ -400,36 +324,16 @@ def test_ranks_with_other_requests_are_refused(places: list[str], monkeypatch: p
         shared_tasks(config, tokenizer, single_rank())
 
 
-RECORD = {
-    "event": "tasks",
-    "step": 4,
-    "phase": "sparse",
-    "tokens": 40,
-    "eval_accuracy": {"colours_rc": 0.25},
-    "eval_bits_per_byte": {"colours_rc": 1.5, "gold_bpb": 2.5},
-    "eval_seconds": 3.0,
-    "eval_time_share": 0.01,
-}
-
-
-def test_where_scores_go(tmp_path: Path) -> None:
-    assert to_scalars(RECORD) == {
-        "eval/accuracy/colours_rc": 0.25,
-        "eval/bits_per_byte/colours_rc": 1.5,
-        "eval/bits_per_byte/gold_bpb": 2.5,
-        "eval/seconds": 3.0,
-        "eval/time_share": 0.01,
-    }
-    said: list[str] = []
-    progress = Progress(10, interactive=False)
-    progress.message = said.append  # type: ignore[method-assign]
-    progress.show(RECORD)
-    assert [line.split("sparse")[1].split() for line in said] == [
-        ["colours_rc", "accuracy", "0.2500", "bits", "per", "byte", "1.5000"],
-        ["gold_bpb", "bits", "per", "byte", "2.5000"],
-    ]
+def test_where_scores_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"event": "tasks", "step": 4, "phase": "sparse", "tokens": 40, "eval_seconds": 3.0}
+    record |= {"eval_accuracy": {"rc": 0.25}, "eval_bits_per_byte": {"rc": 1.5, "gold_bpb": 2.5}}
+    scalars = {"eval/accuracy/rc": 0.25, "eval/bits_per_byte/rc": 1.5, "eval/bits_per_byte/gold_bpb": 2.5}
+    assert to_scalars(record) == {**scalars, "eval/seconds": 3.0}
+    Progress(10, interactive=False).show(record)
+    said = [" ".join(line.split("sparse")[1].split()) for line in capsys.readouterr().out.splitlines()]
+    assert said == ["rc accuracy 0.2500 bits per byte 1.5000", "gold_bpb bits per byte 2.5000"]
     steps = [{"step": step, "phase": "sparse", "loss": 5.0, "tokens": 10 * step} for step in (2, 4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, RECORD]))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, record]))
     page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
     assert '<h2 id="eval">Tasks</h2>' in page
     assert "gold_bpb" in page

@@ -5,8 +5,8 @@ import gc
 import itertools
 import math
 import resource
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,8 +20,8 @@ from gsa_train.config import CheckpointConfig
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
-from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import PhaseRange, phase_ranges
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import phase_ranges
 from gsa_train.profiling import work_time
 from gsa_train.reliability.monitor.corruption import CorruptionFound
 from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
@@ -33,10 +33,12 @@ from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run_folder.resume import Start
 from gsa_train.run_folder.rewind import Rewind
+from gsa_train.services import Service
 from gsa_train.step import StepResult, train_step
 from gsa_train.train import train_phases
 from gsa_train.trainer import run_phase
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from helpers.text_runs import text_config
 from helpers.tiny_run import tiny_run
 
 
@@ -44,53 +46,55 @@ def limit_files_to(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[], None]]:
+    """Return a function after which no large file can be written, to the end of the test."""
+    yield lambda: limit_files_to(10_000)
+    limit_files_to(resource.RLIM_INFINITY)
+
+
+@contextmanager
 def run_of(
-    folder: Path,
-    checkpoint_config: CheckpointConfig,
-    log: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> tuple[Run, PhaseRange, PhaseOptimizer]:
+    folder: Path, log: Callable[[dict[str, Any]], None] = lambda record: None, **fields: Any
+) -> Iterator[Any]:
+    """Yield what a save takes: a run at step 3, its phase and optimizer. `fields` are of `checkpoint`."""
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     (phase_range,) = phase_ranges(config.phases)
-    run = tiny_run(
-        config,
-        model,
-        saver=CheckpointSaver(folder, checkpoint_config, single_rank()),
-        step=3,
-        sinks=Mock(log=log),
-    )
-    return run, phase_range, optimizer
+    saver = CheckpointSaver(folder, CheckpointConfig(**fields), single_rank())
+    run = tiny_run(config, model, saver=saver, step=3, sinks=Mock(log=log))
+    yield run, phase_range, optimizer
+    saver.close()
 
 
 def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = []
-    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(), records.append)
-    save(run, phase_range, optimizer)
-    assert run.services.saver.durable_step is None
-    run.state.step = 4
-    assert newest_save(run) == 3
+    with run_of(tmp_path, records.append) as (run, *phase):
+        save(run, *phase)
+        assert run.services.saver.durable_step is None
+        run.state.step = 4
+        assert newest_save(run) == 3
     assert [(record["event"], record["step"]) for record in records] == [("checkpoint", 3)]
-    run.services.saver.close()
 
 
-def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path: Path) -> None:
-    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(retry_after_steps=2))
-    try:
-        limit_files_to(10_000)
-        save(run, phase_range, optimizer)
-        (failed,) = run.services.saver.ended(now=4, wait=True)
-    finally:
-        limit_files_to(resource.RLIM_INFINITY)
-    assert failed.error is not None
-    assert run.services.saver.is_due(6)
-    run.services.saver.go_back(2)
-    assert not run.services.saver.is_due(6)
-    assert run.services.saver.has(2)
-    run.services.saver.close()
+def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path, full_disk):
+    with run_of(tmp_path, retry_after_steps=2) as (run, *phase):
+        full_disk()
+        save(run, *phase)
+        saver = run.services.saver
+        (failed,) = saver.ended(now=4, wait=True)
+        assert failed.error is not None
+        assert saver.is_due(6)
+        saver.go_back(2)
+        assert not saver.is_due(6)
+        assert saver.has(2)
 
 
-def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp_path: Path) -> None:
+def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(
+    tmp_path, full_disk, monkeypatch
+):
+    """It fails before the run would count as hanging."""
     events: list[str] = []
 
     def log(record: dict[str, Any]) -> None:
@@ -98,45 +102,26 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp
         if len(events) == 1:
             limit_files_to(resource.RLIM_INFINITY)
 
-    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=1), log)
-    try:
-        limit_files_to(10_000)
-        save_the_end(run, phase_range, optimizer)
+    waits: list[float] = []
+    monkeypatch.setattr(saves, "time", Mock(sleep=waits.append))
+    with run_of(tmp_path, log, save_retries=12) as (run, *phase):
+        full_disk()
+        save_the_end(run, *phase)
         assert run.services.saver.durable_step == 3
         assert (tmp_path / "latest").read_text() == "step_00000003"
         assert events == ["checkpoint_failed", "checkpoint"]
-
-        run.state.step = 4
-        limit_files_to(10_000)
-        with pytest.raises(CheckpointError, match=r"2 saves in a row failed .* of step 3\."):
-            save_the_end(run, phase_range, optimizer)
-    finally:
-        limit_files_to(resource.RLIM_INFINITY)
-        run.services.saver.close()
-
-
-def test_the_last_save_is_tried_again_before_the_run_would_count_as_hanging(tmp_path, monkeypatch):
-    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=12))
-    waits: list[float] = []
-    monkeypatch.setattr(saves, "time", Mock(sleep=waits.append))
-    try:
-        limit_files_to(10_000)
-        with pytest.raises(CheckpointError, match="13 saves in a row failed"):
-            save_the_end(run, phase_range, optimizer)
-    finally:
-        limit_files_to(resource.RLIM_INFINITY)
-        run.services.saver.close()
-    assert waits[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
-    assert max(waits) <= 0.5 * 60 * run.config.parallel.timeout_minutes
+        run.state.step, waits[:] = 4, []
+        full_disk()
+        with pytest.raises(CheckpointError, match=r"13 saves in a row failed .* of step 3\."):
+            save_the_end(run, *phase)
+        assert waits[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
+        assert max(waits) <= 0.5 * 60 * run.config.parallel.timeout_minutes
 
 
 def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypatch):
     first, second = (dataclasses.replace(SPARSE, name=name, steps=4) for name in ("first", "second"))
-    config = tiny_config(
-        [first, second],
-        logging={"every_steps": 1000},
-        train={"iterations_to_skip": [4]},  # the first phase's last step, which would be logged
-    )
+    skipped = {"iterations_to_skip": [4]}  # the first phase's last step, which would be logged
+    config = tiny_config([first, second], logging={"every_steps": 1000}, train=skipped)
     model = tiny_model(config, variance_ema=0.02)
     records: list[dict[str, Any]] = []
     run = tiny_run(config, model, sinks=Mock(log=records.append), skipped_steps=frozenset([4]))
@@ -154,26 +139,17 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypa
 
 def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(tmp_path, monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: None)  # for the other tests of this process
-    sample = Path(__file__).parents[2] / "data" / "sample"
-    config = tiny_config(
+    config = text_config(
         [SPARSE],
         run={"dir": str(tmp_path)},
-        model={"vocab_size": 4096},
-        data={
-            "train_dir": str(sample / "train"),
-            "validation_dir": str(sample / "validation"),
-            "tokenizer": str(sample / "tokenizer.model"),
-        },
         evaluate={"max_blocks": 1},
         logging={"wandb": "disabled", "tensorboard": False},
         monitor={"action": "rewind", "rewind_min_steps": 20},
     )
     arguments = parse_arguments(["--config", "of no file"])
     run = open_run(config, arguments, StopRequest(), Start(), single_rank(), RunClock())
-    assert (
-        run.services.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
-    )
-    assert run.phase_optimizer is not None
+    monitor = config.monitor
+    assert run.services.saver._reach_steps == 20 + monitor.lasting_steps + monitor.patience_steps
     close_optimizer(run.model, run.phase_optimizer)
     services = run.services
     services.log.close(0)
@@ -210,25 +186,15 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(late, fails_at,
     monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "save", save_now)
     monkeypatch.setattr("gsa_train.train.save_the_end", save_now)
-    ranges = phase_ranges(config.phases)
-    run = tiny_run(
-        config,
-        model,
-        saver=Mock(is_due=lambda step: step in (2, 3), ended=lambda now: [], take_held_seconds=lambda: 0.0),
-        sinks=Sinks(tmp_path, None, None),
-        phase_optimizer=build_optimizer(model, phase, config),
-        writes_late=late,
-    )
-    ends = nullcontext() if fails_at is None else pytest.raises(FailedStep)
-    with ends:
-        train_phases(run, ranges)
-    assert seen["step 1"] == []
-    assert seen["step 2"] == ([] if late else [1])
-    assert seen["save 2"] == [1]
-    assert seen["save 3"] == [1, 3]
-    assert logged() == ([1, 3, 6] if fails_at is None else [1, 3])
-    if fails_at is None:
-        assert seen["save 6"] == [1, 3, 6]
+    saver = Mock(is_due=lambda step: step in (2, 3), ended=lambda now: [], take_held_seconds=lambda: 0.0)
+    optimizer, sinks = build_optimizer(model, phase, config), Sinks(tmp_path, None, None)
+    run = tiny_run(config, model, saver=saver, sinks=sinks, phase_optimizer=optimizer, writes_late=late)
+    with nullcontext() if fails_at is None else pytest.raises(FailedStep):
+        train_phases(run, phase_ranges(config.phases))
+    assert (seen["step 1"], seen["step 2"]) == ([], [] if late else [1])
+    assert (seen["save 2"], seen["save 3"]) == ([1], [1, 3])
+    assert logged() == seen.get("save 6", [1, 3])
+    assert seen.get("save 6") == (None if fails_at else [1, 3, 6])
 
 
 @pytest.mark.parametrize("part", ["linear_qkv", "indexer"])
@@ -271,18 +237,16 @@ def test_batches_left_out_are_told_of_also_after_a_range_that_a_start_before_has
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
     skipped = frozenset([2, 3, 4, 5, 7])
-    run = tiny_run(
-        config,
-        model,
-        sinks=Mock(log=records.append),
-        start=Mock(step=2),
-        step=2,
-        skipped_steps=skipped,
-    )
+    sinks = Mock(log=records.append)
+    run = tiny_run(config, model, sinks=sinks, start=Mock(step=2), step=2, skipped_steps=skipped)
+    service = Mock(spec=Service)
+    run.listening.append(service)
     run_phase(run, phase_ranges(config.phases)[0], optimizer)
     close_optimizer(model, optimizer)
     told = [(record["step"], record["last_step"]) for record in records if "last_step" in record]
     assert told == [(3, 5), (7, 7)]
+    ended = [call.args[0].step for call in service.after_step.call_args_list]
+    assert (service.on_batch.call_count, ended) == (1, [3, 4, 5, 6, 7]), "services hear of every step"
 
 
 def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,8 +265,7 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
     with pytest.raises(Killed):
         opening.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
     sinks = run.services.log.sinks
-    assert sinks is not None
-    calls = sinks.method_calls  # type: ignore[attr-defined]
+    calls = sinks.method_calls
     assert [call[0] for call in calls] == ["go_back", "log"]
     assert calls[1].args[0]["event"] == "rewind"
 
@@ -323,6 +286,5 @@ def test_a_note_that_cannot_be_written_changes_no_exit_code(end, code, tmp_path,
         finish.give_up_corrupted(run, CorruptionFound("wrong bits"))
     assert codes == [code]
     console = run.services.log.console
-    assert console is not None
-    said = console.message.call_args_list[0].args[0]  # type: ignore[attr-defined]
+    said = console.message.call_args_list[0].args[0]
     assert "cannot be written" in said

@@ -1,7 +1,8 @@
-"""Tests which rank is named for a hanging run, and which for a slow one."""
+"""Tests which rank is named for a hanging run, also at its end, and which for a slow one."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -10,7 +11,16 @@ import pytest
 import torch
 
 from gsa_train.profiling.work_time import StragglerWarning, WorkTime, slowest
-from gsa_train.reliability.hang_watchdog import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
+from gsa_train.reliability.hang_watchdog import (
+    ACTIVITIES,
+    ALL_SAFE,
+    REPORT,
+    Age,
+    Beat,
+    find_fault,
+    newest_hang,
+)
+from helpers.runs import run_script
 
 TIMEOUT = 60.0
 
@@ -19,50 +29,43 @@ def beat(number: int = 1, progress: int = 1, step: int = 7, activity: str = "tra
     return Beat(number, progress, step, ACTIVITIES.index(activity), "node", 100, TIMEOUT)
 
 
-def named(fault: str | None) -> list[int]:
-    assert fault is not None
+def named(fault: str) -> list[int]:
     return [int(line.split()[1]) for line in fault.splitlines() if line.endswith("<--")]
 
 
-def test_a_run_that_goes_on_has_no_fault() -> None:
-    assert find_fault([Age(beat(), 0, 59), Age(beat(), 59, 10)], TIMEOUT) is None
+def place(step: int = 7, activity: str = "training") -> Beat:
+    return beat(step=step, activity=activity)
 
 
-def test_a_process_without_heartbeat_is_named_before_those_that_wait_for_it() -> None:
-    ages = [Age(beat(step=8), 0, 61), Age(beat(step=8), 58, 60), Age(beat(step=8), 1, 61)]
+@pytest.mark.parametrize(
+    ("ages", "expected"),
+    [
+        ([Age(place(), 0, 59), Age(place(), 59, 10)], None),  # it goes on
+        (
+            [Age(place(), 0, 61), Age(place(), 58, 60), Age(place(), 1, 61)],
+            [1],
+        ),  # no heartbeat; the others wait
+        ([Age(place(), 0, 61), Age(place(), 0, 61), Age(place(activity="reading text"), 0, 62)], [2]),
+        ([Age(place(), 0, 61), Age(place(6, "saving"), 0, 62), Age(place(), 0, 61)], [1]),
+        # The rank that waits longest began to wait before the other rank blocked.
+        ([Age(place(), 0, 61), Age(place(), 55, 57)], [1]),
+        ([Age(place(), 0, 61), Age(place(activity="reading text"), 0, 40)], [1]),
+        ([Age(place(), 0, 61), Age(place(), 20, 61)], None),  # a late heartbeat is waited for
+        ([Age(place(), 0, 71), Age(place(), 30, 71)], [1]),
+        ([Age(place(), 0, 71), Age(beat(number=2), 0, 71)], [0, 1]),
+        ([Age(place(), 0, 90), Age(place(), 20, 90)], [0, 1]),  # for ever late
+        ([Age(place(), 0, 61), Age(place(), 0, 59)], [0, 1]),  # all at one place
+    ],
+)
+def test_which_ranks_are_named(ages: list[Age], expected: list[int] | None) -> None:
     fault = find_fault(ages, TIMEOUT)
-    assert named(fault) == [1]
-    assert fault is not None
-    assert "rank 1 on node (process 100): training after step 7".replace("7", "8") in fault
+    assert (None if fault is None else named(fault)) == expected
+
+
+def test_a_process_without_heartbeat_is_said_to_be_gone() -> None:
+    fault = find_fault([Age(place(8), 0, 61), Age(place(8), 58, 60)], TIMEOUT)
+    assert "rank 1 on node (process 100): training after step 8" in fault
     assert "frozen or gone" in fault.lower()
-
-
-def test_the_slowest_rank_is_named() -> None:
-    ages = [Age(beat(), 0, 61), Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 62)]
-    assert named(find_fault(ages, TIMEOUT)) == [2]
-    ages = [Age(beat(), 0, 61), Age(beat(step=6, activity="saving"), 0, 62), Age(beat(), 0, 61)]
-    assert named(find_fault(ages, TIMEOUT)) == [1]
-
-
-def test_who_waits_longest_is_not_who_is_named() -> None:
-    """The rank that waits longest began to wait before the other rank blocked."""
-    ages = [Age(beat(), 0, 61), Age(beat(), 55, 57)]
-    assert named(find_fault(ages, TIMEOUT)) == [1]
-    ages = [Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 40)]
-    assert named(find_fault(ages, TIMEOUT)) == [1]
-
-
-def test_a_report_waits_for_a_heartbeat_that_is_late() -> None:
-    late = [Age(beat(), 0, 61), Age(beat(), 20, 61)]
-    assert find_fault(late, TIMEOUT) is None
-    assert named(find_fault([Age(beat(), 0, 71), Age(beat(), 30, 71)], TIMEOUT)) == [1]
-    assert named(find_fault([Age(beat(), 0, 71), Age(beat(number=2), 0, 71)], TIMEOUT)) == [0, 1]
-    for_ever_late = [Age(beat(), 0, 90), Age(beat(), 20, 90)]
-    assert named(find_fault(for_ever_late, TIMEOUT)) == [0, 1]
-
-
-def test_where_all_are_at_one_place_all_are_named() -> None:
-    assert named(find_fault([Age(beat(), 0, 61), Age(beat(), 0, 59)], TIMEOUT)) == [0, 1]
 
 
 def test_a_start_finds_the_hang_that_ended_the_one_before(tmp_path: Path) -> None:
@@ -126,8 +129,7 @@ def test_only_the_time_between_begin_and_end_counts(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         work.begin()
         work.end()
-    assert work.read_and_reset().seconds == 2 + 5
-    assert work.read_and_reset().seconds == 0
+    assert [work.read_and_reset().seconds for _ in range(2)] == [2 + 5, 0]
 
 
 def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +186,34 @@ def test_what_the_device_has_still_to_do_counts_at_the_next_reading(monkeypatch:
     work.reset()
     DeviceEvent.now = 13.0
     assert work.read_and_reset().parts == nothing
+
+
+# --- at the end of a run -----------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
+
+
+@pytest.mark.nightly  # it waits for limits; the tests above and test_hang_limit.py test the rules
+def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
+    """Without the watch the other rank waits for a collective's limit, here five minutes."""
+    command = [str(SCRIPT), str(tmp_path / "cases")]
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
+    output = run_script(command, tmp_path / "log", ranks=1, launcher="python", environment=on_cpus)
+    assert json.loads(output.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
+    cases = tmp_path / "cases"
+    told = {case: (cases / case / "rank_0.err").read_text() for case in ("before", "between", "never")}
+
+    (report,) = (cases / "before" / "faults").glob(f"*/{REPORT}")
+    assert report.read_text() in told["before"]
+    assert "Frozen or gone (not even a heartbeat): 1" in told["before"]
+    assert f"  {ALL_SAFE}\n" in report.read_text()
+    hang = newest_hang(cases / "before" / "faults", 0.0)
+    assert "ending after step 7" in hang.split("; rank 1 on ")[1]
+
+    said = f"it could not leave its process group within 2 s; a peer hangs; stacks: {tmp_path}"
+    assert said in told["between"]
+    assert told["between"].endswith(f"; {ALL_SAFE}\n")
+    (stacks,) = (cases / "between" / "faults").glob("*/rank_00000.txt")
+    assert "leave_world" in stacks.read_text()
+
+    assert told["never"] == ""

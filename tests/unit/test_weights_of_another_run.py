@@ -1,8 +1,9 @@
-"""Tests `checkpoint.initial_weights`: what a new run takes from another run's checkpoint, and errors."""
+"""Tests `checkpoint.initial_weights`: what a new run takes from another run's checkpoint, and errors. Fp32 weights in
+bf16 training also continue in the next phase; tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
-import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +16,18 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_train import train
 from gsa_train.arguments import Arguments
-from gsa_train.checkpoint.load import StateError
-from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.checkpoint.load import StateError, load_checkpoint
 from gsa_train.config import CheckpointConfig, Config, GSAConfig
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT
+from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import phase_ranges
+from gsa_train.phases import PhaseRange, phase_ranges
+from gsa_train.reliability.monitor.monitor import SpikeFound
 from gsa_train.run import open as opening
 from gsa_train.run.open import open_phase
+from gsa_train.run.state import Run
 from gsa_train.run_folder.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
@@ -33,9 +36,9 @@ from gsa_train.run_folder.initial_weights import (
     load_initial_weights,
 )
 from gsa_train.run_folder.lock import RunFolderError
-from gsa_train.run_folder.resume import ResumeError, Start
+from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from gsa_train.train import train_phases
-from helpers.checkpoints import run_state, write_checkpoint
+from helpers.checkpoints import write_checkpoint
 from helpers.runs import REPOSITORY
 from helpers.single_rank import (
     DENSE,
@@ -79,25 +82,12 @@ def trained(tmp_path: Path) -> Trained:
         model = tiny_model(config)
         optimizer = build_optimizer(model, config.phases[0], config)
         take_step(model, optimizer, random_batches(config), config, lr=1e-2)
-        saver = CheckpointSaver(tmp_path / "checkpoints", CheckpointConfig(async_save=False), single_rank())
-        state = dataclasses.replace(run_state(1, config), data={"tokenizer_fingerprint": "pieces"})
-        (result,) = saver.begin(state, model, optimizer)
-        assert result.error is None, result.error
-        saver.close()
+        data = {"tokenizer_fingerprint": "pieces"}
+        write_checkpoint(tmp_path / "checkpoints", 1, model, optimizer, config, data=data)
         close_optimizer(model, optimizer)
         return tmp_path, model
 
     return train_one
-
-
-def test_another_end_of_documents_names_its_field() -> None:
-    path = str(REPOSITORY / "data/sample/tokenizer.model")
-    default, other = Tokenizer(path), Tokenizer(path, "<s>")
-    assert re.search(
-        r"data\.eos_token = the default .*'</s>' \(token 2\).*'<s>' .*set data\.eos_token=<s>$",
-        default.differs_from(other.fingerprint),
-    )
-    assert other.differs_from(default.fingerprint).endswith("set data.eos_token=</s>")
 
 
 def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Model:
@@ -120,24 +110,7 @@ def test_another_length_base_and_budget(trained: Trained) -> None:
     for name, weight in named_weights(model).items():
         assert torch.equal(named_weights(loaded)[name], weight), name
     for mine, other in zip(model.attentions, loaded.attentions, strict=True):
-        assert mine.variance is not None
-        assert other.variance is not None
         assert torch.equal(mine.variance.ema, other.variance.ema)
-
-
-def test_a_dense_model_gets_gates_and_an_indexer(trained: Trained, caplog: pytest.LogCaptureFixture) -> None:
-    folder, dense = trained(tiny_config([DENSE], gsa=DENSE_MODEL))
-    caplog.set_level("INFO", logger="gsa_train")
-    config = tiny_config([SPARSE])
-    fresh, loaded = named_weights(tiny_model(config)), named_weights(start(folder, config))
-    old = named_weights(dense)
-    assert 0 < len(old) < len(loaded)
-    for name, weight in loaded.items():
-        assert torch.equal(weight, old.get(name, fresh[name])), name
-    assert any(not torch.equal(loaded[name], fresh[name]) for name in old)
-    new = len(loaded) - len(old) + config.model.num_layers  # and the moving averages
-    assert f"{new} weights are new" in caplog.text
-    assert "the run begins at step 0" in caplog.text
 
 
 def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
@@ -189,13 +162,11 @@ def begun(checkpoint: Path, config: Config) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_weights_of_a_run_in_bf16(kind: str, tmp_path: Path) -> None:
     checkpoint, mains, _ = saved_in_bf16(tmp_path, tiny_config([SPARSE], train=BF16))
-    found = begun(checkpoint, tiny_config([SPARSE], train=BF16, parallel=KINDS[kind]))
-    for name, main in mains.items():
-        assert torch.equal(found[name], main), name
     # In fp32 this includes weights that the first phase does not train.
-    found = begun(checkpoint, tiny_config([BASE], parallel=KINDS[kind]))
-    for name, main in mains.items():
-        assert torch.equal(found[name], main), name
+    for phase, fields in ((SPARSE, BF16), (BASE, {})):
+        found = begun(checkpoint, tiny_config([phase], train=fields, parallel=KINDS[kind]))
+        for name, main in mains.items():
+            assert torch.equal(found[name], main), name
 
 
 def test_fp32_weights_beside_new_ones(tmp_path: Path) -> None:
@@ -246,6 +217,14 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
+
+    def choose(*given: Any, **options: Any) -> Start:
+        assert (tmp_path / "runs" / "new" / "lock").exists(), (
+            "the step to start from is chosen with the lock held"
+        )
+        return choose_start(*given, **options)
+
+    monkeypatch.setattr(train, "choose_start", choose)
     monkeypatch.setattr(opening, "load_tokenizer", lambda _: NO_TOKENIZER)
     for name in ("HangWatchdog", "shared_validation_sets", "open_batches"):
         monkeypatch.setattr(opening, name, Mock())
@@ -265,30 +244,29 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
 FOUR_EXPERTS = {"experts": 4, "expert_ffn_hidden_size": 16}
 
 
+OTHER_HEADS = {"num_heads": 8, "head_dim": 2, "num_kv_heads": 4}
+SILU = {"output_gate": False, "output_transform": "silu"}
+UNFIT = [
+    (
+        tiny_config(model={"ffn_hidden_size": 32}),
+        r"\n  model\.ffn_hidden_size = 32 here, 24 in the checkpoint\n",
+    ),
+    (tiny_config(model={"ffn_hidden_size": 32}), r"linear_fc1\.weight: \(64, 16\) here, \(48, 16\) in"),
+    (tiny_config(gsa={"indexer_dim": 16}), r"\n  gsa\.indexer_dim = 16 here, 6 in the checkpoint\n"),
+    (tiny_config(model={"num_layers": 3}), r"layers\.2\.\S+: not in the checkpoint"),
+    (tiny_config(model={"num_layers": 1}), r"layers\.1\.\S+: only in the checkpoint"),
+    (tiny_config(moe=FOUR_EXPERTS), r"moe\.experts = 4 here, 0 in .*\n(.*\n)*.*experts\.\S+: not in the"),
+    (tiny_config([DENSE], gsa=DENSE_MODEL), r"linear_gate\.\S+: only in the checkpoint"),
+    (tiny_config(model=OTHER_HEADS), r"model\.num_heads = 8 here, 4 in"),
+    (tiny_config(gsa={"indexer_activation": "relu"}), "indexer_activation = relu here, sigmoid in"),
+    (tiny_config(gsa={"gate_activation": "silu"}), "gate_activation = silu here, sigmoid in"),
+    (tiny_config(gsa=SILU), "output_transform = silu here, none in"),
+]
+
+
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained(tiny_config([SPARSE]))
-    for config, message in (
-        (
-            tiny_config(model={"ffn_hidden_size": 32}),
-            r"\n  model\.ffn_hidden_size = 32 here, 24 in the checkpoint\n",
-        ),
-        (tiny_config(gsa={"indexer_dim": 16}), r"\n  gsa\.indexer_dim = 16 here, 6 in the checkpoint\n"),
-        (tiny_config(model={"ffn_hidden_size": 32}), r"linear_fc1\.weight: \(64, 16\) here, \(48, 16\) in"),
-        (tiny_config(model={"num_layers": 3}), r"layers\.2\.\S+: not in the checkpoint"),
-        (tiny_config(model={"num_layers": 1}), r"layers\.1\.\S+: only in the checkpoint"),
-        (tiny_config(moe=FOUR_EXPERTS), r"moe\.experts = 4 here, 0 in .*\n(.*\n)*.*experts\.\S+: not in the"),
-        (tiny_config([DENSE], gsa=DENSE_MODEL), r"linear_gate\.\S+: only in the checkpoint"),
-        (
-            tiny_config(model={"num_heads": 8, "head_dim": 2, "num_kv_heads": 4}),
-            r"model\.num_heads = 8 here, 4 in",
-        ),
-        (tiny_config(gsa={"indexer_activation": "relu"}), "indexer_activation = relu here, sigmoid in"),
-        (tiny_config(gsa={"gate_activation": "silu"}), "gate_activation = silu here, sigmoid in"),
-        (
-            tiny_config(gsa={"output_gate": False, "output_transform": "silu"}),
-            "output_transform = silu here, none in",
-        ),
-    ):
+    for config, message in UNFIT:
         with pytest.raises(ResumeError, match=message):
             start(folder, config)
     with pytest.raises(ResumeError, match=r"another tokenizer: data\.tokenizer = .*\.model is another file"):
@@ -311,3 +289,63 @@ def test_every_field_of_the_attention_has_been_thought_of() -> None:
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     known = {*MEANING["gsa"], *WITHOUT_WEIGHTS} | shapes | reads | trains | runs
     assert {field.name for field in dataclasses.fields(GSAConfig)} == known
+
+
+# --- from phase to phase ----------------------------------------------------------------------------------
+
+FIRST = dataclasses.replace(SPARSE, name="first", steps=3, lr=1e-4, min_lr=1e-4)
+"""Trains more than `BASE`."""
+HOST_MEMORY = {"strategy": "deepspeed", "zero_stage": 2, "offload_optimizer": True}
+PHASE_KINDS = {**KINDS, "in host memory": HOST_MEMORY}
+
+
+@pytest.mark.parametrize("kind", PHASE_KINDS)
+def test_fp32_weights_go_on_in_the_next_phase_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    config = tiny_config([FIRST, BASE], train=BF16, parallel=PHASE_KINDS[kind])
+    model = tiny_model(config)
+    first = build_optimizer(model, FIRST, config)
+    for seed in range(3):
+        take_step(model, first, random_batches(config, seed), config, lr=1e-4)
+    folder = write_checkpoint(tmp_path, 3, model, first, config)
+    before = main_weights(model, first)
+    assert sum(not torch.equal(weight, weight.bfloat16().float()) for weight in before.values()) > 10
+    kept = keep_main_weights(model, first)
+    close_optimizer(model, first)
+    second = build_optimizer(model, BASE, config)
+    carry_over(kept, second)
+
+    loaded = tiny_model(config)
+    resumed = build_optimizer(loaded, BASE, config)
+    load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=False)
+    for each, optimizer in ((model, second), (loaded, resumed)):
+        after = main_weights(each, optimizer)
+        assert after.keys() == {name for name in before if "indexer" not in name}
+        for name, weight in after.items():
+            assert torch.equal(weight, before[name]), name
+        assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
+        assert optimizer.updates == 0
+        close_optimizer(each, optimizer)
+
+
+def test_fp32_weights_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[MainWeights]] = []
+    alive: list[list[bool]] = []
+
+    def keep(model: Model, optimizer: PhaseOptimizer, whole_state: bool) -> MainWeights:
+        weights = keep_main_weights(model, optimizer, whole_state)
+        kept.append(weakref.ref(weights))
+        return weights
+
+    def run_phase(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> SpikeFound | None:
+        alive.append([each() is not None for each in kept])
+        return SpikeFound(6, 6, "loss", 9.0, 5.0, 1) if phase_range.index == 2 else None
+
+    monkeypatch.setattr(train, "keep_main_weights", keep)
+    monkeypatch.setattr(train, "run_phase", run_phase)
+    phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third", "fourth")]
+    config = tiny_config(phases, train=BF16)
+    run, ranges = tiny_run(config, tiny_model(config)), phase_ranges(phases)
+    run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
+    assert train_phases(run, ranges) is not None
+    assert alive == [[], [False], [False, False]]
+    assert len(kept) == 2  # none where a rewind starts again

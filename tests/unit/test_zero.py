@@ -18,7 +18,6 @@ from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import zero
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.step import evaluation_step
 from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
@@ -27,6 +26,7 @@ from helpers.single_rank import (
     EOS,
     SPARSE,
     WARM_UP,
+    LeavesOut,
     named_weights,
     random_batches,
     random_blocks,
@@ -110,9 +110,8 @@ def numbers_of(
         found = [loss_sum.item()]
     elif action == "tokens":
         prompts = [to_micro_batch(block[None], EOS, False) for block in blocks[:2]]
-        found = [
-            *map(float, next_tokens(model, prompts, (5, 9), config.model.vocab_size, config, single_rank()))
-        ]
+        tokens = next_tokens(model, prompts, (5, 9), config.model.vocab_size, config, single_rank())
+        found = [*map(float, tokens)]
     else:
         requests = [Request(row[row != EOS][:8], 3) for row in blocks.numpy()]
         found = log_likelihoods(model, requests, EOS, config, single_rank())
@@ -128,11 +127,10 @@ ACTIONS = (
 BASE = dataclasses.replace(SPARSE, train="base")
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [pytest.param(BASE, marks=pytest.mark.nightly), pytest.param(WARM_UP, marks=pytest.mark.nightly), SPARSE],
-    ids=["sparse base", "warm-up", "sparse"],
-)
+NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in (BASE, WARM_UP)]
+
+
+@pytest.mark.parametrize("phase", [*NIGHTLY, SPARSE], ids=["sparse base", "warm-up", "sparse"])
 def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
     """DeepSpeed records the order in which a pass uses the weights, and stops if a later one uses others."""
     series, outside = [], set()
@@ -183,24 +181,10 @@ def test_weights_on_their_way_are_waited_for() -> None:
     assert_whole()
 
 
-class LeavesOut(SpikeDetector):
-    """Applies no update, as if each step were a spike."""
-
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
-        verdict = super().judge(loss, grad_norm, grad_clip)
-        return verdict._replace(applied=torch.zeros_like(verdict.applied))
+AT_NIGHT = [pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, False), (2, False), (3, True))]
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload"),
-    [
-        pytest.param(1, False, marks=pytest.mark.nightly),
-        pytest.param(2, False, marks=pytest.mark.nightly),
-        (2, True),
-        (3, False),
-        pytest.param(3, True, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("stage", "offload"), [(2, True), (3, False), *AT_NIGHT])
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
     """Steps: one, a spike, one with non-finite gradients, one more; those in between have no effect."""
     after = []
