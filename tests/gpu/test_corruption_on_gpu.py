@@ -2,16 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-import torch
-
 from gsa_train.metrics.record_format import read_records
 from helpers.runs import LONGEST_WAIT_SECONDS, OF_A_GPU, SMALL, numbers_of, start
+from helpers.tiers import needs_devices
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = needs_devices(2)
 CHECKS = ("monitor.recheck_every_steps=3", "monitor.compare_replicas_every_steps=3")
 COPIES = ("parallel.distributed_optimizer=false", "train.precision=fp32")
 """Each replica updates its weights itself and has no other copy, so that a wrong weight stays wrong."""

@@ -9,11 +9,6 @@ from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from helpers.single_rank import tiny_config, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SIZES: dict[str, Any] = {
     "experts": 16,
     "top_k": 4,

@@ -12,11 +12,6 @@ from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.reliability.hang_limit import watch_compilation
 from helpers.runs import SMALL, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @triton.jit
 def fill(out, value: tl.constexpr):

@@ -6,10 +6,6 @@ import torch
 from gsa_train.reliability.health import products
 from gsa_train.reliability.health.check import check_device, check_presence
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = torch.device("cuda", 0)
 
 

@@ -16,13 +16,7 @@ from gsa_train.optimizer.mcore import build_optimizer
 from helpers.checkpoints import run_state
 from helpers.runs import OF_A_GPU, SMALL, Run, numbers_of, start
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+from helpers.tiers import needs_devices
 
 SLEEP_CYCLES = 8 * 10**9
 """About five seconds of a device, enough for a busy host to reach its next line."""
@@ -96,7 +90,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return start(tmp_path_factory.mktemp("undisturbed"), *SMALL, ranks=2, real=True).wait()
 
 
-@TWO_DEVICES
+@needs_devices(2)
 def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(tmp_path, undisturbed):
     faults = {"raising_saves": [1, [0]], "saves_end": True}
     retry = "checkpoint.retry_after_steps=1"
@@ -109,7 +103,7 @@ def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(tmp_path
     assert run.series("loss") == undisturbed.series("loss")
 
 
-@TWO_DEVICES
+@needs_devices(2)
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(tmp_path, undisturbed):
     run = start(tmp_path, *SMALL, ranks=2, real=True, faults={"lost_saves": [1, [1]]}).wait(expected=1)
     assert "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks" in run.output

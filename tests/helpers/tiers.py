@@ -1,9 +1,10 @@
-"""Decides which cases of a table only nightly tests run, and which of them this session runs."""
+"""Decides which cases only nightly tests run, which of them this session runs, and which need several GPUs."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 
 def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
@@ -26,3 +27,7 @@ def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and item.originalname == test
     ]
+
+
+def needs_devices(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
