@@ -15,7 +15,6 @@ CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism (gsa_train/d
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.model.mcore.build import Model
 from helpers.layout_cases import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3
 from helpers.many_layouts import train_case
-from helpers.single_rank import CONFIG
+from helpers.single_rank import CONFIG, with_sections
 from whole_steps.step_bench import release_memory
 
 LR = 1e-4
@@ -176,10 +175,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
     if subject.experts:
         widths = {"expert_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
         sections["moe"] = {"experts": 8, "top_k": 2, **widths}
-    config = dataclasses.replace(CONFIG, phases=phases)
-    for name, fields in sections.items():
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
-    return config
+    return with_sections(CONFIG, sections, phases)
 
 
 def in_parts(model: Model, parts: int) -> None:

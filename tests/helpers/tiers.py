@@ -1,6 +1,6 @@
 """Decides which cases only nightly tests run, which of them this session runs, and which need several GPUs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,11 @@ def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
     names = list(names)
     assert not set(nightly) - set(names), f"no such cases: {sorted(set(nightly) - set(names))}"
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
+
+
+def cases_of(table: Mapping[str, Any]) -> list[Any]:
+    """Return all names of a table for `parametrize`, with the names of its nightly cases marked."""
+    return with_nightly(table, {name for name, case in table.items() if case.nightly})
 
 
 def runs_nightly(request: pytest.FixtureRequest) -> bool:
