@@ -80,6 +80,12 @@ parallel.optimizer_instances=2 ; parallel.strategy=deepspeed ->
     parallel.optimizer_instances = 2 | parallel.strategy = deepspeed | set it to 1
 parallel.offload_optimizer=on -> parallel.offload_optimizer = true | parallel.strategy = megatron | to deepspeed
 parallel.zero_stage=2 -> parallel.zero_stage = 2 | parallel.strategy = megatron | deepspeed
+gsa.gate_granularity=headwise ; gsa.value_gate=off ; gsa.output_gate=off ->
+    gsa.gate_granularity = headwise: without effect, for no gate is on
+gsa.gate_granularity=headwise ; gsa.projection_gate=on ->
+    gsa.gate_granularity = headwise: the output of W_O has no heads
+gsa.gate_sharing=head_shared ; gsa.projection_gate=on -> gsa.gate_sharing = head_shared: the output of W_O has no heads
+gsa.output_transform=silu -> gsa.output_transform = silu: stands in the place of G1
 gsa.k_min=3000 -> gsa.k_min = 3000 | above gsa.k_base = 2048
 gsa.k_max=2000 -> gsa.k_max = 2000 | below gsa.k_base = 2048
 gsa.selection_block=4 ; gsa.local_window=3 -> gsa.local_window = 3 | gsa.selection_block = 4
