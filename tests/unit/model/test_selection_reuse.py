@@ -18,14 +18,6 @@ from helpers.single_rank import (
 CONFIG = tiny_config(model={"num_layers": 4}, gsa={"selection_reuse": 2})
 
 
-def test_only_the_first_layer_of_a_group_owns_indexer_and_moving_average() -> None:
-    model = tiny_model(CONFIG)
-    names = [name for name, _ in model.gpt.named_parameters() if ".indexer." in name]
-    assert {name.split(".")[2] for name in names} == {"0", "2"}
-    assert [attention.variance is not None for attention in model.attentions] == [True, False, True, False]
-    assert model.num_indexers == 2
-
-
 def test_each_group_shares_one_selection_and_groups_differ() -> None:
     model = tiny_model(CONFIG, variance_ema=0.02)
     enter_phase(model, SPARSE)

@@ -45,19 +45,6 @@ def test_selecting_everything_is_dense_attention() -> None:
     assert torch.equal(losses[0], losses[1])
 
 
-def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None:
-    small = {"init_std": 1e-3}
-    stats = measure(tiny_config(model=small), SPARSE)
-    closed = measure(tiny_config(model=small, gsa={"gate_bias_init": -6.0}), SPARSE)
-    opened = measure(tiny_config(model=small, gsa={"gate_bias_init": 6.0}), SPARSE)
-    for gate in ("value_gate", "output_gate"):
-        assert stats[f"{gate}_high"] == closed[f"{gate}_high"] == [0.0, 0.0]
-        assert opened[f"{gate}_high"] == [1.0, 1.0]
-        assert stats[f"{gate}_mean"] == pytest.approx([0.5, 0.5], abs=0.01)
-        assert stats[f"{gate}_low"] == [0.0, 0.0]
-        assert closed[f"{gate}_low"] == [1.0, 1.0]
-
-
 def test_attention_to_the_start_of_nearly_equal_logits_is_one_over_the_visible_keys(monkeypatch):
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     config = tiny_config(model={"init_std": 1e-4}, train={"global_batch_size": 2})
