@@ -37,9 +37,6 @@ PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_s
 TEXT = {"random_tokens": [[33, 33], [45, 49]]}
 """One batch of uniformly random tokens, and five of them; the checkpoint is in between."""
 POISONED = [33, 45, 46, 47, 48, 49]
-FLIPPED = {"flipped_bit": [46, 30]}
-"""The highest bit of a weight's exponent, which makes it about 1e37."""
-NAN_STEP = 44
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
@@ -73,10 +70,6 @@ class Finished:
         return numbers_of((record for record in records if record["step"] > after), keys=without)
 
     @property
-    def validation_loss(self) -> float:
-        return float(self.records("validation")[-1]["validation_loss"])
-
-    @property
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("step_*"))
 
@@ -88,16 +81,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     plan = FaultPlan(folder, SECTIONS, [PHASE])
     run = plan.run
 
-    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1, **faults: Any) -> dict[str, Any]:
+    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1) -> dict[str, Any]:
         """Resume from a copy of a run's folder, as after a kill between its checkpoint and the end."""
         copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
-        return run(name, *overrides, ranks=ranks, **(faults or TEXT)) | copied
+        return run(name, *overrides, ranks=ranks, **TEXT) | copied
 
     skip, lower, rewind, stop = (
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
     )
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
-    halves = "train.micro_batch_size=2"
     # Up to step 40 `rewind`, `stop` and `lower_lr` would equal `skip`, and runs that only log would equal `clean`.
     waves = [
         [run("clean"), run("skip", skip, **TEXT)],
@@ -107,12 +99,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ]
     at_night = [
         [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH)],
-        [
-            goes_on("bit", "clean", rewind, "checkpoint.every_steps=11", **FLIPPED),
-            goes_on("bit, log", "clean", **FLIPPED),
-        ],
         [goes_on("split", "skip", skip, "parallel.tensor=2", ranks=2)],
-        [goes_on("nan", "clean", skip, halves, ranks=2, nan_gradient=[NAN_STEP, 1])],
     ]
     codes = plan.carry_out(waves + at_night * runs_nightly(request))
     return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
@@ -123,12 +110,8 @@ def test_without_faults_nothing_happens(runs):
     assert clean.codes == [0]
     assert not clean.spikes()
     last = clean.records()[-1]
-    assert (last["spikes"], last["spikes_per_100k_steps"], last["skipped_updates"], last["rewinds"]) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    counts = ("spikes", "spikes_per_100k_steps", "skipped_updates", "rewinds")
+    assert [last[name] for name in counts] == [0, 0, 0, 0]
     assert all(record["update_norm"] > 0 for record in clean.records())
 
 
@@ -206,30 +189,4 @@ def test_the_learning_rate_is_lowered_for_a_while(runs):
     lower = runs["lower_lr"]
     assert [(record["step"], record["last"]) for record in lower.records("lower_lr")] == [(47, 53)]
     rates = {record["step"]: record["lr"] for record in lower.records()}
-    assert [step for step in range(11, STEPS + 1) if rates[step] == 1e-3] == list(range(50, 56))
-    assert [step for step in range(11, STEPS + 1) if rates[step] == 2e-3] == [
-        *range(11, 50),
-        *range(56, STEPS + 1),
-    ]
-
-
-@pytest.mark.nightly
-def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
-    bit = runs["bit"]
-    (event,) = bit.records("rewind")
-    assert (event["checkpoint_step"], event["spike_step"]) == (40, 46)
-    assert [path.name for path in (bit.folder / "checkpoints" / "set_aside").iterdir()] == ["step_00000044"]
-    assert bit.records()[-1]["step"] == STEPS
-    assert bit.validation_loss < runs["clean"].validation_loss + 0.2
-    assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5
-
-
-@pytest.mark.nightly
-def test_a_nan_on_one_rank_costs_one_update(runs):
-    nan = runs["nan"]
-    assert nan.codes == [0, 0]
-    (event,) = nan.records("spike")
-    assert (event["step"], event["signal"], str(event["value"])) == (NAN_STEP, "grad_norm", "nan")
-    assert nan.records()[-1]["skipped_updates"] == 1
-    assert [record["step"] for record in nan.records() if record["update_norm"] == 0] == [NAN_STEP]
-    assert nan.validation_loss < runs["clean"].validation_loss + 0.1
+    assert [rates[step] for step in range(11, STEPS + 1)] == [2e-3] * 39 + [1e-3] * 6 + [2e-3]

@@ -32,30 +32,24 @@ SEED = 28
 """Seed of the moments; the test waits for their steps, so that they are moments of real runs."""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_study(folder: Path) -> Path:
     phases = json.dumps([{**PHASE, "attention": "dense"}])
     own = (f"phases={phases}", "checkpoint.every_steps=2", "evaluate.every_steps=5", "evaluate.max_blocks=4")
     config = load_config(REPOSITORY / CONFIG, [*own, "train.micro_batch_size=4", "model.hidden_size=32"])
-    path = tmp_path_factory.mktemp("base") / "base.yaml"
-    path.write_text(config_to_yaml(config))
-    return path
-
-
-def write_study(folder: Path, base: Path) -> Path:
-    metrics = [
-        {"key": "loss", "at_tokens": [1000, 2000]},
-        {"key": "validation_loss"},
-        {"key": "val_perplexity", "source": "summary"},
-        {"key": "grad_norm", "statistic": "max"},
-    ]
+    folder.mkdir()
+    (folder / "base.yaml").write_text(config_to_yaml(config))
     study = {
         "name": "two",
         "dir": str(folder),
-        "config": str(base),
+        "config": str(folder / "base.yaml"),
         "seeds": [1],
         "arms": [{"name": name, "set": fields} for name, fields in ARMS.items()],
-        "metrics": metrics,
+        "metrics": [
+            {"key": "loss", "at_tokens": [1000, 2000]},
+            {"key": "validation_loss"},
+            {"key": "val_perplexity", "source": "summary"},
+            {"key": "grad_norm", "statistic": "max"},
+        ],
     }
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(study))
@@ -98,15 +92,10 @@ def arm_under_way(running: ForkedStudy) -> psutil.Process:
     return arm
 
 
-@pytest.fixture(scope="module")
-def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    study = write_study(tmp_path_factory.mktemp("undisturbed"), base)
-    assert start(study).wait() == 0
-    return study
-
-
-def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, undisturbed, tmp_path):
-    study, moments = write_study(tmp_path, base), random.Random(SEED)
+def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    undisturbed = write_study(tmp_path / "undisturbed")
+    assert start(undisturbed).wait() == 0
+    study, moments = write_study(tmp_path / "killed"), random.Random(SEED)
 
     running = start(study)  # an arm dies: it resumes by itself after a checkpoint, or by the next start
     at = moments.randint(1, STEPS - 4)
@@ -147,57 +136,3 @@ def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, und
     arms, values = tables(study)
     assert [row["n"] for row in arms] == ["1"] * 2 * 5
     assert len(values) == len({row["value"] for row in values}) == 2 * 5, "the arms differ"
-
-
-# ---- arms that begin with the weights of another one
-
-DENSE, SPARSE = ({**PHASE, "name": kind, "steps": 4, "attention": kind} for kind in ("dense", "sparse"))
-SHARED = {
-    "late": {"initial_weights": "first", "set": {"phases": [{**SPARSE}]}},
-    "whole": {"set": {"phases": [{**DENSE}, {**SPARSE}]}},
-    "longer": {
-        "initial_weights": "first",
-        "initial_step": 2,
-        "set": {"phases": [{**SPARSE}], "train.seq_len_tokens": 96, "model.rope_base": 40000},
-    },
-    "first": {"set": {"phases": [{**DENSE}], "checkpoint.keep_every_steps": 2}},
-}
-
-
-def write_shared(folder: Path, base: Path) -> Path:
-    study = yaml.safe_load(write_study(folder, base).read_text())
-    study["arms"] = [{"name": name, **fields} for name, fields in SHARED.items()]
-    study["set"] = {"gsa.attention": "sparse"}
-    study["metrics"] = [{"key": "loss"}, {"key": "val_perplexity", "source": "summary"}]
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump(study))
-    return path
-
-
-def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_trained_whole(base, tmp_path):
-    """The study is also killed, in the shared run and in one that begins with it."""
-    study = write_shared(tmp_path, base)
-    for arm in ("first", "late"):
-        running = start(study)
-        wait_until(lambda arm=arm: steps_logged(study, arm) >= 1, running, may_end=True)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-    running = start(study)
-    assert running.wait() == 0, running.log.read_text()
-
-    records = {arm: read_records(tmp_path / "two" / f"{arm}-seed1" / "metrics.jsonl") for arm in SHARED}
-    losses = {
-        arm: {each["step"]: each["loss"] for each in found if "loss" in each}
-        for arm, found in records.items()
-    }
-    assert {4 + step: loss for step, loss in losses["late"].items()}.items() <= losses["whole"].items()
-    assert losses["first"].items() <= losses["whole"].items()
-    assert sorted(losses["late"]) == sorted(losses["longer"]) == [1, 2, 3, 4]
-    ends = {
-        row["arm"]: row["mean"]
-        for row in rows_of(study, "arms.csv", ("arm", "metric", "mean"))
-        if row["metric"].startswith("val_perplexity")
-    }
-    assert ends["late"] == ends["whole"] != ends["first"]
-    said = (tmp_path / "two" / "report" / "tables.md").read_text()
-    assert "late: begin with the weights of first at step 4 of 4" in said

@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [run("clean", AT_ONCE), run("checked", AT_ONCE, TWICE, SPIKES, REPLICAS)],
         [
             run("overlap", TWICE, *OVERLAP, wrong_gradient=[7, 1]),
-            run("nan", AT_ONCE, SPIKES, nan_gradient=[5, 1]),
+            run("nan", AT_ONCE, SPIKES, nan_in=[5, 1, "gradient"]),
         ],
         [
             run(
@@ -70,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
                 SPIKES,
                 LOG,
                 wrong_output=[7, 0],
-                nan_gradient=[5, 1],
+                nan_in=[5, 1, "gradient"],
                 full_disk=[2, 3],
             )
         ],
