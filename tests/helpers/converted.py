@@ -9,13 +9,11 @@ from transformers import AutoModelForCausalLM
 
 import gsa_hf  # noqa: F401 - registers the architecture
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
+from gsa_train.config import Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
-from helpers.checkpoints import run_state
+from helpers.checkpoints import write_checkpoint
 from helpers.runs import REPOSITORY
 from helpers.single_rank import DENSE, SPARSE, single_rank, tiny_config, tiny_model
 
@@ -129,16 +127,8 @@ def random_model(config: Config) -> Model:
 def save(model: Model, config: Config, folder: Path) -> Path:
     """Write a checkpoint with a copy of the tokenizer, as in a run."""
     tokenizer = Tokenizer(TOKENIZER)
-    optimizer = build_optimizer(model, config.phases[0], config)
-    small_files = {tokenizer.file_name: tokenizer.file}
-    settings = CheckpointConfig(async_save=False)
-    saver = CheckpointSaver(folder, settings, single_rank(), small_files=small_files)
-    state = dataclasses.replace(run_state(1, config), data={"tokenizer_fingerprint": tokenizer.fingerprint})
-    (result,) = saver.begin(state, model, optimizer)
-    saver.close()
-    close_optimizer(model, optimizer)
-    assert result.error is None, result.error
-    return result.folder
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    return write_checkpoint(folder, 1, model, None, config, tokenizer, data=data)
 
 
 def some_tokens(rows: int = 2) -> torch.Tensor:

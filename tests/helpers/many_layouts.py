@@ -38,7 +38,7 @@ from gsa_train.step import Training, evaluation_step, train_step
 from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
-from helpers.checkpoints import run_state
+from helpers.checkpoints import run_state, write_checkpoint
 from helpers.layout_cases import (
     ALL_KEYS,
     BASE,
@@ -231,10 +231,7 @@ def cross_boundary(
         first = build_optimizer(model, SPARSE, config)
         take_step(0, model, first, config, parallel, measures=False)
         evaluation_step(model, share(1000, config, parallel), config, parallel)
-        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(1, config, parallel.layout), model, first)
-        saver.close()
-        assert result.error is None, result.error
+        write_checkpoint(folder, 1, model, first, config, parallel=parallel)
         evaluation_step(model, share(1000, config, parallel), config, parallel)
         kept = keep_main_weights(model, first)
         close_optimizer(model, first)

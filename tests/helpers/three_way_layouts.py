@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.checkpoint.load import load_checkpoint
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config
+from gsa_train.config import Config
 from gsa_train.config.checks import check_config
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.model.mcore.build import build_model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from helpers.checkpoints import run_state
+from helpers.checkpoints import write_checkpoint
 from helpers.layout_cases import MORE_STEPS, PAIRS, SELECTED, TIED, Case
 from helpers.many_layouts import finish, prepare_rank, take_step, train_all, train_case
 
@@ -56,10 +55,7 @@ def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ..
     measures = (step + 1) % PHASE_STEPS == 0  # as in `train_case`
     record = take_step(step, model, optimizer, config, parallel, measures)
     if step < len(CHAIN) * PHASE_STEPS - 1:
-        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(step + 1, config, parallel.layout), model, optimizer)
-        saver.close()
-        assert result.error is None, result.error
+        write_checkpoint(folder, step + 1, model, optimizer, config, parallel=parallel)
     close_optimizer(model, optimizer)
     leave_layout()
     return parallel.layout, record
