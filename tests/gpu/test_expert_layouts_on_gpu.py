@@ -18,7 +18,7 @@ pytestmark = needs_devices(RANKS)
 
 
 def test_two_ranks_train_what_one_trains(tmp_path: Path) -> None:
-    layouts = set(layouts_that_fit(RANKS, Subject(False, "bf16", experts=True)))
+    layouts = set(layouts_that_fit(RANKS, Subject(experts=True)))
     assert len(layouts) == 10, "the others need four ranks: make layouts-gpu"
     report = tmp_path / "layouts.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]

@@ -112,13 +112,9 @@ gsa.indexer_pool=4 ; train.seq_len_tokens=4 ; gsa.attention_impl=triton ->
 gsa.indexer_temperature=0 -> gsa.indexer_temperature = 0.0 | learned
 gsa.indexer_temperature=warm -> gsa.indexer_temperature = warm | learned
 gsa.indexer_loss_row_fraction=0 -> gsa.indexer_loss_row_fraction | not 1 / n
-gsa.indexer_loss_row_fraction=-0.5 -> gsa.indexer_loss_row_fraction | not 1 / n
-gsa.indexer_loss_row_fraction=1.1 -> gsa.indexer_loss_row_fraction | not 1 / n
 gsa.indexer_loss_row_fraction=0.3 -> gsa.indexer_loss_row_fraction | not 1 / n
 gsa.indexer_loss_row_fraction=1e-320 -> gsa.indexer_loss_row_fraction | not 1 / n
 gsa.dense_attention=cudnn -> gsa.dense_attention = cudnn | data.attend_across_documents = false | auto
-gsa.dense_attention=flash_sdpa -> gsa.dense_attention = flash_sdpa | data.attend_across_documents = false | auto
-gsa.dense_attention=flash_attn -> gsa.dense_attention = flash_attn | data.attend_across_documents = false | auto
 gsa.dense_attention=triton ; gsa.attention_impl=reference ->
     gsa.dense_attention = triton | gsa.attention_impl = reference
 gsa.variance_ema_decay=1 -> gsa.variance_ema_decay = 1.0 | outside [0, 1)
@@ -139,8 +135,6 @@ train.iterations_to_skip=[3,0] -> train.iterations_to_skip.1 = 0 | no step
 monitor.recheck_every_steps=-1 -> monitor.recheck_every_steps = -1 | negative
 monitor.recheck_every_steps=10 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
     monitor.recheck_every_steps | gsa.dense_attention = cudnn | bit for bit | auto
-monitor.recheck_spikes=true ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
-    monitor.recheck_spikes | gsa.dense_attention = cudnn | bit for bit | auto
 monitor.recheck_every_steps=10 ; parallel.strategy=deepspeed ->
     monitor.recheck_every_steps | parallel.strategy = deepspeed | set that to megatron
 monitor.recheck_spikes=true ; parallel.strategy=deepspeed ->
@@ -186,8 +180,6 @@ evaluate.every_steps=-1 -> evaluate.every_steps = -1 | negative
 evaluate.max_blocks=0 -> evaluate.max_blocks = 0 | below 1
 data.source_weights.Web=-0.1 -> data.source_weights.Web | outside [0, 100] | leaves the source out
 data.source_weights.Web=nan -> data.source_weights.Web | outside [0, 100] | leaves the source out
-data.source_weights.Web=inf -> data.source_weights.Web | outside [0, 100] | leaves the source out
-data.source_weights.Web=101 -> data.source_weights.Web | outside [0, 100] | leaves the source out
 data.packing_pool_documents=0 -> data.packing_pool_documents = 0 | below 1
 data.packing=best_fit ; data.attend_across_documents=true ->
     data.packing = best_fit | needs data.attend_across_documents = false
@@ -201,8 +193,8 @@ train.global_batch_size=4000000 ->
     train.global_batch_size = 4000000 | tokens per step | count sequences, not tokens: at most
 logging.every_steps=0 -> logging.every_steps = 0 | below 1
 run.seed=-1 -> run.seed = -1 | negative
-run.time_limit_minutes=-1 -> run.time_limit_minutes = -1.0 | negative
 run.slurm_margin_minutes=-1 -> run.slurm_margin_minutes = -1.0 | negative
+run.time_limit_minutes=-1 -> run.time_limit_minutes = -1.0 | negative
 phases.1.lr=1e300 -> phases.1.lr = 1e+300: more than fp32 holds; give a smaller number
 parallel.timeout_minutes=1e10 -> parallel.timeout_minutes = 10000000000.0: longer | give 1e+09 or less
 parallel.timeout_minutes=0 -> parallel.timeout_minutes = 0.0 | not positive
@@ -217,8 +209,6 @@ run.dir=/scratch/$NOBODY/runs -> run.dir = /scratch/$NOBODY/runs: only a shell f
 run.kernel_cache_dir=$NOBODY -> run.kernel_cache_dir = $NOBODY: only a shell fills in ~ and $
 run.name=a/b -> run.name | plain folder name
 run.name=.. -> run.name | plain folder name
-run.name='a\b' -> run.name | plain folder name
-run.name=' a' -> run.name | plain folder name
 run.name='' -> run.name | plain folder name
 """
 

@@ -117,12 +117,9 @@ Series = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Subject:
-    tiny: bool
-    precision: str
+    tiny: bool = False
     experts: bool = False
     """Whether feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
-    sequences: int = 8
-    """Sequences per step: at least one for each of eight data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
     lengths = {
         "seq_len_tokens": 48 if tiny else 512,
-        "global_batch_size": subject.sequences,
+        "global_batch_size": 4 if tiny else 8,  # at least one for each data-parallel rank
         "micro_batch_size": 1,
     }
     phases = [
@@ -169,7 +166,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         "model": {**model, **sizes},
         "gsa": gsa,
         "parallel": parallel,
-        "train": {**lengths, "grad_clip": 1.0, "precision": subject.precision, **train},
+        "train": {**lengths, "grad_clip": 1.0, "precision": "bf16", **train},
         "logging": {"wandb": "disabled"},  # nothing is logged, so W&B need not be installed
     }
     if subject.experts:
@@ -274,7 +271,7 @@ def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
     return fitting
 
 
-def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: float) -> dict[str, Series]:
+def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject) -> dict[str, Series]:
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
         case = ONE_RANK[name]
@@ -285,7 +282,7 @@ def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: f
         prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
         with alone() as parallel:
             done[name] = numbers(
-                train_case(config, parallel, (steps, steps), prepare, case.backwards, lr, measures=True)
+                train_case(config, parallel, (steps, steps), prepare, case.backwards, LR, measures=True)
             )
             release_memory(parallel.device)
     return done
@@ -296,16 +293,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=10, help="of each phase")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     parser.add_argument("--experts", action="store_true", help="a model with experts, and their layouts")
-    parser.add_argument("--sequences", type=int, default=8, help="of a step")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     steps = arguments.steps
-    subject = Subject(arguments.tiny, arguments.precision, arguments.experts, arguments.sequences)
+    subject = Subject(arguments.tiny, arguments.experts)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:
@@ -315,7 +309,7 @@ def main() -> int:
     if unknown := set(arguments.only) - set(configs):
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 
-    mine = run_one_rank(rank, world_size, steps, subject, arguments.lr)
+    mine = run_one_rank(rank, world_size, steps, subject)
     one_rank: dict[str, Series] = {}
     rows = {}
     for name, config in configs.items():
@@ -329,14 +323,14 @@ def main() -> int:
             one_rank = {each: run for part in shared for each, run in part.items()}
             if parallel.is_main:
                 report_one_rank(one_rank, steps)
-        found = numbers(train_case(config, parallel, (steps, steps), lr=arguments.lr, measures=True))
+        found = numbers(train_case(config, parallel, (steps, steps), lr=LR, measures=True))
         rows[name] = {**judge(found, one_rank, steps), "seconds": time.monotonic() - began, "series": found}
         if parallel.is_main:
             print(line(name, rows[name]), flush=True)
             if arguments.json:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                content = {"world_size": world_size, "precision": subject.precision, "layouts": rows}
-                arguments.json.write_text(json.dumps({**content, "one_rank": one_rank}, indent=1) + "\n")
+                content = {"world_size": world_size, "layouts": rows, "one_rank": one_rank}
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n")
         release_memory(parallel.device)
         leave_layout()
     dist.barrier()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows, sampled_one_of
+from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows
 from gsa_kernels.types import RowSample
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.mcore.build import Model
@@ -61,24 +61,6 @@ def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> Non
         assert counts.sum() > 0
         assert (counts / 2000 - 1 / factor).abs().max() < 0.05  # five standard deviations
     assert sample_rows(100, 1, None) == (SampledRows(0, 100), 1)
-
-
-@pytest.mark.parametrize("block", [1, 16, 32, 64, 128])
-@pytest.mark.parametrize("length", [128, 256, 4096, 8192])
-def test_a_quarter_is_a_quarter_of_the_queries_however_many_share_a_row(length: int, block: int) -> None:
-    """The sample has every fourth stretch of 128 queries, or one of two, or all of a single one."""
-    one_of = min(4, length // 128)
-    firsts = set()
-    for seed in range(30):
-        sample, factor = sample_rows(length // block, 0.25, seed, queries_per_row=block)
-        queries = (sample.rows()[:, None] * block + torch.arange(block)).flatten()
-        assert factor == sampled_one_of(length // block, 0.25, block) == one_of
-        assert len(queries) == length // one_of
-        first = int(queries[0])
-        if one_of > 1:
-            assert torch.equal(queries, torch.arange(length).view(-1, 128)[first // 128 :: one_of].flatten())
-        firsts.add(first)
-    assert firsts == set(range(0, 128 * one_of, 128))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
