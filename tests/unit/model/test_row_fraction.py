@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows
+from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows, sampled_one_of
 from gsa_kernels.types import RowSample
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.mcore.build import Model
@@ -61,6 +61,19 @@ def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> Non
         assert counts.sum() > 0
         assert (counts / 2000 - 1 / factor).abs().max() < 0.05  # five standard deviations
     assert sample_rows(100, 1, None) == (SampledRows(0, 100), 1)
+
+
+@pytest.mark.parametrize("block", [1, 16, 128])
+def test_a_quarter_is_every_fourth_stretch_of_queries_however_many_share_a_row(block: int) -> None:
+    firsts = set()
+    for seed in range(30):
+        sample, factor = sample_rows(4096 // block, 0.25, seed, queries_per_row=block)
+        queries = (sample.rows()[:, None] * block + torch.arange(block)).flatten()
+        assert factor == sampled_one_of(4096 // block, 0.25, block) == 4
+        first = int(queries[0])
+        assert torch.equal(queries, torch.arange(4096).view(-1, 128)[first // 128 :: 4].flatten())
+        firsts.add(first)
+    assert firsts == {0, 128, 256, 384}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
