@@ -259,7 +259,7 @@ def _run_agent(
 
 
 class Fork:
-    """Runs a function in a child process, with the subprocess.Popen methods that torchrun and studies use."""
+    """Runs a function in a child process, with the subprocess.Popen methods that torchrun uses."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.returncode: int | None = None

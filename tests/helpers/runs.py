@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import yaml
 
 from gsa_train.metrics.record_format import read_records
 from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
@@ -229,6 +230,20 @@ def start(
             stderr=subprocess.STDOUT,
         )
     return Run(run_dir / name, process, log, mark[MARK])
+
+
+def demo_config(folder: Path, sections: dict[str, dict[str, Any]], phases: list[dict[str, Any]]) -> str:
+    """Write the demo's config with changes to these sections and with these phases; return its path."""
+    config = yaml.safe_load((REPOSITORY / "configs/demo.yaml").read_text())
+    changed = {section: {**config.get(section, {}), **fields} for section, fields in sections.items()}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**config, **changed, "phases": phases}))
+    return str(path)
+
+
+def wait_for(*started: tuple[Run, int]) -> dict[str, Run]:
+    """Wait for runs that were started together, and check their exit codes; return them by name."""
+    return {run.folder.name: run.wait(expected=code) for run, code in started}
 
 
 def faulty_launcher(run_dir: Path, faults: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
