@@ -50,12 +50,12 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def run(name: str, *overrides: str, ranks: int = 1, **faults: Any) -> Run:
         return start(folder, *overrides, config=config, name=name, ranks=ranks, faults=faults)
 
-    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1) -> Run:
+    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1, **faults: Any) -> Run:
         """Resume from a copy of a run's folder, as after a kill between its checkpoint and the end."""
         shutil.copytree(folder / source, folder / name)
         (folder / name / "checkpoints" / "latest").write_text("step_00000040")
         shutil.rmtree(folder / name / "checkpoints" / f"step_{STEPS:08d}", ignore_errors=True)
-        return run(name, *overrides, ranks=ranks, **TEXT)
+        return run(name, *overrides, ranks=ranks, **(faults or TEXT))
 
     skip, lower, rewind, stop = (
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
@@ -79,6 +79,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     }
     if runs_nightly(request):
         found |= wait_for((goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), 0))
+        nan = {"nan_in": [44, 1, "gradient"]}
+        found |= wait_for((goes_on("nan", "clean", skip, "train.micro_batch_size=2", ranks=2, **nan), 0))
         found |= wait_for((goes_on("split", "skip", skip, "parallel.tensor=2", ranks=2), 0))
     return found
 
@@ -180,3 +182,11 @@ def test_the_learning_rate_is_lowered_for_a_while(runs):
     assert [(record["step"], record["last"]) for record in events(lower, "lower_lr")] == [(47, 53)]
     rates = {record["step"]: record["lr"] for record in lower.steps()}
     assert [rates[step] for step in range(11, STEPS + 1)] == [2e-3] * 39 + [1e-3] * 6 + [2e-3]
+
+
+@pytest.mark.nightly
+def test_a_nan_on_one_rank_costs_one_update(runs):
+    nan = runs["nan"]
+    (event,) = events(nan, "spike")
+    assert (event["step"], event["signal"], str(event["value"])) == (44, "grad_norm", "nan")
+    assert [record["step"] for record in nan.steps() if record["update_norm"] == 0] == [44]
