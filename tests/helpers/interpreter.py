@@ -52,7 +52,6 @@ def mend_interpreter() -> None:
     _remember_numpy_types()
     _remember_builtins()
     _remember_shapes()
-    _remember_sizes()
     _leave_shapes_to_numpy()
     _multiply_in_fp64()
     _calculate_bf16()
@@ -163,37 +162,6 @@ def _remember_shapes() -> None:
     core.tensor.numel = property(lambda self: describe(self.type.sizes)[0])
     core.tensor.shape = property(lambda self: describe(self.type.sizes)[1])
     core.block_type.__init__ = make_block
-
-
-def _remember_sizes() -> None:
-    """Cache the element size of each type."""
-    allowed: dict[str, int] = {}
-
-    def make_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        if dtype.name not in allowed:
-            allowed[dtype.name] = 8 if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
-        if data.itemsize > allowed[dtype.name]:
-            raise ValueError(f"{data.dtype} does not fit {dtype}")
-
-    elements: dict[str, tuple[Any, int]] = {}
-    find_element = interpreter.TensorHandle.get_element_ty
-
-    def element_of(handle: Any) -> tuple[Any, int]:
-        """Return the type that a pointer points to, and its bytes."""
-        name = handle.dtype.name
-        if name not in elements:
-            found = find_element(handle)
-            elements[name] = found, max(1, found.primitive_bitwidth // 8)
-        return elements[name]
-
-    def add_to_pointers(self: Any, pointers: Any, offset: Any) -> Any:
-        moved = pointers.data + element_of(pointers)[1] * offset.data.astype(np.uint64)
-        return interpreter.TensorHandle(moved, pointers.dtype)
-
-    interpreter.TensorHandle.__init__ = make_handle
-    interpreter.TensorHandle.get_element_ty = lambda self: element_of(self)[0]
-    interpreter.InterpreterBuilder.create_addptr = add_to_pointers
 
 
 def _leave_shapes_to_numpy() -> None:
