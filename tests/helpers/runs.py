@@ -192,6 +192,9 @@ def start(
     real: bool = False,
     agent: bool = False,
     faults: Mapping[str, Any] | None = None,
+    torchrun: Sequence[str] = (),
+    mark: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Start a run in `run_dir/name`; the overrides may include options such as --no-resume.
 
@@ -199,37 +202,34 @@ def start(
         real: start the launcher itself; else its ranks are forked (see forked.py), which is much faster.
         agent: a torchrun forks the ranks.
         faults: faults of its ranks, see faults.py.
+        torchrun: other options of it than for `ranks` on this machine.
+        mark: that of another start, to which this one belongs as a node of the same job.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    mark = {MARK: uuid.uuid4().hex}
-    log = run_dir / f"{name}-{mark[MARK][:8]}.log"
+    mark = mark or uuid.uuid4().hex
+    log = run_dir / f"{name}-{uuid.uuid4().hex[:8]}.log"
     script, of_faults = faulty_launcher(run_dir, faults)
     command = [script, "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
-    environment = {**inherited(), **ENVIRONMENT, **of_faults}
-    standalone = ("--standalone", f"--nproc_per_node={ranks}")
-    if agent:
-        assert launcher == "torchrun"
-        assert not real
-        return Run(
-            run_dir / name,
-            ForkedAgent(standalone, command, REPOSITORY, environment, mark, log),
-            log,
-            mark[MARK],
-        )
-    if not real:
-        forked = ForkedRanks(command, REPOSITORY, environment, mark, log, ranks, launcher == "torchrun")
-        return Run(run_dir / name, forked, log, mark[MARK])
-    torchrun = ["-m", "torch.distributed.run", *standalone]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, *(torchrun if launcher == "torchrun" else []), *command],
-            cwd=REPOSITORY,
-            env=environment | mark,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    return Run(run_dir / name, process, log, mark[MARK])
+    of_run = {**inherited(), **ENVIRONMENT, **of_faults, **(environment or {})}
+    torchrun = torchrun or ("--standalone", f"--nproc_per_node={ranks}")
+    process: Any
+    if real:
+        python = ("-m", "torch.distributed.run", *torchrun) if launcher == "torchrun" else ()
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *python, *command],
+                cwd=REPOSITORY,
+                env=of_run | {MARK: mark},
+                stdin=subprocess.DEVNULL,
+                start_new_session=agent,  # a terminal's foreground process group, for Ctrl-C
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+    elif agent:
+        process = ForkedAgent(torchrun, command, REPOSITORY, of_run, {MARK: mark}, log)
+    else:
+        process = ForkedRanks(command, REPOSITORY, of_run, {MARK: mark}, log, ranks, launcher == "torchrun")
+    return Run(run_dir / name, process, log, mark)
 
 
 def demo_config(folder: Path, sections: dict[str, dict[str, Any]], phases: list[dict[str, Any]]) -> str:
