@@ -16,22 +16,13 @@ from gsa_hf.modeling_gsa import CACHE_ARGUMENT
 from helpers.hf import distinct_tokens, tiny_model
 
 KERNEL_SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "index_head_dim": 32,
-    "index_topk": 64,
-    "k_min": 16,
-    "k_max": 128,
-    "initializer_range": 0.1,
-}
+    "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "index_head_dim": 32, "index_topk": 64,
+    "k_min": 16, "k_max": 128, "initializer_range": 0.1,
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "gsa": {"indexer_rope": True},
     "sparse-only": {
-        "value_gate": False,
-        "output_gate": False,
-        "indexer_activation": "relu",
-        "adaptive_k": "off",
+        "value_gate": False, "output_gate": False, "indexer_activation": "relu", "adaptive_k": "off",
         "indexer_rope": True,
     },
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
@@ -39,13 +30,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks": {"selection_block": 32, "local_window": 32, "indexer_rope": True},
     "groups": {"indexer_pool": 16, "local_window": 8, "indexer_rope": True},
     "gates": {
-        "indexer_rope": True,
-        "key_gate": True,
-        "projection_gate": True,
-        "gate_activation": "ns_sigmoid",
+        "indexer_rope": True, "key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid",
         "sandwich_norm": True,
     },
-}
+}  # fmt: skip
 LENGTH, PROMPT = 400, 370
 """Blocks have 32 tokens, so a block begins at 384."""
 

@@ -38,21 +38,15 @@ SIZES = {"experts": 8, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_s
 BALANCED: dict[str, dict[str, Any]] = {
     **CLEAR,
     "moe": {**SIZES, "top_k": 2, "balance_coeff": 0.1, "z_loss_coeff": 0.1},
-}
+}  # fmt: skip
 """Coefficients so large that a wrong loss changes the gradient norm."""
 BIASED: dict[str, dict[str, Any]] = {
     **CLEAR,
     "moe": {
-        **SIZES,
-        "top_k": 3,
-        "router_score": "sigmoid",
-        "balancing": "aux_free",
-        "bias_update_rate": 0.05,
-        "routed_scale": 2.0,
-        "z_loss_coeff": 0.1,
-        "first_dense_layers": 1,
+        **SIZES, "top_k": 3, "router_score": "sigmoid", "balancing": "aux_free", "bias_update_rate": 0.05,
+        "routed_scale": 2.0, "z_loss_coeff": 0.1, "first_dense_layers": 1,
     },
-}
+}  # fmt: skip
 DROPPING = {**BALANCED, "moe": {**BALANCED["moe"], "capacity_factor": 1.0}}
 """A capacity that drops about a third of the choices."""
 ONE_BY_ONE = {**BALANCED, "moe": {**BALANCED["moe"], "experts_impl": "sequential"}}

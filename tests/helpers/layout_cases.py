@@ -17,64 +17,39 @@ ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all its causal keys, so that rounding cannot change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "indexer_rope": True,
-        "local_window": 4,
-        "selection_block": 4,
-        "selection_reuse": 2,
-        "indexer_temperature": "learned",
+        **ALL_KEYS["gsa"], "indexer_rope": True, "local_window": 4, "selection_block": 4,
+        "selection_reuse": 2, "indexer_temperature": "learned",
     },
     "model": {
-        "qk_norm": True,
-        "tie_embeddings": True,
-        "qkv_bias": True,
-        "rotary_percent": 0.5,
+        "qk_norm": True, "tie_embeddings": True, "qkv_bias": True, "rotary_percent": 0.5,
         "rope_scaling": RopeScalingConfig("yarn", 4.0, 8),
     },
-}
+}  # fmt: skip
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of its causal keys. The text of this seed has no near ties, which rounding would decide
 differently on each processor. No token occurs twice in a sequence (`blocks`), and test_many_layouts measures margins.
 """
 GATES_OF_HEADS: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "key_gate": True,
-        "query_gate": True,
-        "gate_granularity": "headwise",
-        "gate_form": "additive",
-        "gate_activation": "silu",
-        "selection_reuse": 2,
-        "indexer_norm": True,
-        "indexer_rope": True,
-        "indexer_pool": 4,
-        "indexer_activation": "plain",
+        **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_granularity": "headwise",
+        "gate_form": "additive", "gate_activation": "silu", "selection_reuse": 2, "indexer_norm": True,
+        "indexer_rope": True, "indexer_pool": 4, "indexer_activation": "plain",
     },
     "model": {"sandwich_norm": True},
-}
+}  # fmt: skip
 SHARED_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "key_gate": True,
-        "query_gate": True,
-        "gate_sharing": "head_shared",
-        "indexer_activation": "qsa",
-        "local_window": 4,
-        "selection_block": 4,
+        **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_sharing": "head_shared",
+        "indexer_activation": "qsa", "local_window": 4, "selection_block": 4,
     },
-}
+}  # fmt: skip
 FREE_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "output_gate": False,
-        "output_transform": "rms_norm",
-        "projection_gate": True,
-        "key_gate": True,
-        "gate_input": "input_independent",
-        "indexer_pool": 2,
+        **ALL_KEYS["gsa"], "output_gate": False, "output_transform": "rms_norm", "projection_gate": True,
+        "key_gate": True, "gate_input": "input_independent", "indexer_pool": 2,
         "gate_activation": "ns_sigmoid",
     },
-}
+}  # fmt: skip
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
 """Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}

@@ -322,7 +322,8 @@ def main() -> int:
             dist.all_gather_object(shared, mine)
             one_rank = {each: run for part in shared for each, run in part.items()}
             if parallel.is_main:
-                report_one_rank(one_rank, steps)
+                print("Largest relative deviation from one rank (share of the allowed one), by phase:")
+                print(f"{'':<42}" + "".join(f"{metric:>21}" * 2 for metric in METRICS))
         found = numbers(train_case(config, parallel, (steps, steps), lr=LR, measures=True))
         rows[name] = {**judge(found, one_rank, steps), "seconds": time.monotonic() - began, "series": found}
         if parallel.is_main:
@@ -343,23 +344,10 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def report_one_rank(one_rank: dict[str, Series], steps: int) -> None:
-    print(
-        "Largest relative deviation from one rank, of the warm-up (1) and the sparse phase (2); share of the allowed"
-    )
-    print(f"{'':<32}" + "".join(f"{metric + f' {phase}':>21}" for metric in METRICS for phase in (1, 2)))
-    for name, series in one_rank.items():
-        if name == BASELINE:
-            continue
-        off = [deviations(series, one_rank[BASELINE], metric) for metric in METRICS]
-        parts = [largest(each[start : start + steps]) for each in off for start in (0, steps)]
-        print(f"{name:<32}" + "".join(f"{part:>14.1e}       " for part in parts))
-
-
 def line(name: str, row: dict[str, Any]) -> str:
     cells = [cell for cell in row.values() if isinstance(cell, dict)]
-    shown = "".join(f"{cell['deviation']:>14.1e} ({cell['of_allowed']:4.2f})" + " " for cell in cells)
-    return f"{name:<32}{shown} {row['seconds']:6.1f} s {'ok' if row['passed'] else 'FAILED'}"
+    shown = "".join(f"{cell['deviation']:>14.1e} ({cell['of_allowed']:4.2f})" for cell in cells)
+    return f"{name:<42}{shown} {row['seconds']:6.1f} s {'ok' if row['passed'] else 'FAILED'}"
 
 
 if __name__ == "__main__":
