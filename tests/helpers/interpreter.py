@@ -212,33 +212,6 @@ def _leave_shapes_to_numpy() -> None:
         found: tuple[Any, Any] = check(self, left, right, left_pointer, right_pointer, arithmetic, division)
         return found
 
-    def filled(tensor: Any, shape: tuple[int, ...]) -> Any:
-        handle = tensor.handle
-        data = np.full(shape, handle.data, interpreter._get_np_dtype(handle.dtype))
-        return core.tensor(interpreter.TensorHandle(data, handle.dtype), block(tensor.dtype, shape))
-
-    def stretched(tensor: Any, shape: tuple[int, ...]) -> Any:
-        if tensor.type.sizes == shape:
-            return tensor
-        data = np.broadcast_to(tensor.handle.data, shape)
-        return core.tensor(interpreter.TensorHandle(data, tensor.handle.dtype), block(tensor.dtype, shape))
-
-    def of_one_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        one, other = left.type.sizes, right.type.sizes
-        if one == other:
-            return left, right
-        if not one:
-            return filled(left, other), right
-        if not other:
-            return left, filled(right, one)
-        if len(one) == len(other):
-            shape = joined(one, other)
-            return stretched(left, shape), stretched(right, shape)
-        found: tuple[Any, Any] = broadcast(self, left, right)
-        return found
-
-    broadcast = semantic.broadcast_impl_value
-    semantic.broadcast_impl_value = of_one_shape
     semantic.cast = cast_at_once(semantic.cast)
     semantic.to_tensor = to_tensor_at_once(semantic.to_tensor)
     semantic.binary_op_type_checking_impl = operands
