@@ -81,7 +81,7 @@ unit/evaluation/test_beside_a_run.py unit/test_optim.py kernels/test_fused_index
 unit/model/test_future_leak.py kernels/test_layer.py kernels/test_triton_gathered_attention.py
 unit/evaluation/test_ruler.py unit/evaluation/test_needle.py unit/hf/test_hf_generate.py
 unit/test_stopping.py kernels/test_triton_candidates.py unit/hf/test_hf_training.py resume/test_watching.py
-kernels/test_triton_attention.py unit/evaluation/test_perplexity.py distributed/test_data_wait.py
+kernels/test_triton_attention.py unit/evaluation/test_perplexity.py distributed/test_bench_run.py
 unit/data/test_data_faults.py unit/evaluation/test_results.py unit/test_main_weights.py
 unit/model/test_row_fraction.py kernels/test_triton_decode.py kernels/test_api.py unit/test_job_script.py
 unit/test_tasks.py unit/test_trainer.py unit/hf/test_hf_saving.py resume/test_failed_saves.py

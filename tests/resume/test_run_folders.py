@@ -1,13 +1,15 @@
-"""Tests a start in a folder that already contains a run, by `python launch/pretrain.py` on one rank."""
+"""Tests a start in a folder that already contains a run, by `python launch/pretrain.py` on one rank, and a run whose
+folder or text fails."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 
 from gsa_train.run_folder.starts import read_starts
 from helpers.run_contents import contents, cut
-from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, STEPS, Run, finished, kill, start, train
+from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, REPOSITORY, STEPS, Run, finished, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = ("logging.wandb=offline", "logging.wandb_project=no/such:project")
@@ -123,3 +125,19 @@ def test_of_two_launchers_of_a_new_run_one_trains(tmp_path):
     assert (
         sum("this run is complete" in run.output or "another run writes" in run.output for run in runs) == 1
     )
+
+
+def test_text_that_fails_on_the_way_ends_the_run_with_its_name(tmp_path):
+    shutil.copytree(REPOSITORY / "data" / "sample" / "train", tmp_path / "train")
+    for shard in sorted((tmp_path / "train").rglob("*.zst"))[2:]:
+        shard.write_bytes(shard.read_bytes()[:-100])
+    few = [f"phases.{phase}.{steps}" for phase in (0, 1) for steps in ("steps=2", "warmup_steps=1")]
+    options = (*few, f"data.train_dir={tmp_path / 'train'}", "data.num_workers=1")
+    message = start(tmp_path, *options, launcher="python").wait(expected=1).output
+    assert "Traceback" not in message
+    assert "rank 0: the text failed: shard" in message
+    assert ".jsonl.zst is truncated or corrupt after" in message
+
+    run = start(tmp_path, *options, "data.on_bad_shard=skip", name="skipping", launcher="python").wait()
+    assert run.series("data_skipped_shards")[-1] >= 1
+    assert "is truncated or corrupt after" in run.output
