@@ -122,24 +122,16 @@ class Subject:
     """Whether feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
 
 
-@dataclass(frozen=True)
-class OneRank:
-    """Describes a run of one rank. Layouts are compared with the default run."""
-
-    backwards: bool = False
-    micro_batch_size: int = 1
-    parts: int = 1
-    """Parts of each matrix product. More than one part needs separate gradients, and therefore no fused operations."""
-
-
 BASELINE = "one rank"
 ONE_RANK = {
-    BASELINE: OneRank(),
-    "micro-batches backwards": OneRank(backwards=True),
-    "two sequences at a time": OneRank(micro_batch_size=2),
-    "products in 2 parts": OneRank(parts=2),
-    "products in 4 parts": OneRank(parts=4),
+    BASELINE: (False, 1, 1),
+    "micro-batches backwards": (True, 1, 1),
+    "two sequences at a time": (False, 2, 1),
+    "products in 2 parts": (False, 1, 2),
+    "products in 4 parts": (False, 1, 4),
 }
+"""Runs of one rank: whether micro-batches run in opposite order, their sequences, and parts of each matrix product.
+More than one part needs separate gradients, and therefore no fused operations. Layouts are compared with BASELINE."""
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject) -> Config:
@@ -274,15 +266,13 @@ def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
 def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject) -> dict[str, Series]:
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
-        case = ONE_RANK[name]
-        train: dict[str, Any] = {"micro_batch_size": case.micro_batch_size}
-        if case.parts > 1:
-            train["fused_ops"] = "none"
+        backwards, sequences, parts = ONE_RANK[name]
+        train = {"micro_batch_size": sequences, **({"fused_ops": "none"} if parts > 1 else {})}
         config = config_of({}, train, subject)
-        prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
+        prepare = partial(in_parts, parts=parts) if parts > 1 else None
         with alone() as parallel:
             done[name] = numbers(
-                train_case(config, parallel, (steps, steps), prepare, case.backwards, LR, measures=True)
+                train_case(config, parallel, (steps, steps), prepare, backwards, LR, measures=True)
             )
             release_memory(parallel.device)
     return done
