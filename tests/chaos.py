@@ -170,7 +170,6 @@ class Disturbed:
         """
         deadline = time.monotonic() + self._patience
         while not condition():
-            assert self.run.process is not None
             code = self.run.process.poll()
             if code is not None and not processes_of(self.run):
                 if condition():
@@ -227,7 +226,6 @@ class Disturbed:
         return happened
 
     def _strike(self, planned: Planned) -> None:
-        assert self.run.process is not None
         if planned.kind in ("rank killed", "checkpoint damaged", "rank frozen"):
             self.wait_until(lambda: planned.rank in ranks_of(self.run), f"rank {planned.rank}")
             how = signal.SIGSTOP if planned.kind == "rank frozen" else signal.SIGKILL

@@ -384,8 +384,6 @@ def load_operations(code: Path, operations: Path) -> Any:
     if code.resolve() not in found.parents:
         raise RuntimeError(f"gsa_kernels was imported from {found}, not from {code}")
     spec = importlib.util.spec_from_file_location("golden_operations", operations)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -24,8 +24,7 @@ def layer_of(experts_impl: str, precision: str = "bf16") -> MixtureOfExperts:
         moe={**SIZES, "experts_impl": experts_impl},
         train={"seq_len_tokens": LENGTH, "precision": precision, "fused_ops": "none"},
     )
-    layer: MixtureOfExperts = tiny_model(config).gpt.decoder.layers[0].mlp
-    return layer
+    return tiny_model(config).gpt.decoder.layers[0].mlp
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

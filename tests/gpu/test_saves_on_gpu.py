@@ -43,7 +43,6 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     torch.cuda._sleep(SLEEP_CYCLES)  # simulates work of the previous step; the copies come after it
     group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
     copies = staging.begin([group])
-    assert copies._filled is not None
     assert not copies._filled.query()
     copies.hold_update()
     for tensor in tensors:

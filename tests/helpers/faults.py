@@ -99,7 +99,6 @@ class Faults:
 
     def _once(self, name: str) -> bool:
         """Return True for the first start that asks; the test may wait for the mark."""
-        assert self._marks is not None
         self._marks.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             (self._marks / name).touch(exist_ok=False)

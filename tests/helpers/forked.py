@@ -165,7 +165,6 @@ class ForkedAgent:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     def ranks(self) -> list[tuple[int, int]]:

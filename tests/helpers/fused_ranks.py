@@ -46,7 +46,6 @@ def fuse(model: Model) -> None:
     for attention in model.attentions:
         attention.over_chunks.implementation = "triton"
         attention.heads_op = fused_split_rotate_gate
-        assert attention.indexer is not None
         attention.indexer.split_op = split_projection
 
 

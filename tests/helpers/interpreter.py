@@ -209,8 +209,7 @@ def _leave_shapes_to_numpy() -> None:
             return left, core.tensor(constant_of(right, left.dtype.name), left.type)
         elif arithmetic and kinds[1] and type(left) in NUMBERS and fits(left, right.dtype):
             return core.tensor(constant_of(left, right.dtype.name), right.type), right
-        found: tuple[Any, Any] = check(self, left, right, left_pointer, right_pointer, arithmetic, division)
-        return found
+        return check(self, left, right, left_pointer, right_pointer, arithmetic, division)
 
     semantic.cast = cast_at_once(semantic.cast)
     semantic.to_tensor = to_tensor_at_once(semantic.to_tensor)

@@ -13,7 +13,6 @@ launch = partial(start, agent=True)
 
 def ranks_of(run: Run) -> dict[int, psutil.Process]:
     """Map each rank of this agent to its living process."""
-    assert run.process is not None
     if isinstance(run.process, ForkedAgent):
         return {rank: psutil.Process(pid) for rank, pid in run.process.ranks() if is_running(pid)}
     return {

@@ -156,7 +156,6 @@ class Run:
         return [record[key] for record in self.steps()]
 
     def wait(self, expected: int = 0, seconds: float = LONGEST_WAIT_SECONDS) -> Run:
-        assert self.process is not None
         try:
             code = self.process.wait(seconds)
         except (subprocess.TimeoutExpired, TimeoutError):
@@ -169,7 +168,6 @@ class Run:
 
     def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT_SECONDS) -> None:
         """Poll until the condition holds; fail if the run or the time ends first."""
-        assert self.process is not None
         deadline = time.monotonic() + seconds
         looked = time.thread_time()
         while not condition():
@@ -330,7 +328,6 @@ def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
 
 def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
     """Send SIGKILL to every process of a run, first to the given ones; return their ids after all are dead."""
-    assert run.process is not None
     killed: list[int] = []
     deadline = time.monotonic() + 100
     alive = list(at_once) or processes_of(run)

@@ -43,7 +43,6 @@ def test_the_account_of_a_killed_run_matches_its_time_stamps(tmp_path: Path) -> 
     run.wait()
 
     account = read_account(run.folder)
-    assert account is not None
     lost, records = account.lost_seconds, run.records()
     (ended,) = (each["time"] for each in records if each.get("event") == "validation")
     opened = [each["unix_seconds"] for each in read_starts(run.folder)]

@@ -46,7 +46,6 @@ def assert_added(tensors: list[Any], gradients: list[torch.Tensor]) -> None:
 def test_gates_add_to_their_buffers_in_each_micro_batch(attention: GSASelfAttention) -> None:
     """QKV reads the input that the gates return, so that the sum of both input gradients is one product's."""
     gate, hidden = attention.linear_gate, hidden_of(attention)
-    assert gate is not None
     gate.gradient_accumulation_fusion = True
     add_buffers([gate.weight, gate.bias])
     for _ in range(2):
@@ -62,7 +61,6 @@ def test_gates_add_to_their_buffers_in_each_micro_batch(attention: GSASelfAttent
 
 def test_the_indexer_adds_to_its_buffers(attention: GSASelfAttention) -> None:
     indexer, hidden = attention.indexer, hidden_of(attention)
-    assert indexer is not None
     indexer.config = dataclasses.replace(indexer.config, gradient_accumulation_fusion=True)
     weights = [indexer.query_weight, indexer.key_weight, indexer.head_weight]
     expected = [torch.einsum("lbi,oi->blo", hidden, weight) for weight in weights]

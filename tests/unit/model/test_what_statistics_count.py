@@ -190,7 +190,6 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
     token_losses(model, batch, measuring=True)
     stats, (selection,) = read_stats(model), kept
     sets = [set(row.nonzero()[:, 0].tolist()) for row in selection[0]]
-    assert batch.document_ids is not None
     ids, visible = batch.document_ids[0].tolist(), batch.causal_keys()[0].tolist()
     chooses = [len(chosen) < seen for chosen, seen in zip(sets, visible, strict=True)]
     assert 0 < sum(chooses) < LENGTH

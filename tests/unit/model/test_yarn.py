@@ -47,7 +47,6 @@ def test_rates_and_attention_factor_match_transformers(name: str) -> None:
     torch.testing.assert_close(model.gpt.rotary_pos_emb.inv_freq, rates, **exact)
     assert model.attentions[0].rotary_magnitude == pytest.approx(magnitude, rel=1e-12)
     indexer = model.attentions[0].indexer
-    assert indexer is not None
     of_indexer, none = ROPE_INIT_FUNCTIONS["yarn"](rotary_config_of_indexer(theirs))
     torch.testing.assert_close(indexer.rotary.inv_freq, of_indexer, **exact)
     assert none == 1
