@@ -37,8 +37,7 @@ parallel.pipeline=2 ; parallel.pipeline_layers=[3,4] ->
     parallel.pipeline_layers = [3, 4] | the sum 7 | give 2 numbers | the sum 8
 parallel.pipeline=2 ; parallel.virtual_pipeline=2 ; parallel.pipeline_layers=[3,5] ->
     parallel.pipeline_layers = [3, 5] | 2 numbers | give 4 numbers | virtual_pipeline = 2
-parallel.pipeline=2 ; parallel.pipeline_layers=[8,0] ->
-    parallel.pipeline_layers = [8, 0] | the smallest 0 | at least 1
+parallel.pipeline=2 ; parallel.pipeline_layers=[8,0] -> parallel.pipeline_layers = [8, 0] | the smallest 0 | at least 1
 parallel.pipeline=2 ; parallel.virtual_pipeline=2 ; train.global_batch_size=20 ->
     train.global_batch_size = 20 | 5 micro-batches | parallel.pipeline = 2 | 16 or 24
 parallel.pipeline=2 ; parallel.pipeline_layers=[3,5] ; gsa.selection_reuse=3 ->
@@ -91,8 +90,7 @@ gsa.k_max=2000 -> gsa.k_max = 2000 | below gsa.k_base = 2048
 gsa.selection_block=4 ; gsa.local_window=3 -> gsa.local_window = 3 | gsa.selection_block = 4
 gsa.attention_kernel=gathered ; gsa.attention_impl=reference ->
     gsa.attention_kernel = gathered | gsa.attention_impl = reference
-gsa.attention_kernel=masked ; train.seq_len_tokens=65536 ->
-    gsa.attention_kernel = masked | train.seq_len_tokens = 65536
+gsa.attention_kernel=masked ; train.seq_len_tokens=65536 -> gsa.attention_kernel = masked | train.seq_len_tokens = 65536
 gsa.attention_impl=triton ; gsa.indexer_heads=9 ->
     gsa.attention_impl = triton | gsa.indexer_heads = 9 | 1 to 8 | use reference
 gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
