@@ -240,8 +240,10 @@ def demo_config(folder: Path, sections: dict[str, dict[str, Any]], phases: list[
 
 
 def wait_for(*started: tuple[Run, int]) -> dict[str, Run]:
-    """Wait for runs that were started together, and check their exit codes; return them by name."""
-    return {run.folder.name: run.wait(expected=code) for run, code in started}
+    """Wait for runs that were started together, and check the exit codes of all ranks; return them by name."""
+    found = {run.folder.name: run.wait(expected=code) for run, code in started}
+    assert all(run.process.codes <= {code} for run, code in started), [run.process.ends for run, _ in started]
+    return found
 
 
 def faulty_launcher(run_dir: Path, faults: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
