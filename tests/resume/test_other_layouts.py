@@ -13,15 +13,7 @@ from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import ParallelConfig, load_config
 from gsa_train.model.mcore.build import build_model
 from helpers.converted import hf_logits, training_logits
-from helpers.runs import (
-    WHOLE,
-    WHOLE_SAVED_STEPS,
-    Run,
-    kill,
-    run_script,
-    start,
-    whole_run,
-)
+from helpers.runs import WHOLE, WHOLE_SAVED_STEPS, Run, kill, run_script, start, whole_run
 from helpers.single_rank import single_rank
 
 IN_WARM_UP, IN_SPARSE_PHASE = WHOLE_SAVED_STEPS
