@@ -7,8 +7,7 @@ torchrun restarts its ranks. If torchrun itself has ended, this script starts th
 would.
 
 The script prints for each fault what was noticed, the seconds until training continued, and the steps that were trained
-again. It then prints a table of these seconds by part, the run's account of its time, and its ETTR next to an
-independent calculation of the ETTR.
+again. It then prints the run's account of its time, and its ETTR next to an independent calculation of the ETTR.
 
 The exit code is 0 only under these conditions. The last checkpoints of the disturbed and the undisturbed run
 are equal bit for bit. The logged numbers of the two runs are equal, too. The account and the independent
@@ -52,7 +51,7 @@ from gsa_train.run_folder.starts import read_starts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers.chaos_times import Happened, ettr_by_hand, starts_in, table_of, with_parts
+from helpers.chaos_times import Happened, productive_by_hand
 from helpers.launchers import is_running, launch, ranks_of
 from helpers.runs import REPOSITORY, Run, kill, numbers_of, processes_of
 
@@ -171,7 +170,6 @@ class Disturbed:
         """
         deadline = time.monotonic() + self._patience
         while not condition():
-            assert self.run.process is not None
             code = self.run.process.poll()
             if code is not None and not processes_of(self.run):
                 if condition():
@@ -220,17 +218,14 @@ class Disturbed:
         self._strike(planned)
         happened = Happened(planned.kind, self.last_step(), at)
         self.wait_until(lambda: not any(map(is_running, ranks)), f"the end of all ranks: {planned}")
-        happened.detection_seconds = time.time() - at
         self.wait_until(lambda: self._resumes() > resumes and self._goes_on(), f"a restart after: {planned}")
         happened.seconds = time.time() - at
-        happened.start = len(starts_in(self.run.folder / "goodput.jsonl")) - 1
         resumed = int(re.findall(r"resuming from \S+ at step (\d+)", self._output)[-1])
         happened.steps_lost = max(0, happened.step - resumed)
         happened.noticed = self._noticed(planned, self._output[seen:], damage)
         return happened
 
     def _strike(self, planned: Planned) -> None:
-        assert self.run.process is not None
         if planned.kind in ("rank killed", "checkpoint damaged", "rank frozen"):
             self.wait_until(lambda: planned.rank in ranks_of(self.run), f"rank {planned.rank}")
             how = signal.SIGSTOP if planned.kind == "rank frozen" else signal.SIGKILL
@@ -269,14 +264,11 @@ class Disturbed:
                 return events("checkpoint_failed") > failed
 
             self.wait_until(a_save_fails, "a save that fails")
-        happened.detection_seconds = time.time() - happened.at
-        error = [r["checkpoint_error"] for r in self.run.records() if r.get("event") == "checkpoint_failed"][
-            -1
-        ]
+        errors = [r["checkpoint_error"] for r in self.run.records() if r.get("event") == "checkpoint_failed"]
         ballast.unlink()
         saved = events("checkpoint")
         self.wait_until(lambda: events("checkpoint") > saved, "a save that succeeds again")
-        happened.noticed = re.sub(r"\S+/", "", error)[:60]
+        happened.noticed = re.sub(r"\S+/", "", errors[-1])[:60]
         happened.seconds = time.time() - happened.at
         return happened
 
@@ -424,13 +416,12 @@ def go(
     hangs = len([*disturbed.run.folder.glob("faults/*/report.txt")])
     frozen = sum(each.kind == "rank frozen" for each in happened)
     print(f"hangs reported: {hangs}, of {frozen} frozen ranks")
-    with_parts(happened, starts_in(disturbed.run.folder / "goodput.jsonl"))
-    print("", *table_of(happened, disturbed.began), "", sep="\n")
     measured = measure_run(disturbed.run.folder)
     parts = Parts(**{**asdict(DEFAULTS), **measured.parts})
     print(about_run("the disturbed run", measured.account, again_in_fast_motion(measured, parts).ettr))
     opened = [start["unix_seconds"] for start in read_starts(disturbed.run.folder)]
-    by_hand = ettr_by_hand(disturbed.run.records(), opened, disturbed.began)
+    records = disturbed.run.records()
+    by_hand = productive_by_hand(records, opened) / (records[-1]["time"] - disturbed.began)
     is_equal = abs(by_hand - measured.account.ettr) <= SAME_ETTR
     print(
         f"ETTR by hand, from the stamps of metrics.jsonl: {by_hand:.2%}, {'equal' if is_equal else 'DIFFERENT'}"

@@ -11,21 +11,12 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 CHAT = (
-    "gsa.k_min=64",
-    "gsa.k_base=64",
-    "gsa.k_max=64",  # every query selects all its causal keys, so rounding cannot change a selection
-    "phases.0.steps=2",
-    "phases.0.warmup_steps=1",
-    "phases.1.steps=4",
-    "phases.1.warmup_steps=2",
-    "checkpoint.every_steps=3",
-    "data.format=chat",
-    "data.train_dir=data/sample_chat/train",
-    "data.validation_dir=data/sample_chat/validation",
-    "data.chat_template=data/sample_chat/chat_template.jinja",
-    "data.num_lanes=2",
-    "data.packing=best_fit",
-    "data.packing_pool_documents=8",
+    # Every query selects all its causal keys, so rounding cannot change a selection.
+    *("gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64", "checkpoint.every_steps=3", "data.num_lanes=2"),
+    *("phases.0.steps=2", "phases.0.warmup_steps=1", "phases.1.steps=4", "phases.1.warmup_steps=2"),
+    *("data.train_dir=data/sample_chat/train", "data.validation_dir=data/sample_chat/validation"),
+    *("data.format=chat", "data.chat_template=data/sample_chat/chat_template.jinja"),
+    *("data.packing=best_fit", "data.packing_pool_documents=8"),
 )
 
 

@@ -6,27 +6,12 @@ from typing import Any
 
 import pytest
 
-from gsa_train.model.probes import query_sample
-from helpers.expert_layouts import (
-    BOUNDARIES,
-    CASES,
-    NIGHTLY,
-    NIGHTLY_BOUNDARIES,
-    NIGHTLY_RESHARDED,
-    RESHARDED,
-    WORLD,
-    train,
-)
-from helpers.layout_cases import SAMPLE
-from helpers.layout_comparison import TIES, assert_carries_weights_over, assert_goes_on, assert_same
+from helpers.expert_layouts import BOUNDARIES, CASES, NIGHTLY_BOUNDARIES, RESHARDED, WORLD, train
+from helpers.layout_comparison import TIES, assert_carries_weights_over, assert_goes_on, assert_same, one_rank
 from helpers.runs import run_script
-from helpers.single_rank import single_rank
-from helpers.tiers import chosen, with_nightly
+from helpers.tiers import cases_of, chosen, with_nightly
 
 pytestmark = pytest.mark.slow
-_one_rank: dict[str, list[dict[str, Any]]] = {}
-
-
 CLEAR_MARGIN = 3e-5
 """Smallest allowed distance of scores: thirty times the fp32 rounding of these few steps."""
 
@@ -44,17 +29,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return json.loads((folder / "results.json").read_text())
 
 
-def one_rank(name: str) -> list[dict[str, Any]]:
-    case = CASES[name]
-    key = f"{case.sections} {case.layers} {case.steps}"
-    if key not in _one_rank:
-        with pytest.MonkeyPatch.context() as patch:
-            for constant, value in SAMPLE.items():
-                patch.setattr(query_sample, constant, value)
-            _one_rank[key] = train(case, single_rank(), one_rank=True)
-    return _one_rank[key]
-
-
 def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
     """Comparisons must not depend on the processor, so no two scores may be near, in any layer of any run here."""
     if not results["trained"]:
@@ -62,11 +36,11 @@ def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
     assert math.inf > results["margin"] > CLEAR_MARGIN
 
 
-@pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
+@pytest.mark.parametrize("name", cases_of(CASES))
 def test_training_matches_one_rank(name: str, results: Any) -> None:
     """The test compares every number of both phases and of the validation, and the routers' final loads or biases."""
     *found, balances = results["trained"][name]
-    *expected, expected_balances = one_rank(name)
+    *expected, expected_balances = one_rank(CASES[name], train)
     assert_same(found, expected, relative=1e-5, but=TIES)
     assert balances == expected_balances
     names = {"router_entropy", "router_z", "expert_loads/00"}
@@ -75,7 +49,7 @@ def test_training_matches_one_rank(name: str, results: Any) -> None:
     assert names <= found[-1].keys()  # of the validation, and so compared
 
 
-@pytest.mark.parametrize("name", with_nightly(RESHARDED, NIGHTLY_RESHARDED))
+@pytest.mark.parametrize("name", cases_of(RESHARDED))
 def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
     assert_goes_on(results["resumed"][name], RESHARDED[name])
 

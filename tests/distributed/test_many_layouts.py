@@ -9,26 +9,12 @@ from typing import Any
 import pytest
 
 from gsa_data.pack import document_ids
-from helpers.layout_cases import (
-    BOUNDARIES,
-    CASES,
-    EQUAL,
-    LENGTH,
-    NIGHTLY,
-    NIGHTLY_BOUNDARIES,
-    NIGHTLY_RESHARDED,
-    RESHARDED,
-    WORLD,
-)
-from helpers.layout_comparison import (
-    assert_carries_weights_over,
-    assert_goes_on,
-    assert_trains_as_one_rank,
-)
+from helpers.layout_cases import BOUNDARIES, CASES, EQUAL, LENGTH, NIGHTLY_BOUNDARIES, RESHARDED, WORLD
+from helpers.layout_comparison import assert_carries_weights_over, assert_goes_on, assert_trains_as_one_rank
 from helpers.many_layouts import blocks
 from helpers.runs import run_script
 from helpers.single_rank import EOS
-from helpers.tiers import chosen, with_nightly
+from helpers.tiers import cases_of, chosen, with_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -48,17 +34,17 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
+@pytest.mark.parametrize("name", cases_of(CASES))
 def test_training_matches_one_rank(name: str, results: Any) -> None:
     assert_trains_as_one_rank(CASES[name], results["trained"][name])
 
 
-@pytest.mark.parametrize("name", with_nightly(EQUAL, NIGHTLY & EQUAL.keys()))
+@pytest.mark.parametrize("name", with_nightly(EQUAL, {name for name in EQUAL if CASES[name].nightly}))
 def test_what_only_moves_work_changes_no_bit(name: str, results: Any) -> None:
     assert results["trained"][name] == results["trained"][EQUAL[name]]
 
 
-@pytest.mark.parametrize("name", with_nightly(RESHARDED, NIGHTLY_RESHARDED))
+@pytest.mark.parametrize("name", cases_of(RESHARDED))
 def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
     assert_goes_on(results["resumed"][name], RESHARDED[name])
 

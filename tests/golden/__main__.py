@@ -1,4 +1,4 @@
-"""Compares golden results: python -m golden compare | make | reference (see README.md in this folder).
+"""Compares golden results: python -m golden compare | reference (see README.md in this folder).
 
 Exit code 0: all compared values are equal to the last bit. 1: some differ. 2: no comparison is possible, because the
 golden file is missing or comes from another processor, GPU or torch; the message says what to do.
@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from golden.compare import Results, compare, fingerprint_differences, table
-from golden.fingerprint import commit_of, cpu_fingerprint, gpu_fingerprint, has_cuda
+import torch
+
+from golden.compare import Results, fingerprint_differences, table
+from golden.fingerprint import cpu_fingerprint, gpu_fingerprint
 from golden.kernel_problems import run_problems
 from golden.training_runs import CPU_RUNS, GPU_RUNS, train_all
 
@@ -28,32 +30,25 @@ CPU_RUNS_AT_A_TIME, GPU_RUNS_AT_A_TIME = 2, 3
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="golden", description="Golden comparison, bit for bit.")
-    parser.add_argument("action", choices=("compare", "make", "reference"))
+    parser.add_argument("action", choices=("compare", "reference"))
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, help="those that this machine can run, if not given"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the golden files")
-    parser.add_argument("--code", type=Path, default=REPOSITORY, help="root of the checkout whose code runs")
-    parser.add_argument("--operations", type=Path, help="operations.py that fits that code's kernels")
-    parser.add_argument("--commit", help="of that code, where it is no git checkout")
     parser.add_argument("--rev", help="with reference: the revision")
     arguments = parser.parse_args()
-    cuda = has_cuda()
+    cuda = torch.cuda.is_available()
     parts = arguments.parts or [part for part in PARTS if cuda or part == "cpu"]
     if not cuda:
         wanted = [part for part in parts if part != "cpu"]
         if wanted:
             parser.error(f"{', '.join(wanted)}: there is no CUDA device; pass --parts cpu")
         print("gpu_runs, gpu_kernels: not compared, there is no CUDA device")
-    code, operations = arguments.code.resolve(), arguments.operations or HERE / "operations.py"
-    if arguments.action == "reference":
-        if not arguments.rev:
-            parser.error("reference needs --rev: make golden-reference REV=b86c6f6")
-        return make_reference(arguments.rev, arguments.results, parts)
-    commit = arguments.commit or commit_of(code)
-    if arguments.action == "make":
-        return make(code, operations, commit, arguments.results, parts)
-    return compare_parts(code, operations, arguments.results, parts)
+    if arguments.action == "compare":
+        return compare_parts(arguments.results, parts)
+    if not arguments.rev:
+        parser.error("reference needs --rev: make golden-reference REV=b86c6f6")
+    return make_reference(arguments.rev, arguments.results, parts)
 
 
 def make(code: Path, operations: Path, commit: str, results: Path, parts: list[str]) -> int:
@@ -71,7 +66,7 @@ def make(code: Path, operations: Path, commit: str, results: Path, parts: list[s
     return 1 if failed else 0
 
 
-def compare_parts(code: Path, operations: Path, results: Path, parts: list[str]) -> int:
+def compare_parts(results: Path, parts: list[str]) -> int:
     codes = []
     for part in parts:
         path = results / f"{part}.json"
@@ -91,10 +86,10 @@ def compare_parts(code: Path, operations: Path, results: Path, parts: list[str])
             )
             codes.append(2)
             continue
-        comparisons = compare(golden["results"], dict(run_part(part, code, operations)))
-        print(f"\n{part}, today's code beside {commit}")
-        print(table(comparisons), flush=True)
-        codes.append(0 if all(found.equal for found in comparisons) else 1)
+        today = dict(run_part(part, REPOSITORY, HERE / "operations.py"))
+        lines, equal = table(golden["results"], today)
+        print(f"\n{part}, today's code beside {commit}", lines, sep="\n", flush=True)
+        codes.append(0 if equal else 1)
     return max(codes)
 
 

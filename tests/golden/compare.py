@@ -3,7 +3,6 @@
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 Values = Mapping[str, Mapping[str, Any]]
@@ -11,22 +10,6 @@ Values = Mapping[str, Mapping[str, Any]]
 
 Results = Mapping[str, Values | str]
 """Maps a run or problem to its values, or to the error if it failed."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    name: str
-    values: int
-    """Number of values in the golden file."""
-    different: int
-    first: str
-    """Describes the first difference; empty if all are equal."""
-    new_keys: tuple[str, ...]
-    """Keys that only today's results have: they are reported, but are no difference."""
-
-    @property
-    def equal(self) -> bool:
-        return not self.first
 
 
 def same_bits(golden: Any, today: Any) -> bool:
@@ -38,81 +21,64 @@ def same_bits(golden: Any, today: Any) -> bool:
     return type(golden) is type(today) and bool(golden == today)
 
 
-def relative_difference(golden: Any, today: Any) -> str:
-    """Return |today - golden| / |golden| as text; empty if they are not numbers."""
-    if not isinstance(golden, (int, float)) or not isinstance(today, (int, float)):
-        return ""
-    if golden == 0 or not math.isfinite(golden) or not math.isfinite(today):
-        return "relative difference --"
-    return f"relative difference {abs(today - golden) / abs(golden):.2e}"
-
-
-def compare_one(name: str, golden: Values | str, today: Values | str | None) -> Comparison:
-    """Compare one run or problem. An error in the golden file is also a difference, because it proves nothing."""
+def differences(golden: Values | str | None, today: Values | str | None) -> list[str]:
+    """Describe each difference of a run or problem. An error in the golden file is one, too: it proves nothing."""
+    if golden is None:
+        return ["not in the golden file"]
     if isinstance(golden, str):
-        return Comparison(name, 0, 1, f"the golden file has an error in its place: {golden}", ())
-    total = sum(len(keys) for keys in golden.values())
+        return [f"the golden file has an error in its place: {golden}"]
     if today is None:
-        return Comparison(name, total, total, "missing today", ())
+        return ["missing today"]
     if isinstance(today, str):
-        return Comparison(name, total, total, f"failed today: {today}", ())
-    different, first = 0, ""
-    new_keys: dict[str, None] = {}
+        return [f"failed today: {today}"]
+    if not any(golden.values()):
+        return ["the golden file has no values for it"]
+    found = []
     for place, keys in golden.items():
-        found = today.get(place)
+        here = today.get(place, {})
         for key, value in keys.items():
-            if found is not None and key in found and same_bits(value, found[key]):
-                continue
-            different += 1
-            if not first:
-                first = _in_words(place, key, value, found)
-        new_keys.update(dict.fromkeys(key for key in found or {} if key not in keys))
-    for place in today:
-        if place not in golden:
-            different += 1
-            first = first or f"{place}: not in the golden file"
-    if total == 0:
-        different, first = 1, "the golden file has no values for it"
-    return Comparison(name, total, different, first, tuple(new_keys))
+            if key not in here:
+                found.append(f"{place}, {key}: golden {value!r}, missing today")
+            elif not same_bits(value, here[key]):
+                moved = relative_difference(value, here[key])
+                found.append(f"{place}, {key}: golden {value!r}, today {here[key]!r}{moved}")
+    return found + [f"{place}: not in the golden file" for place in today if place not in golden]
 
 
-def _in_words(place: str, key: str, golden: Any, found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return f"{place}: missing today"
-    if key not in found:
-        return f"{place}, {key}: golden {golden!r}, missing today"
-    today = found[key]
-    moved = relative_difference(golden, today)
-    return f"{place}, {key}: golden {golden!r}, today {today!r}" + (f", {moved}" if moved else "")
+def relative_difference(golden: Any, today: Any) -> str:
+    """Return |today - golden| / |golden| as text; empty if there is none."""
+    numbers = all(isinstance(each, (int, float)) and math.isfinite(each) for each in (golden, today))
+    return f", relative difference {abs(today - golden) / abs(golden):.2e}" if numbers and golden else ""
 
 
-def compare(golden: Results, today: Results) -> list[Comparison]:
-    """Compare in the order of the golden file; entries that only today has come last, as differences."""
-    found = [compare_one(name, values, today.get(name)) for name, values in golden.items()]
-    extra = [name for name in today if name not in golden]
-    return found + [Comparison(name, 0, 1, "not in the golden file", ()) for name in extra]
+def new_keys(golden: Results, today: Results) -> list[str]:
+    """Return the keys that only today's results have: they are reported, but are no difference."""
+    found = set()
+    for name, values in golden.items():
+        here = today.get(name)
+        if isinstance(values, Mapping) and isinstance(here, Mapping):
+            found |= {key for place in values for key in here.get(place, {}) if key not in values[place]}
+    return sorted(found)
 
 
-def table(comparisons: list[Comparison]) -> str:
-    """Format one line for each comparison and one for all."""
-    width = max((len(found.name) for found in comparisons), default=0)
-    lines = []
-    for found in comparisons:
-        verdict = "equal" if found.equal else f"{found.different} differ; first: {found.first}"
-        lines.append(f"{found.name:{width}}  {found.values:6d} values  {verdict}")
-    new_keys = sorted({key for found in comparisons for key in found.new_keys})
-    if new_keys:
-        lines.append(f"keys that the golden file does not have, not compared: {', '.join(new_keys)}")
-    wrong = sum(not found.equal for found in comparisons)
-    lines.append(f"{len(comparisons) - wrong} of {len(comparisons)} equal to the last bit")
-    return "\n".join(lines)
+def table(golden: Results, today: Results) -> tuple[str, bool]:
+    """Return a line for each run or problem and one for all, and whether all are equal."""
+    names = list(dict.fromkeys([*golden, *today]))
+    found = {name: differences(golden.get(name), today.get(name)) for name in names}
+    width, lines = max(map(len, names), default=0), []
+    for name, different in found.items():
+        verdict = f"{len(different)} differ; first: {different[0]}" if different else "equal"
+        lines.append(f"{name:{width}}  {verdict}")
+    if keys := new_keys(golden, today):
+        lines.append(f"keys that the golden file does not have, not compared: {', '.join(keys)}")
+    equal = sum(not different for different in found.values())
+    return "\n".join([*lines, f"{equal} of {len(names)} equal to the last bit"]), equal == len(names)
 
 
 def fingerprint_differences(golden: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """List the differences of two machines on which the results depend in addition to the code."""
-    names = list(dict.fromkeys([*golden, *here]))
     return [
         f"{name} {golden.get(name, '--')} there, {here.get(name, '--')} here"
-        for name in names
+        for name in dict.fromkeys([*golden, *here])
         if golden.get(name) != here.get(name)
     ]

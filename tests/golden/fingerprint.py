@@ -1,15 +1,10 @@
-"""Records what bits depend on in addition to the code: processor or GPU, torch, Triton; and the commit."""
+"""Records what bits depend on in addition to the code: processor or GPU, torch, Triton."""
 
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-
-
-def has_cuda() -> bool:
-    return torch.cuda.is_available()
 
 
 def cpu_fingerprint() -> dict[str, str]:
@@ -32,21 +27,6 @@ def gpu_fingerprint() -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "triton": _version("triton"),
     }
-
-
-def commit_of(code: Path) -> str:
-    """Return the checkout's commit, with "-changed" if tracked files differ from it."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=False)
-    if head.returncode != 0:
-        return "unknown"
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"],
-        cwd=code,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
-    return head.stdout.strip() + ("-changed" if changed.strip() else "")
 
 
 def _version(package: str) -> str:

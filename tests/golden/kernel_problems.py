@@ -329,15 +329,12 @@ def solve(problem: Problem, operations: Any, device: str) -> dict[str, str]:
     """
     inputs = inputs_of(problem)
     function = getattr(operations, problem.operation)
-    first, second = (
-        {
-            name: hash_of(tensor)
-            for name, tensor in function(
-                problem, {key: value.to(device, copy=True) for key, value in inputs.items()}
-            ).items()
-        }
-        for _ in range(2)
-    )
+
+    def call() -> dict[str, str]:
+        on_device = {key: value.to(device, copy=True) for key, value in inputs.items()}
+        return {name: hash_of(tensor) for name, tensor in function(problem, on_device).items()}
+
+    first, second = call(), call()
     if first != second or not first:
         raise ValueError(f"two calls differ in {[name for name in first if first[name] != second.get(name)]}")
     return first
@@ -387,8 +384,6 @@ def load_operations(code: Path, operations: Path) -> Any:
     if code.resolve() not in found.parents:
         raise RuntimeError(f"gsa_kernels was imported from {found}, not from {code}")
     spec = importlib.util.spec_from_file_location("golden_operations", operations)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -402,9 +397,7 @@ def main(code: str, operations: str, *numbers: str) -> None:
         problem = PROBLEMS[int(number)]
         try:
             result: Any = solve(problem, module, device)
-        except (
-            Exception
-        ) as error:  # A problem's failure must not hide the others' results; its text is the result.
+        except Exception as error:  # it must not hide the others' results; its text is the result
             result = f"{type(error).__name__}: {str(error)[:1500]}"
         print(json.dumps([problem.name, result]), flush=True)
 

@@ -21,15 +21,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
 }
 
-NOT_COMPARED = (
-    "second",  # tokens_per_second, step_seconds, tflops_per_second, ...
-    "mfu",
-    "memory",
-    "slowest_rank",
-    "data_wait",
-    "time",
-    "ettr",
-)
+NOT_COMPARED = ("second", "mfu", "memory", "slowest_rank", "data_wait", "time", "ettr")
 """Parts of names of times, rates and memory sizes, which differ between two runs of the same code."""
 
 
@@ -51,34 +43,18 @@ CPU_RUNS = (
     TrainingRun(
         "cpu-shared-selection",
         (
-            "gsa.selection_block=32",
-            "gsa.local_window=64",
-            "gsa.indexer_rope=true",
-            "phases.0.steps=3",
-            "phases.1.steps=4",
-            CONSTANT,
+            *("gsa.selection_block=32", "gsa.local_window=64", "gsa.indexer_rope=true"),
+            *("phases.0.steps=3", "phases.1.steps=4", CONSTANT),
         ),
     ),
 )
 
 _GPU = (
-    "train.precision=bf16",
-    "train.seq_len_tokens=2048",
-    "train.global_batch_size=2",
-    "model.hidden_size=512",
-    "model.num_heads=8",
-    "model.num_kv_heads=2",
-    "model.head_dim=64",
-    "model.ffn_hidden_size=1024",
-    "model.init_std=0.02",
-    "gsa.indexer_dim=64",
-    "gsa.k_base=512",
-    "gsa.k_min=128",
-    "gsa.k_max=1024",
-    "phases.0.steps=3",
-    "phases.1.steps=4",
-    "phases.1.lr=1.5e-3",
-    CONSTANT,
+    *("train.precision=bf16", "train.seq_len_tokens=2048", "train.global_batch_size=2"),
+    *("model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=2", "model.head_dim=64"),
+    *("model.ffn_hidden_size=1024", "model.init_std=0.02"),
+    *("gsa.indexer_dim=64", "gsa.k_base=512", "gsa.k_min=128", "gsa.k_max=1024"),
+    *("phases.0.steps=3", "phases.1.steps=4", "phases.1.lr=1.5e-3", CONSTANT),
 )
 _NO_INDEXER = (
     "gsa.attention=dense",
@@ -103,23 +79,13 @@ class RunFailed(Exception):
     """Says that a run ended with an exit code other than 0; the message has the end of its log."""
 
 
-def train(
-    run: TrainingRun, code: Path, folder: Path, extra: tuple[str, ...] = ()
-) -> dict[str, dict[str, Any]]:
-    """Train with the launcher in `code`, the root of a checkout, and return its numbers.
-
-    Args:
-        folder: an empty folder for the run's output
-        extra: further key=value
-
-    Returns:
-        Record ("step 3", "end", ...) -> key -> number.
-    """
+def train(run: TrainingRun, code: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Train with the launcher in `code`, the root of a checkout, and return its numbers by record ("step 3", ...)."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"),
         *("launch/pretrain.py", "--config", str(CONFIG), f"run.dir={folder}", f"run.name={run.name}"),
-        *(*run.overrides, *extra),
+        *run.overrides,
     ]
     log = folder / f"{run.name}.log"
     with log.open("wb") as output:

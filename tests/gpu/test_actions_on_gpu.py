@@ -1,36 +1,22 @@
-"""Tests spikes and stops on a CUDA device, where a step's record is written after the next step's launch."""
+"""Tests spikes, stops and wrong bits on CUDA devices, where a step's record is written after the next step's launch."""
 
 import signal
-import subprocess
 from pathlib import Path
 
-import pytest
-import torch
-
 from gsa_train.metrics.record_format import read_records
-from helpers.runs import OF_A_GPU, SMALL, Run, numbers_of, start
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from helpers.runs import LONGEST_WAIT_SECONDS, OF_A_GPU, SMALL, Run, numbers_of, start
+from helpers.tiers import needs_devices
 
 OPTIONS = (
-    *SMALL,
-    "train.micro_batch_size=4",
-    "phases.0.steps=4",
-    "phases.0.warmup_steps=3",
-    "phases.1.steps=60",
-    "phases.1.lr=2e-3",
-    "phases.1.min_lr=2e-3",
-    "checkpoint.every_steps=40",
-    "logging.every_steps=5",
-    "monitor.window_steps=40",
-    "monitor.min_history_steps=24",
-    "monitor.grad_norm_min_ratio=5",
-    "monitor.rewind_min_steps=5",
-    "monitor.rewind_skip_before_steps=2",
-    "monitor.rewind_skip_after_steps=4",
+    *(*SMALL, "train.micro_batch_size=4", "checkpoint.every_steps=40", "logging.every_steps=5"),
+    *("phases.0.steps=4", "phases.0.warmup_steps=3"),
+    *("phases.1.steps=60", "phases.1.lr=2e-3", "phases.1.min_lr=2e-3"),
+    *("monitor.window_steps=40", "monitor.min_history_steps=24", "monitor.grad_norm_min_ratio=5"),
+    *(
+        "monitor.rewind_min_steps=5",
+        "monitor.rewind_skip_before_steps=2",
+        "monitor.rewind_skip_after_steps=4",
+    ),
 )
 LEFT_OUT = list(range(43, 52))
 """From 2 steps before the spike's first step, 45, to 4 steps after its third."""
@@ -39,16 +25,10 @@ LEFT_OUT = list(range(43, 52))
 def assert_same_numbers(one: Run, other: Run, after: int, *without: str) -> None:
     """Compare every record after a step, without times, memory and the named keys."""
     found, expected = (
-        numbers_of(
-            (record for record in run.records() if record["step"] > after),
-            keys=(*OF_A_GPU, *without),
-        )
+        numbers_of((record for record in run.records() if record["step"] > after), keys=(*OF_A_GPU, *without))
         for run in (one, other)
     )
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for mine, its in zip(found, expected, strict=True):
-        differ = {key: (mine.get(key), its.get(key)) for key in mine | its if mine.get(key) != its.get(key)}
-        assert not differ, mine["step"]
+    assert found == expected
 
 
 def test_a_rewind_is_a_run_that_leaves_out_the_same_batches(tmp_path: Path) -> None:
@@ -73,7 +53,6 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     whole = start(tmp_path, *OPTIONS, name="whole", real=True)
     stopped = start(tmp_path, *OPTIONS, name="stopped", launcher="python", real=True)
     stopped.wait_until(lambda: len(stopped.steps()) >= 4)
-    assert isinstance(stopped.process, subprocess.Popen)
     stopped.process.send_signal(signal.SIGTERM)
     stopped.wait(expected=75)
     last = int(stopped.latest.removeprefix("step_"))
@@ -82,3 +61,28 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     again = start(tmp_path, *OPTIONS, name="stopped", real=True).wait()
     assert again.steps_printed()[0] > last
     assert_same_numbers(again, whole.wait(), 0)
+
+
+CHECKS = ("monitor.recheck_every_steps=3", "monitor.compare_replicas_every_steps=3")
+COPIES = ("parallel.distributed_optimizer=false", "train.precision=fp32")
+"""Each replica updates its weights itself and has no other copy, so that a wrong weight stays wrong."""
+
+
+@needs_devices(2)
+def test_a_clean_run_has_its_own_numbers(tmp_path: Path) -> None:
+    plain, checked = (
+        start(tmp_path / name, *SMALL, *checks, ranks=2, real=True).wait()
+        for name, checks in (("plain", ()), ("checked", CHECKS))
+    )
+    assert [record for record in checked.records() if record.get("event") == "corruption"] == []
+    assert numbers_of(checked.records(), keys=OF_A_GPU) == numbers_of(plain.records(), keys=OF_A_GPU)
+
+
+@needs_devices(2)
+def test_a_flipped_bit_is_found_among_replicas(tmp_path: Path) -> None:
+    run = start(tmp_path, *SMALL, *CHECKS, *COPIES, ranks=2, real=True, faults={"flipped_bit": [5, 3, 1]})
+    assert run.process.wait(LONGEST_WAIT_SECONDS) != 0
+    records = read_records(run.folder / "metrics.jsonl")
+    (event,) = (record for record in records if record.get("event") == "corruption")
+    # The check runs before the save of that step.
+    assert (event["step"], event["ranks"], event["corruption"]) == (5, [0, 1], "weights")

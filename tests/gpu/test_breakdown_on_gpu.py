@@ -14,22 +14,13 @@ from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability
 from gsa_train.profiling.profiler import StepProfiler
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
+from helpers.tiers import needs_devices
 from whole_steps.step_bench import OurTrainee, random_batches
 from whole_steps.step_trace import in_columns, trace_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SMALL = (
-    "model.num_layers=4",
-    "model.vocab_size=8192",
-    "train.seq_len_tokens=4096",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=8",
-    "train.recompute=full",
-    "data.num_workers=0",
+    *("model.num_layers=4", "model.vocab_size=8192", "data.num_workers=0", "train.recompute=full"),
+    *("train.seq_len_tokens=4096", "train.micro_batch_size=2", "train.global_batch_size=8"),
 )
 
 
@@ -87,29 +78,14 @@ def test_a_breakdown_adds_up_to_the_steps_it_is_of(tmp_path: Path) -> None:
         marks.trainee.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@needs_devices(2)
 def test_communication_of_two_ranks(tmp_path: Path) -> None:
     report = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [
-        "benchmarks/bench_training.py",
-        "--config",
-        "configs/gsa_1.7b.yaml",
-        "--breakdown",
-        "--layers",
-        "4",
-    ]
+    command += ["benchmarks/bench_training.py", "--config", "configs/gsa_1.7b.yaml", "--breakdown"]
     command += ["--megatron", "configs/standard_1.7b.yaml", "--attention", "sdpa", "--seq-len", "2048"]
-    command += [
-        "--layouts",
-        "tp=1;tp=2",
-        "--steps",
-        "3",
-        "--sequences-per-device",
-        "4",
-        "--json",
-        str(report),
-    ]
+    command += ["--layers", "4", "--layouts", "tp=1;tp=2", "--steps", "3", "--sequences-per-device", "4"]
+    command += ["--json", str(report)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -125,37 +101,3 @@ def test_communication_of_two_ranks(tmp_path: Path) -> None:
         assert len(row["exposed_communication_ms"]) == 2
         for part in ("attention", "mlp", "loss", "optimizer"):
             assert columns[f"{part}_ms"] > 0, (row["model"], part)
-
-
-ORDER = """
-import os, sys
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = sys.argv[1]
-import torch
-one, other = torch.cuda.Stream(), torch.cuda.Stream()
-start, first_is_over, other_is_over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-torch.cuda._sleep(1)
-start.record()
-torch.cuda.synchronize()
-with torch.cuda.stream(one):
-    torch.cuda._sleep(400_000_000)
-    first_is_over.record()
-    torch.cuda._sleep(1000)
-with torch.cuda.stream(other):
-    torch.cuda._sleep(1000)
-    other_is_over.record()
-torch.cuda.synchronize()
-print(start.elapsed_time(other_is_over), start.elapsed_time(first_is_over))
-"""
-
-
-@pytest.mark.skipif((compute_capability() or 0) >= 10, reason="from Blackwell on it may not matter")
-def test_cuda_reads_the_variable() -> None:
-    """With one queue, a kernel waits for another stream's, which waits for a third. With several queues it does not."""
-    ends = {}
-    for connections in ("8", "1"):
-        command = [sys.executable, "-c", ORDER, connections]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        ends[connections] = [float(ms) for ms in done.stdout.split()]
-    overtakes = {connections: other < first for connections, (other, first) in ends.items()}
-    assert overtakes == {"8": True, "1": False}, f"ms of the other and the first: {ends}"

@@ -9,11 +9,6 @@ from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from helpers.single_rank import tiny_config, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SIZES: dict[str, Any] = {
     "experts": 16,
     "top_k": 4,
@@ -29,8 +24,7 @@ def layer_of(experts_impl: str, precision: str = "bf16") -> MixtureOfExperts:
         moe={**SIZES, "experts_impl": experts_impl},
         train={"seq_len_tokens": LENGTH, "precision": precision, "fused_ops": "none"},
     )
-    layer: MixtureOfExperts = tiny_model(config).gpt.decoder.layers[0].mlp
-    return layer
+    return tiny_model(config).gpt.decoder.layers[0].mlp
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,15 +10,11 @@ pytest.importorskip("transformers")
 from gsa_hf import decoding, generation
 from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
-    """transformers runs in fp32 with plain torch. A second batch size captures the graphs again."""
+    """transformers runs in fp32 with plain torch. A second batch size captures the graphs again. In fp32, products of
+    few rows are used only on request."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":
@@ -29,29 +25,13 @@ def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
         assert made.tokens == wanted
     assert made.prepare_seconds < 0.1  # nothing is captured again
     assert generator.generate(PROMPTS[:1], 30).tokens == wanted[:1]
-
-
-@pytest.mark.parametrize("name", ["dense", "blocks"])
-def test_compiled_steps_give_the_same(name: str) -> None:
-    model = make_model(name).cuda()
-    wanted = by_transformers(model, 30)
-    if name != "dense":
-        model.set_attn_implementation("gsa")
-    assert generation.Generator(model, compile=True).generate(PROMPTS, 30).tokens == wanted
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "norms, no head weights"])
-def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None:
-    """In fp32 these products are used only on request. The batches have three sequences and one."""
-    model = make_model(name).cuda()
-    wanted = by_transformers(model, 30)
-    if name != "dense":
-        model.set_attn_implementation("gsa")
-    generator = generation.Generator(model)
-    generator.decoder = decoding.FusedDecoder(model, products="rows")
-    for count in (3, 1):
-        assert generator.generate(PROMPTS[:count], 30).tokens == wanted[:count]
-        assert generator.decoder.products == "rows"
+    if name in ("dense", "blocks"):
+        assert generation.Generator(model, compile=True).generate(PROMPTS, 30).tokens == wanted
+    if name != "norms, no head weights":
+        generator.decoder = decoding.FusedDecoder(model, products="rows")
+        for count in (3, 1):
+            assert generator.generate(PROMPTS[:count], 30).tokens == wanted[:count]
+            assert generator.decoder.products == "rows"
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "blocks", "mixed"])

@@ -18,24 +18,14 @@ from gsa_train.step import Training, evaluation_step, train_step
 from helpers.runs import REPOSITORY, SMALL, kill, start
 from helpers.single_rank import single_rank
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 MODEL = (*test_step_on_gpu.SMALL, "parallel.overlap_grad_reduce=false")
 BUDGETS = ("gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512")
 SHARED = (*BUDGETS, "gsa.selection_block=32", "gsa.local_window=64")
 ACROSS = "data.attend_across_documents=true"
 GRAPHS = "train.cuda_graphs=true"
 EXPERTS = (
-    *BUDGETS,
-    "parallel.expert=1",
-    "moe.experts=16",
-    "moe.top_k=4",
-    "moe.expert_ffn_hidden_size=128",
-    "moe.shared_expert_ffn_hidden_size=256",
-    "data.num_lanes=1",
+    *(*BUDGETS, "parallel.expert=1", "data.num_lanes=1", "moe.experts=16", "moe.top_k=4"),
+    *("moe.expert_ffn_hidden_size=128", "moe.shared_expert_ffn_hidden_size=256"),
 )
 BIASES = ("moe.router_score=sigmoid", "moe.balancing=aux_free", "moe.bias_update_rate=0.01")
 
@@ -97,28 +87,20 @@ def train(name: str, *overrides: str) -> Trained:
     return Trained(numbers, tensors, replays, milliseconds)
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("gsa_1.7b", (*SHARED, "gsa.indexer_rope=true", ACROSS)),
-        ("gsa_1.7b", SHARED),
-        ("gsa_1.7b", BUDGETS),
-        ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
-        ("standard_1.7b", ("gsa.dense_attention=triton",)),
-        ("gsa_moe_15b_a2b", EXPERTS),
-        ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),
-    ],
-    ids=[
-        "shared, rotary, one document",
-        "shared, documents",
-        "per query",
-        "groups of keys",
-        "standard",
-        "experts, balanced by loads",
-        "experts, balanced by biases",
-    ],
-)
-def test_every_bit_is_as_without_graphs(name: str, overrides: tuple[str, ...]) -> None:
+CASES = {
+    "shared, rotary, one document": ("gsa_1.7b", (*SHARED, "gsa.indexer_rope=true", ACROSS)),
+    "shared, documents": ("gsa_1.7b", SHARED),
+    "per query": ("gsa_1.7b", BUDGETS),
+    "groups of keys": ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
+    "standard": ("standard_1.7b", ("gsa.dense_attention=triton",)),
+    "experts, balanced by loads": ("gsa_moe_15b_a2b", EXPERTS),
+    "experts, balanced by biases": ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_as_without_graphs(case: str) -> None:
+    name, overrides = CASES[case]
     leave_default_stream(single_rank().device)
     without = train(name, *overrides)
     with_graphs = train(name, *overrides, GRAPHS)

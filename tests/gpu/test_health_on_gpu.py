@@ -1,15 +1,14 @@
-"""Tests the check of a CUDA device before a run: a healthy device has no fault, and a faulty one is named by UUID."""
+"""Tests the check of a CUDA device before a run, which names a faulty one by UUID, and that compilation is noticed."""
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from gsa_train.reliability.hang_limit import watch_compilation
 from gsa_train.reliability.health import products
 from gsa_train.reliability.health.check import check_device, check_presence
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = torch.device("cuda", 0)
 
 
@@ -49,3 +48,24 @@ def test_more_local_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GSA_SUBMISSION", raising=False)
     with pytest.raises(ValueError, match="has no GPU of its own"):
         check_presence()
+
+
+@triton.jit
+def fill(out, value: tl.constexpr):
+    tl.store(out + tl.program_id(0), value)
+
+
+def test_triton_tells_when_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    told: list[bool] = []
+    watch_compilation(told.append)
+    out = torch.zeros(4, device="cuda")
+    fill[(4,)](out, 7)
+    fill[(4,)](out, 7)
+    assert told == [True, False]  # the second launch compiles nothing
+    fill[(4,)](out, 9)
+    assert told == [True, False, True, False]
+    assert out.tolist() == [9.0] * 4

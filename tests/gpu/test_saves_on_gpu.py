@@ -1,5 +1,5 @@
 """Tests saves on CUDA devices, whose copies are filled during the next step: the update waits, the host does not. The
-tests also cover a save that fails on one of two ranks."""
+tests also cover a save whose end one of two ranks cannot tell."""
 
 from pathlib import Path
 
@@ -14,15 +14,9 @@ from gsa_train.checkpoint.staging import Group, Staging
 from gsa_train.config import CheckpointConfig
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.checkpoints import run_state
-from helpers.runs import OF_A_GPU, SMALL, Run, numbers_of, start
+from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+from helpers.tiers import needs_devices
 
 SLEEP_CYCLES = 8 * 10**9
 """About five seconds of a device, enough for a busy host to reach its next line."""
@@ -49,7 +43,6 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     torch.cuda._sleep(SLEEP_CYCLES)  # simulates work of the previous step; the copies come after it
     group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
     copies = staging.begin([group])
-    assert copies._filled is not None
     assert not copies._filled.query()
     copies.hold_update()
     for tensor in tensors:
@@ -91,26 +84,9 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning(tmp_path: Path, waits: b
     assert all(map(torch.equal, moments, state))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return start(tmp_path_factory.mktemp("undisturbed"), *SMALL, ranks=2, real=True).wait()
-
-
-@TWO_DEVICES
-def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(tmp_path, undisturbed):
-    faults = {"raising_saves": [1, [0]], "saves_end": True}
-    retry = "checkpoint.retry_after_steps=1"
-    run = start(tmp_path, *SMALL, retry, ranks=2, real=True, faults=faults).wait()
-    (failed,) = (record for record in run.records() if record.get("event") == "checkpoint_failed")
-    assert (failed["step"], failed["checkpoint_failures"]) == (5, 1)
-    assert failed["checkpoint_error"].startswith("rank 1: RuntimeError")
-    assert next(record["step"] for record in run.records() if record.get("event") == "checkpoint") == 7
-    assert run.series("step") == undisturbed.series("step")
-    assert run.series("loss") == undisturbed.series("loss")
-
-
-@TWO_DEVICES
-def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(tmp_path, undisturbed):
+@needs_devices(2)
+def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(tmp_path):
+    undisturbed = start(tmp_path / "undisturbed", *SMALL, ranks=2, real=True).wait()
     run = start(tmp_path, *SMALL, ranks=2, real=True, faults={"lost_saves": [1, [1]]}).wait(expected=1)
     assert "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks" in run.output
     assert 10 <= run.steps()[-1]["step"] < 15

@@ -18,23 +18,10 @@ from gsa_train.step import StepResult, Training, train_step
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SMALL = (
-    "model.num_layers=2",
-    "model.hidden_size=512",
-    "model.num_heads=8",
-    "model.num_kv_heads=2",
-    "model.head_dim=64",
-    "model.ffn_hidden_size=1376",
-    "model.vocab_size=4096",
-    "model.init_std=0.05",
-    "train.seq_len_tokens=1024",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=4",
+    *("model.num_layers=2", "model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=2"),
+    *("model.head_dim=64", "model.ffn_hidden_size=1376", "model.vocab_size=4096", "model.init_std=0.05"),
+    *("train.seq_len_tokens=1024", "train.micro_batch_size=2", "train.global_batch_size=4"),
     "data.num_workers=0",
 )
 ALL_KEYS = ("gsa.k_min=1024", "gsa.k_base=1024", "gsa.k_max=1024")
@@ -153,7 +140,6 @@ def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trai
     unwaited, waited = found
     assert unwaited.loss == waited.loss
     assert unwaited.update_norm == waited.update_norm
-    assert unwaited.update_norm is not None
     assert unwaited.update_norm > 0
     assert repr(unwaited.layers) == repr(waited.layers)  # NaN is NaN
 

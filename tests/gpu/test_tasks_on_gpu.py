@@ -3,17 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from gsa_eval.commands import evaluate as command
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 GROUPS = ("gsa.indexer_pool=4", "data.attend_across_documents=true", "gsa.attention_impl=triton")
 
@@ -34,16 +27,8 @@ def test_a_run_with_tasks_is_the_run_without(overrides, tmp_path, monkeypatch):
     assert [record["step"] for record in records] == [5, 10, 15, 20]
     assert 0 < records[-1]["eval_time_share"] < 1
 
-    words = [
-        "--run",
-        str(scored.folder),
-        "--name",
-        "tasks",
-        "--tasks",
-        str(places[0]),
-        "--tasks",
-        str(places[1]),
-    ]
+    words = ["--run", str(scored.folder), "--name", "tasks"]
+    words += [word for place in places for word in ("--tasks", str(place))]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
     assert command.main() == 0
     found = json.loads((scored.folder / "evaluations" / "tasks" / "results.json").read_text())["requests"]

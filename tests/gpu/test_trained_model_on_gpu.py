@@ -1,7 +1,6 @@
 """Compares evaluation by the training's own model on a CUDA device with the model of transformers."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
@@ -12,11 +11,6 @@ from gsa_eval.perplexity import score_text
 from gsa_eval.text import TextOptions, read_text
 from helpers.evaluated import LENGTH, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.mark.parametrize("attention", ["gsa", "sdpa"])

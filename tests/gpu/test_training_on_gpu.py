@@ -5,54 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.runs import CONFIG, REPOSITORY, SMALL, Run, kill, start
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-MEDIUM = (
-    "model.hidden_size=768",
-    "model.num_layers=12",
-    "model.num_heads=12",
-    "model.num_kv_heads=4",
-    "model.head_dim=64",
-    "model.ffn_hidden_size=2048",
-    "gsa.indexer_dim=64",
-    "gsa.k_base=512",
-    "gsa.k_min=256",
-    "gsa.k_max=1024",
-    "train.seq_len_tokens=4096",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=2",
-    "phases.0.steps=50",
-    "phases.1.steps=150",
-    "phases.1.lr=1e-3",
-    "phases.1.min_lr=1e-4",
-    "evaluate.every_steps=0",
-    "evaluate.max_blocks=8",
-    "checkpoint.every_steps=1000",
-    "logging.wandb=disabled",
-)
-
-
-def needs_devices(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
-
-
-@pytest.mark.slow
-def test_a_12_layer_model_of_width_768_trains_at_4096_tokens_in_bf16(tmp_path: Path) -> None:
-    run = start(tmp_path, *MEDIUM, real=True).wait(seconds=900)
-    print(run.output[-6000:])
-    losses = run.series("loss")
-    assert run.steps()[-1]["step"] == 200
-    assert losses[-1] < losses[0] - 2.0
-    assert run.steps()[-1]["mfu"] is None or run.steps()[-1]["mfu"] > 0
-    # The health check, which is on, takes most of the free memory.
-    assert 0 < run.steps()[-1]["memory_peak_bytes"] < torch.cuda.mem_get_info()[1] / 2
+from helpers.tiers import needs_devices
 
 
 def test_a_gpu_run_never_loads_the_cpu_backend(tmp_path: Path) -> None:

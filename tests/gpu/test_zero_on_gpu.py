@@ -13,30 +13,17 @@ from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, train_step
 from helpers.runs import REPOSITORY, SMALL, start
 from helpers.single_rank import random_batches, single_rank
+from helpers.tiers import needs_devices
 
 pytest.importorskip("deepspeed")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 MODEL = (
-    "model.num_layers=4",
-    "model.hidden_size=512",
-    "model.num_heads=8",
-    "model.num_kv_heads=2",
-    "model.head_dim=64",
-    "model.ffn_hidden_size=1376",
-    "model.vocab_size=8192",
-    "train.seq_len_tokens=512",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=4",
-    "gsa.k_min=512",
-    "gsa.k_base=512",
-    "gsa.k_max=512",
-    "parallel.overlap_grad_reduce=false",
-    "parallel.overlap_param_gather=false",
+    *("model.num_layers=4", "model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=2"),
+    *("model.head_dim=64", "model.ffn_hidden_size=1376", "model.vocab_size=8192"),
+    *("train.seq_len_tokens=512", "train.micro_batch_size=1", "train.global_batch_size=4"),
+    *("gsa.k_min=512", "gsa.k_base=512", "gsa.k_max=512"),
+    *("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"),
     "train.fused_ops=none",  # otherwise DeepSpeed's weight gradients are rounded to bf16, and megatron's are not
 )
 STRATEGIES = {
@@ -100,7 +87,7 @@ def test_steps_match_megatron_and_host_memory_frees_the_device() -> None:
 LAYOUT = (*SMALL, "train.precision=fp32", "gsa.k_min=128", "gsa.k_base=128", "phases.0.steps=10")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@needs_devices(2)
 def test_two_ranks_over_nccl_follow_one_and_resume(tmp_path: Path) -> None:
     one = start(tmp_path, *LAYOUT, name="one", real=True).wait()
     for stage, offload in ((1, False), (2, True), (3, False), (3, True)):

@@ -37,8 +37,7 @@ parallel.pipeline=2 ; parallel.pipeline_layers=[3,4] ->
     parallel.pipeline_layers = [3, 4] | the sum 7 | give 2 numbers | the sum 8
 parallel.pipeline=2 ; parallel.virtual_pipeline=2 ; parallel.pipeline_layers=[3,5] ->
     parallel.pipeline_layers = [3, 5] | 2 numbers | give 4 numbers | virtual_pipeline = 2
-parallel.pipeline=2 ; parallel.pipeline_layers=[8,0] ->
-    parallel.pipeline_layers = [8, 0] | the smallest 0 | at least 1
+parallel.pipeline=2 ; parallel.pipeline_layers=[8,0] -> parallel.pipeline_layers = [8, 0] | the smallest 0 | at least 1
 parallel.pipeline=2 ; parallel.virtual_pipeline=2 ; train.global_batch_size=20 ->
     train.global_batch_size = 20 | 5 micro-batches | parallel.pipeline = 2 | 16 or 24
 parallel.pipeline=2 ; parallel.pipeline_layers=[3,5] ; gsa.selection_reuse=3 ->
@@ -82,13 +81,18 @@ parallel.optimizer_instances=2 ; parallel.strategy=deepspeed ->
     parallel.optimizer_instances = 2 | parallel.strategy = deepspeed | set it to 1
 parallel.offload_optimizer=on -> parallel.offload_optimizer = true | parallel.strategy = megatron | to deepspeed
 parallel.zero_stage=2 -> parallel.zero_stage = 2 | parallel.strategy = megatron | deepspeed
+gsa.gate_granularity=headwise ; gsa.value_gate=off ; gsa.output_gate=off ->
+    gsa.gate_granularity = headwise: without effect, for no gate is on
+gsa.gate_granularity=headwise ; gsa.projection_gate=on ->
+    gsa.gate_granularity = headwise: the output of W_O has no heads
+gsa.gate_sharing=head_shared ; gsa.projection_gate=on -> gsa.gate_sharing = head_shared: the output of W_O has no heads
+gsa.output_transform=silu -> gsa.output_transform = silu: stands in the place of G1
 gsa.k_min=3000 -> gsa.k_min = 3000 | above gsa.k_base = 2048
 gsa.k_max=2000 -> gsa.k_max = 2000 | below gsa.k_base = 2048
 gsa.selection_block=4 ; gsa.local_window=3 -> gsa.local_window = 3 | gsa.selection_block = 4
 gsa.attention_kernel=gathered ; gsa.attention_impl=reference ->
     gsa.attention_kernel = gathered | gsa.attention_impl = reference
-gsa.attention_kernel=masked ; train.seq_len_tokens=65536 ->
-    gsa.attention_kernel = masked | train.seq_len_tokens = 65536
+gsa.attention_kernel=masked ; train.seq_len_tokens=65536 -> gsa.attention_kernel = masked | train.seq_len_tokens = 65536
 gsa.attention_impl=triton ; gsa.indexer_heads=9 ->
     gsa.attention_impl = triton | gsa.indexer_heads = 9 | 1 to 8 | use reference
 gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
@@ -142,8 +146,6 @@ evaluate.tasks_max_time_percent=0 -> evaluate.tasks_max_time_percent = 0.0 | no 
 monitor.recheck_every_steps=-1 -> monitor.recheck_every_steps = -1 | negative
 monitor.recheck_every_steps=10 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
     monitor.recheck_every_steps | gsa.dense_attention = cudnn | bit for bit | auto
-monitor.recheck_spikes=true ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
-    monitor.recheck_spikes | gsa.dense_attention = cudnn | bit for bit | auto
 monitor.recheck_every_steps=10 ; parallel.strategy=deepspeed ->
     monitor.recheck_every_steps | parallel.strategy = deepspeed | set that to megatron
 monitor.recheck_spikes=true ; parallel.strategy=deepspeed ->

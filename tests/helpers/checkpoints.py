@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import PhaseOptimizer
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from helpers.single_rank import CONFIG, single_rank
 
 
@@ -31,12 +33,29 @@ def run_state(
 
 
 def write_checkpoint(
-    checkpoints: Path, step: int, model: Model, optimizer: PhaseOptimizer, config: Config, **fields: Any
+    checkpoints: Path,
+    step: int,
+    model: Model,
+    optimizer: PhaseOptimizer | None,
+    config: Config,
+    tokenizer: Tokenizer | None = None,
+    parallel: Parallel | None = None,
+    **fields: Any,
 ) -> Path:
-    """Write a durable checkpoint and return its folder; `fields` override fields of `run_state`."""
-    saver = CheckpointSaver(checkpoints, CheckpointConfig(async_save=False), single_rank())
-    state = replace(run_state(step, config), run=config.run.name, **fields)
-    (result,) = saver.begin(state, model, optimizer)
+    """Write a durable checkpoint and return its folder; `fields` override fields of `run_state`.
+
+    Args:
+        optimizer: None for a new one of the first phase.
+        tokenizer: a copy of its file goes into the checkpoint, as in a run.
+    """
+    own = optimizer or build_optimizer(model, config.phases[0], config)
+    parallel = parallel or single_rank()
+    files = {tokenizer.file_name: tokenizer.file} if tokenizer else {}
+    saver = CheckpointSaver(checkpoints, CheckpointConfig(async_save=False), parallel, small_files=files)
+    state = run_state(step, config, parallel.layout)
+    (result,) = saver.begin(replace(state, run=config.run.name, **fields), model, own)
     saver.close()
+    if optimizer is None:
+        close_optimizer(model, own)
     assert result.error is None, result.error
     return result.folder

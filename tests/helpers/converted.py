@@ -9,13 +9,11 @@ from transformers import AutoModelForCausalLM
 
 import gsa_hf  # noqa: F401 - registers the architecture
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
+from gsa_train.config import Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
-from helpers.checkpoints import run_state
+from helpers.checkpoints import write_checkpoint
 from helpers.runs import REPOSITORY
 from helpers.single_rank import DENSE, SPARSE, single_rank, tiny_config, tiny_model
 
@@ -36,7 +34,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
     "qsa, blocks": {"gsa": {"indexer_activation": "qsa", "selection_block": 4, "local_window": 4}},
     "groups of keys": {
-        "gsa": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5}
+        "gsa": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5},
     },
     "groups of keys, with norms": {"gsa": {"indexer_pool": 2, "indexer_norm": True, "selection_reuse": 2}},
     "all gates, of SiLU": {
@@ -45,56 +43,41 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "headwise, added": {
         "gsa": {
-            "key_gate": True,
-            "gate_granularity": "headwise",
-            "gate_form": "additive",
+            "key_gate": True, "gate_granularity": "headwise", "gate_form": "additive",
             "gate_activation": "identity",
-        }
+        },
     },
     "shared": {"gsa": {"query_gate": True, "gate_sharing": "head_shared", "gate_activation": "ns_sigmoid"}},
     "shared, of no input": {
         "gsa": {
-            "gate_sharing": "head_shared",
-            "gate_input": "input_independent",
-            "gate_granularity": "headwise",
-        }
+            "gate_sharing": "head_shared", "gate_input": "input_independent", "gate_granularity": "headwise",
+        },
     },
     "of no input": {"gsa": {"projection_gate": True, "gate_input": "input_independent"}},
     "norm of the output": {"gsa": {"output_gate": False, "output_transform": "rms_norm"}},
     "SiLU of the output": {"gsa": {"value_gate": False, "output_gate": False, "output_transform": "silu"}},
     "experts": {
         "moe": {
-            "experts": 8,
-            "top_k": 3,
-            "expert_ffn_hidden_size": 16,
-            "shared_expert_ffn_hidden_size": 24,
+            "experts": 8, "top_k": 3, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_size": 24,
             "routed_scale": 1.5,
         },
     },
     "experts with biases in every other layer": {
         "model": {"num_layers": 4},
         "moe": {
-            "experts": 4,
-            "expert_ffn_hidden_size": 8,
-            "router_score": "sigmoid",
-            "balancing": "aux_free",
-            "first_dense_layers": 1,
-            "layer_interval": 2,
+            "experts": 4, "expert_ffn_hidden_size": 8, "router_score": "sigmoid", "balancing": "aux_free",
+            "first_dense_layers": 1, "layer_interval": 2,
         },
         "gsa": {"attention": "dense"},
     },
     "options": {
         "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
         "gsa": {
-            "value_gate": False,
-            "indexer_rope": True,
-            "local_window": 4,
-            "selection_block": 4,
-            "selection_reuse": 2,
-            "indexer_temperature": "learned",
+            "value_gate": False, "indexer_rope": True, "local_window": 4, "selection_block": 4,
+            "selection_reuse": 2, "indexer_temperature": "learned",
         },
     },
-}
+}  # fmt: skip
 """The four models of the paper, and cases beyond them."""
 
 
@@ -129,16 +112,8 @@ def random_model(config: Config) -> Model:
 def save(model: Model, config: Config, folder: Path) -> Path:
     """Write a checkpoint with a copy of the tokenizer, as in a run."""
     tokenizer = Tokenizer(TOKENIZER)
-    optimizer = build_optimizer(model, config.phases[0], config)
-    small_files = {tokenizer.file_name: tokenizer.file}
-    settings = CheckpointConfig(async_save=False)
-    saver = CheckpointSaver(folder, settings, single_rank(), small_files=small_files)
-    state = dataclasses.replace(run_state(1, config), data={"tokenizer_fingerprint": tokenizer.fingerprint})
-    (result,) = saver.begin(state, model, optimizer)
-    saver.close()
-    close_optimizer(model, optimizer)
-    assert result.error is None, result.error
-    return result.folder
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    return write_checkpoint(folder, 1, model, None, config, tokenizer, data=data)
 
 
 def some_tokens(rows: int = 2) -> torch.Tensor:

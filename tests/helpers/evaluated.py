@@ -1,6 +1,5 @@
 """Creates small models to evaluate, as checkpoints of a run that never took place."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,15 +7,13 @@ from typing import Any
 import torch
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config
+from gsa_train.config import Config
 from gsa_train.data.tokenizer import chat_template_of
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
-from helpers.checkpoints import run_state
+from helpers.checkpoints import write_checkpoint
 from helpers.runs import REPOSITORY
-from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from helpers.single_rank import SPARSE, tiny_config, tiny_model
 
 SAMPLE = REPOSITORY / "data" / "sample"
 TOKENIZER = str(SAMPLE / "tokenizer.model")
@@ -53,15 +50,7 @@ def save_run(model: Model, config: Config, folder: Path) -> Path:
     data = {"tokenizer_fingerprint": tokenizer.fingerprint}
     if config.data.format == "chat":
         data["chat_template_fingerprint"] = chat_template_of(config).fingerprint
-    optimizer = build_optimizer(model, config.phases[0], config)
-    settings = CheckpointConfig(async_save=False)
-    files = {tokenizer.file_name: tokenizer.file}
-    saver = CheckpointSaver(folder / "checkpoints", settings, single_rank(), small_files=files)
-    state = dataclasses.replace(run_state(3, config), data=data)
-    (result,) = saver.begin(state, model, optimizer)
-    saver.close()
-    close_optimizer(model, optimizer)
-    assert result.error is None, result.error
+    write_checkpoint(folder / "checkpoints", 3, model, None, config, tokenizer, data=data)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "phase": "sparse", "loss": 7.5}) + "\n")
     (folder / "summary.json").write_text("{}")
     return folder

@@ -1,13 +1,11 @@
 """Trains mixtures of experts in many layouts in one world of four ranks: `expert_layouts.py FOLDER`. FOLDER/wanted.json
 names the layouts, as in many_layouts.py for dense models. The results go to FOLDER/results.json."""
 
-import gc
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import exchange_utils
 
-from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from gsa_train.config import Config
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.model.moe import router
-from gsa_train.model.probes import query_sample
-from gsa_train.optimizer import mcore as optim
 from helpers.layout_cases import (
     ALL_KEYS,
     INSTANCES,
@@ -29,12 +26,10 @@ from helpers.layout_cases import (
     MORE_STEPS,
     OVERLAP,
     PAIRS,
-    SAMPLE,
     Case,
     Reshard,
-    pairs,
 )
-from helpers.many_layouts import cross_boundary, go_on, train_case
+from helpers.many_layouts import cross_all, finish, prepare_rank, resume_all, train_all, train_case
 
 WORLD = 4
 CLEAR: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"init_std": 0.3}, "data": {"seed": 6}}
@@ -43,21 +38,15 @@ SIZES = {"experts": 8, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_s
 BALANCED: dict[str, dict[str, Any]] = {
     **CLEAR,
     "moe": {**SIZES, "top_k": 2, "balance_coeff": 0.1, "z_loss_coeff": 0.1},
-}
+}  # fmt: skip
 """Coefficients so large that a wrong loss changes the gradient norm."""
 BIASED: dict[str, dict[str, Any]] = {
     **CLEAR,
     "moe": {
-        **SIZES,
-        "top_k": 3,
-        "router_score": "sigmoid",
-        "balancing": "aux_free",
-        "bias_update_rate": 0.05,
-        "routed_scale": 2.0,
-        "z_loss_coeff": 0.1,
-        "first_dense_layers": 1,
+        **SIZES, "top_k": 3, "router_score": "sigmoid", "balancing": "aux_free", "bias_update_rate": 0.05,
+        "routed_scale": 2.0, "z_loss_coeff": 0.1, "first_dense_layers": 1,
     },
-}
+}  # fmt: skip
 DROPPING = {**BALANCED, "moe": {**BALANCED["moe"], "capacity_factor": 1.0}}
 """A capacity that drops about a third of the choices."""
 ONE_BY_ONE = {**BALANCED, "moe": {**BALANCED["moe"], "experts_impl": "sequential"}}
@@ -68,41 +57,30 @@ TENSOR_2_EXPERT_2 = {"tensor": 2, "expert": 2}
 CASES = {
     "data x expert": Case({"expert": 2}, BALANCED),
     "expert on all ranks": Case({"expert": 4}, BIASED),
-    "expert, overlapped": Case({"expert": 2, **OVERLAP}, BALANCED, steps=MORE_STEPS),
-    "expert, two optimizer instances, overlapped": Case({"expert": 2, **INSTANCES, **OVERLAP}, BALANCED),
-    "expert, recomputed layers": Case({"expert": 2}, BIASED, {"recompute": "full"}),
-    "tensor x expert": Case(TENSOR_2_EXPERT_2, BALANCED, PAIRS),
-    "tensor x expert on all ranks": Case({"tensor": 2, "expert": 4}, BIASED, PAIRS),
-    "tensor, split experts": Case({"tensor": 2, "expert_tensor": 2}, BALANCED, PAIRS),
+    "expert, overlapped": Case({"expert": 2, **OVERLAP}, BALANCED, steps=MORE_STEPS, nightly=True),
+    "expert, two optimizer instances, overlapped": Case(
+        {"expert": 2, **INSTANCES, **OVERLAP}, BALANCED, nightly=True
+    ),
+    "expert, recomputed layers": Case({"expert": 2}, BIASED, {"recompute": "full"}, nightly=True),
+    "tensor x expert": Case(TENSOR_2_EXPERT_2, BALANCED, PAIRS, nightly=True),
+    "tensor x expert on all ranks": Case({"tensor": 2, "expert": 4}, BIASED, PAIRS, nightly=True),
+    "tensor, split experts": Case({"tensor": 2, "expert_tensor": 2}, BALANCED, PAIRS, nightly=True),
     "tensor, split experts one by one": Case({"tensor": 2, "expert_tensor": 2}, ONE_BY_ONE, PAIRS),
     "tensor x expert, split experts": Case({**TENSOR_2_EXPERT_2, "expert_tensor": 2}, DROPPING, PAIRS),
     "muon, tensor x expert, split experts": Case({**TENSOR_2_EXPERT_2, "expert_tensor": 2}, MUON, PAIRS),
-    "muon, tensor x expert": Case({"tensor": 2, "expert": 2}, MUON, PAIRS),
-    "muon, data x expert": Case({"expert": 2}, MUON),
-    "muon, one by one": Case({"expert": 2}, MUON_ONE_BY_ONE),
+    "muon, tensor x expert": Case({"tensor": 2, "expert": 2}, MUON, PAIRS, nightly=True),
+    "muon, data x expert": Case({"expert": 2}, MUON, nightly=True),
+    "muon, one by one": Case({"expert": 2}, MUON_ONE_BY_ONE, nightly=True),
     "tensor, whole experts, replicated optimizer": Case(
-        {"tensor": 2, "distributed_optimizer": False}, BALANCED, PAIRS
+        {"tensor": 2, "distributed_optimizer": False}, BALANCED, PAIRS, nightly=True
     ),
     "pipeline x expert": Case({"pipeline": 2, "expert": 2}, BIASED),
-    "interleaved x expert": Case({**INTERLEAVED, "expert": 2}, BALANCED),
+    "interleaved x expert": Case({**INTERLEAVED, "expert": 2}, BALANCED, nightly=True),
     "context x expert": Case({"context": 2, "expert": 2}, DROPPING, PAIRS),
-    "context x tensor x expert": Case({"context": 2, "tensor": 2, "expert": 4}, DROPPING, PAIRS),
+    "context x tensor x expert": Case(
+        {"context": 2, "tensor": 2, "expert": 4}, DROPPING, PAIRS, nightly=True
+    ),
 }
-NIGHTLY = {
-    "expert, overlapped",
-    "expert, two optimizer instances, overlapped",
-    "expert, recomputed layers",
-    "tensor x expert",
-    "tensor x expert on all ranks",
-    "tensor, split experts",
-    "tensor, whole experts, replicated optimizer",
-    "interleaved x expert",
-    "context x tensor x expert",
-    "muon, tensor x expert",
-    "muon, data x expert",
-    "muon, one by one",
-}
-"""Cases that combine or extend the other cases."""
 
 RESHARDED = {
     "expert": Reshard(
@@ -118,13 +96,18 @@ RESHARDED = {
             {"pipeline": 2, "expert": 2},
         ],
         BIASED,
+        nightly=True,
+    ),
+    "one by one": Reshard(
+        {"tensor": 2}, [{"expert": 2, "distributed_optimizer": False}], ONE_BY_ONE, nightly=True
     ),
     "muon": Reshard(
-        {"expert": 2}, [{"expert": 2}, {**TENSOR_2_EXPERT_2, "expert_tensor": 2}, {"tensor": 2}], MUON
+        {"expert": 2},
+        [{"expert": 2}, {**TENSOR_2_EXPERT_2, "expert_tensor": 2}, {"tensor": 2}],
+        MUON,
+        nightly=True,
     ),
-    "one by one": Reshard({"tensor": 2}, [{"expert": 2, "distributed_optimizer": False}], ONE_BY_ONE),
 }
-NIGHTLY_RESHARDED = {"split experts", "one by one", "muon"}
 BOUNDARIES = {"expert": {"expert": 2}, "tensor x expert": {**TENSOR_2_EXPERT_2, **INSTANCES, **OVERLAP}}
 NIGHTLY_BOUNDARIES = {"expert"}
 
@@ -152,11 +135,10 @@ class Balances:
         return found
 
 
-def train(case: Case, parallel: Parallel, one_rank: bool = False) -> list[dict[str, Any]]:
+def train(config: Config, parallel: Parallel, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Run `train_case`, and append the routers' balances."""
-    config = case.config({}) if one_rank else case.config(**case.train)
     balances = Balances()
-    records = train_case(config, parallel, case.steps, prepare=balances.models.append, samples=True)
+    records = train_case(config, parallel, steps, prepare=balances.models.append, samples=True)
     return [*records, balances.gather()]
 
 
@@ -195,63 +177,18 @@ def measured_loads() -> Iterator[dict[str, int]]:
         yield found
 
 
-def train_all(names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    trained = {}
-    for name in names:
-        case = CASES[name]
-        parallel = init_parallel(case.config(**case.train).parallel, seed=1)
-        trained[name] = train(case, parallel)
-        print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
-        leave_layout()
-    return trained
-
-
-def resume_all(folder: Path, names: list[str]) -> dict[str, list[tuple[str, list[dict[str, Any]]]]]:
-    resumed: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
-    for name in names:
-        case = RESHARDED[name]
-        for number, layout in enumerate((case.writer, *case.readers)):
-            sections = {**case.sections, "model": {**case.sections["model"], "num_layers": case.layers}}
-            config = Case(layout, sections).config(**pairs(layout))
-            parallel = init_parallel(config.parallel, seed=1)
-            records = go_on(config, case.phase, parallel, folder / name, number)
-            resumed.setdefault(name, []).append((str(layout), records))
-            leave_layout()
-    return resumed
-
-
-def cross_all(folder: Path, names: list[str]) -> dict[str, list[tuple[list[dict[str, Any]], bool]]]:
-    crossed: dict[str, list[tuple[list[dict[str, Any]], bool]]] = {}
-    for name in names:
-        layout = BOUNDARIES[name]
-        config = Case(layout, BALANCED).config(precision="bf16", **pairs(layout))
-        for resumes in (False, True):
-            parallel = init_parallel(config.parallel, seed=1)
-            found = cross_boundary(config, parallel, folder / f"boundary of {name}", resumes)
-            crossed.setdefault(name, []).append(found)
-            leave_layout()
-    return crossed
-
-
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
-    for name, value in SAMPLE.items():
-        setattr(query_sample, name, value)
-    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
-    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
+    prepare_rank()
     wanted = json.loads((folder / "wanted.json").read_text())
     results: dict[str, Any] = {}
     with measured_margin() as margins, measured_loads() as loads:
-        results["trained"] = train_all(wanted["trained"])
-        results["resumed"] = resume_all(folder, wanted["resumed"])
+        results["trained"] = train_all(CASES, wanted["trained"], train)
+        results["resumed"] = resume_all(RESHARDED, wanted["resumed"], folder)
         results["loads"] = loads
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, min(margins, default=math.inf))
-    results |= {"margin": min(every), "crossed": cross_all(folder, wanted["crossed"])}
-    if dist.get_rank() == 0:
-        (folder / "results.json").write_text(json.dumps(results))
-    shutdown_parallel()
+    crossed = cross_all(BOUNDARIES, wanted["crossed"], folder, BALANCED)
+    finish(folder, {**results, "margin": min(every), "crossed": crossed})
 
 
 if __name__ == "__main__":

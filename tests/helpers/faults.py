@@ -4,10 +4,10 @@ The time of an external fault depends on the machine, but these faults happen at
 Steps count from 1, and "before" a step means before its batch is trained:
 
     random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it
-    nan_gradient: [step, rank]              one element of a weight's gradient is NaN, before any reduction
-    nan_in: [step, rank, place]             after the step's update one element at a place of NAN_PLACES is NaN
+    nan_in: [step, rank, place]             after the step's update one element at a place of NAN_PLACES is NaN, or
+                                            before any reduction one element of a weight's `gradient`
     unchecked_saves: true                   saves may contain NaN, as in versions that did not check
-    flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once; without rank on all
+    flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once
     wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
     wrong_output: [step, rank]              a layer's output is doubled, once
     removed_folder: [step, folder]          before that step rank 0 removes this folder
@@ -17,7 +17,6 @@ Steps count from 1, and "before" a step means before its batch is trained:
     lost_saves: [rank, [number, ...]]       the same, but the rank cannot tell the others
     slow: [first, last, rank]               in these steps this rank takes four times its longest earlier step
     held: [[step, rank], ...]               before that step this rank blocks forever, once in a run's life
-    held_after: [steps, rank]               this rank blocks forever after this number of steps, in every start
     frozen: [step, rank]                    before that step this rank sends itself SIGSTOP, once in a run's life
     waits_for: [step, rank, signal]         before that step this rank waits for this signal
     held_write: [step, rank]                this rank writes its files of this checkpoint, but never reports it
@@ -70,7 +69,7 @@ class Faults:
         self._rank = int(os.environ.get("RANK", "0"))
         self._done: set[str] = set()
         self._signals: set[int] = set()
-        self._steps = self._saves = 0
+        self._saves = 0
         self._longest_step_seconds = 0.0
 
     @contextmanager
@@ -100,7 +99,6 @@ class Faults:
 
     def _once(self, name: str) -> bool:
         """Return True for the first start that asks; the test may wait for the mark."""
-        assert self._marks is not None
         self._marks.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             (self._marks / name).touch(exist_ok=False)
@@ -138,11 +136,10 @@ class Faults:
             began = time.monotonic()
             result = train_step(training, micro_batches, lr, steps_before, **options)
             self._longest_step_seconds = max(self._longest_step_seconds, time.monotonic() - began)
-            self._steps += 1
             for hook in hooks:
                 hook.remove()
             at, rank, place = self._faults.get("nan_in", (0, 0, ""))
-            if (step, self._rank) == (at, rank) and self._first("nan"):
+            if (step, self._rank) == (at, rank) and place in NAN_PLACES and self._first("nan"):
                 _put_nan(place, training, weight)
             return result
 
@@ -150,8 +147,6 @@ class Faults:
 
     def _stand_still(self, step: int) -> None:
         if [step, self._rank] in self._faults.get("held", []) and self._once(f"held_{step}"):
-            _for_ever()
-        if self._faults.get("held_after") == [self._steps, self._rank]:
             _for_ever()
         if self._mine("frozen", step) and self._once(f"frozen_{step}"):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -168,14 +163,13 @@ class Faults:
             _let_files_grow_to(0 if step == first else resource.RLIM_INFINITY)
 
     def _flip_a_bit(self, step: int, weight: torch.nn.Parameter) -> None:
-        at, bit, *ranks = self._faults.get("flipped_bit", (0, 0))
-        if step == at and "bit" not in self._done and self._rank in (ranks or [self._rank]):
-            self._done.add("bit")
+        at, bit, rank = self._faults.get("flipped_bit", (0, 0, 0))
+        if (step, self._rank) == (at, rank) and self._first("bit"):
             weight.data.view(torch.int32).view(-1)[0] ^= 1 << bit
 
     def _hooks(self, step: int, gpt: torch.nn.Module, weight: torch.nn.Parameter) -> list[Any]:
         hooks: list[Any] = []
-        if self._mine("nan_gradient", step):
+        if self._faults.get("nan_in") == [step, self._rank, "gradient"]:
             hooks.append(weight.register_hook(self._with_nan))
         if self._mine("wrong_gradient", step):
             hooks.append(weight.register_hook(self._with_wrong_bit))

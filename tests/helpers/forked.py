@@ -95,6 +95,11 @@ class ForkedRanks:
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property
+    def codes(self) -> set[int]:
+        """Return the exit codes of the ranks that failed by themselves."""
+        return {*self._failed.values()}
+
+    @property
     def ends(self) -> str:
         """Describe how the ranks ended that failed by themselves."""
         return "; ".join(f"rank {rank} ended {_in_words(code)}" for rank, code in self._failed.items())
@@ -106,7 +111,8 @@ class ForkedRanks:
             self._failed = {rank: code for rank, code in enumerate(codes) if code}
             self._processes[0].join(
                 1.0
-            )  # torchrun asks the others to end: the main rank still prints its reason.
+            )  # torchrun asks the others to end: the main rank still prints its reason
+            self._failed |= {rank: p.exitcode for rank, p in enumerate(self._processes) if p.exitcode}
             self._end()
         if self._failed:
             return next(iter(self._failed.values()))
@@ -165,7 +171,6 @@ class ForkedAgent:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     def ranks(self) -> list[tuple[int, int]]:
@@ -259,7 +264,7 @@ def _run_agent(
 
 
 class Fork:
-    """Runs a function in a child process, with the subprocess.Popen methods that torchrun and studies use."""
+    """Runs a function in a child process, with the subprocess.Popen methods that torchrun uses."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.returncode: int | None = None

@@ -1,7 +1,6 @@
 """Runs fused kernels under tensor parallelism in Triton's interpreter: `fused_ranks.py OUT` on two ranks. Each case
 runs with two tensor-parallel ranks, and with two data-parallel ranks, whose layers have all heads."""
 
-import dataclasses
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown
 from gsa_train.model.mcore.build import Model
 from helpers.interpreter import mend_interpreter
 from helpers.many_layouts import train_case
-from helpers.single_rank import CONFIG, SPARSE, WARM_UP
+from helpers.single_rank import CONFIG, SPARSE, WARM_UP, with_sections
 
 LENGTHS, STRETCH = {"bits": 72, "lists": 40, "blocks": 40}, 32
 """Tokens, and rows of a stretch: two or three stretches for two ranks; the last one is short."""
@@ -33,16 +32,10 @@ PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [SPARSE]}
 
 def case_config(name: str, parallel: dict[str, Any]) -> Config:
     length = LENGTHS[name]
+    budgets = {"k_base": length, "k_min": length, "k_max": length}
     sections: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 1, "init_std": 0.1, "head_dim": 32},
-        "gsa": {
-            "indexer_dim": 16,
-            "indexer_heads": 2,
-            "k_base": length,
-            "k_min": length,
-            "k_max": length,
-            **CASES[name],
-        },
+        "gsa": {"indexer_dim": 16, "indexer_heads": 2, **budgets, **CASES[name]},
         "train": {
             "seq_len_tokens": length,
             "micro_batch_size": 1,
@@ -51,10 +44,7 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
         },
         "parallel": parallel,
     }
-    changed = {
-        name: dataclasses.replace(getattr(CONFIG, name), **fields) for name, fields in sections.items()
-    }
-    return dataclasses.replace(CONFIG, phases=PHASES[name], **changed)
+    return with_sections(CONFIG, sections, PHASES[name])
 
 
 def fuse(model: Model) -> None:
@@ -62,7 +52,6 @@ def fuse(model: Model) -> None:
     for attention in model.attentions:
         attention.over_chunks.implementation = "triton"
         attention.heads_op = fused_split_rotate_gate
-        assert attention.indexer is not None
         attention.indexer.split_op = split_projection
 
 

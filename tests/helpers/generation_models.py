@@ -8,21 +8,11 @@ from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM, genera
 
 PROMPTS = [[place * factor % 61 for place in range(count)] for count, factor in ((30, 7), (15, 11), (21, 23))]
 TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 6,
-    "k_min": 2,
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6, "k_min": 2,
     "k_max": 9,
-}
+}  # fmt: skip
 BLOCKS = {"selection_block": 16, "local_window": 17}
 MODELS: dict[str, dict[str, Any]] = {
     "sparse": {"dense_below": 20},
@@ -30,32 +20,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "blocks": BLOCKS,
     "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, **BLOCKS},
     "norms, no head weights": {
-        "indexer_norm": True,
-        "indexer_activation": "plain",
-        "indexer_rope": True,
-        **BLOCKS,
+        "indexer_norm": True, "indexer_activation": "plain", "indexer_rope": True, **BLOCKS,
     },
     "groups of keys": {
-        "index_topk": 8,
-        "k_min": 4,
-        "k_max": 16,
-        "indexer_pool": 4,
-        "indexer_rope": True,
-        "local_window": 3,
-        "index_topk_freq": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "index_topk": 8, "k_min": 4, "k_max": 16, "indexer_pool": 4, "indexer_rope": True, "local_window": 3,
+        "index_topk_freq": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "mixed": {
-        "layer_types": [DENSE_LAYER, INDEXED_LAYER],
-        "qk_norm": True,
-        "qkv_bias": True,
-        "indexer_rope": True,
-        "indexer_activation": "relu",
-        "adaptive_k": "direct",
+        "layer_types": [DENSE_LAYER, INDEXED_LAYER], "qk_norm": True, "qkv_bias": True, "indexer_rope": True,
+        "indexer_activation": "relu", "adaptive_k": "direct",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         **BLOCKS,
     },
-}
+}  # fmt: skip
 
 
 def make_model(name: str, **changes: Any) -> GSAForCausalLM:

@@ -9,71 +9,43 @@ import torch
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 8,
-    "k_min": 3,
-    "k_max": 16,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-}
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "index_n_heads": 2,
+    "index_head_dim": 8, "index_topk": 8, "k_min": 3, "k_max": 16, "initializer_range": 0.2,
+    "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
 PAPER: dict[str, dict[str, Any]] = {
     "standard": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
     "gated-only": {"layer_types": [DENSE_LAYER] * 2},
     "sparse-only": {
-        "value_gate": False,
-        "output_gate": False,
-        "indexer_activation": "relu",
-        "adaptive_k": "off",
+        "value_gate": False, "output_gate": False, "indexer_activation": "relu", "adaptive_k": "off",
     },
     "gsa": {},
-}
+}  # fmt: skip
 """The paper's four models."""
 YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 3.0,
-    "beta_slow": 0.2,
-}
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 3.0, "beta_slow": 0.2,
+}  # fmt: skip
 BEYOND: dict[str, dict[str, Any]] = {
     "blocks": {"selection_block": 4, "local_window": 5},
     "reuse": {"index_topk_freq": 2, "indexer_rope": True, "rope_parameters": YARN},
     "gates": {
-        "key_gate": True,
-        "query_gate": True,
-        "projection_gate": True,
-        "gate_activation": "silu",
+        "key_gate": True, "query_gate": True, "projection_gate": True, "gate_activation": "silu",
         "sandwich_norm": True,
     },
     "headwise": {
-        "gate_granularity": "headwise",
-        "gate_form": "additive",
-        "gate_input": "input_independent",
-        "output_gate": False,
-        "output_transform": "rms_norm",
+        "gate_granularity": "headwise", "gate_form": "additive", "gate_input": "input_independent",
+        "output_gate": False, "output_transform": "rms_norm",
     },
     "pool": {"indexer_pool": 3, "indexer_rope": True, "local_window": 2, "index_topk_freq": 2},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "adaptive_k": "direct"},
     "blocks-rope-reuse": {
-        "selection_block": 4,
-        "local_window": 4,
-        "indexer_rope": True,
-        "index_topk_freq": 2,
-        "qkv_bias": True,
+        "selection_block": 4, "local_window": 4, "indexer_rope": True, "index_topk_freq": 2, "qkv_bias": True,
         "qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
-}
+}  # fmt: skip
 """Models beyond the paper."""
 MODELS = PAPER | BEYOND
 

@@ -52,7 +52,6 @@ def mend_interpreter() -> None:
     _remember_numpy_types()
     _remember_builtins()
     _remember_shapes()
-    _remember_sizes()
     _leave_shapes_to_numpy()
     _multiply_in_fp64()
     _calculate_bf16()
@@ -165,37 +164,6 @@ def _remember_shapes() -> None:
     core.block_type.__init__ = make_block
 
 
-def _remember_sizes() -> None:
-    """Cache the element size of each type."""
-    allowed: dict[str, int] = {}
-
-    def make_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        if dtype.name not in allowed:
-            allowed[dtype.name] = 8 if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
-        if data.itemsize > allowed[dtype.name]:
-            raise ValueError(f"{data.dtype} does not fit {dtype}")
-
-    elements: dict[str, tuple[Any, int]] = {}
-    find_element = interpreter.TensorHandle.get_element_ty
-
-    def element_of(handle: Any) -> tuple[Any, int]:
-        """Return the type that a pointer points to, and its bytes."""
-        name = handle.dtype.name
-        if name not in elements:
-            found = find_element(handle)
-            elements[name] = found, max(1, found.primitive_bitwidth // 8)
-        return elements[name]
-
-    def add_to_pointers(self: Any, pointers: Any, offset: Any) -> Any:
-        moved = pointers.data + element_of(pointers)[1] * offset.data.astype(np.uint64)
-        return interpreter.TensorHandle(moved, pointers.dtype)
-
-    interpreter.TensorHandle.__init__ = make_handle
-    interpreter.TensorHandle.get_element_ty = lambda self: element_of(self)[0]
-    interpreter.InterpreterBuilder.create_addptr = add_to_pointers
-
-
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
@@ -241,36 +209,8 @@ def _leave_shapes_to_numpy() -> None:
             return left, core.tensor(constant_of(right, left.dtype.name), left.type)
         elif arithmetic and kinds[1] and type(left) in NUMBERS and fits(left, right.dtype):
             return core.tensor(constant_of(left, right.dtype.name), right.type), right
-        found: tuple[Any, Any] = check(self, left, right, left_pointer, right_pointer, arithmetic, division)
-        return found
+        return check(self, left, right, left_pointer, right_pointer, arithmetic, division)
 
-    def filled(tensor: Any, shape: tuple[int, ...]) -> Any:
-        handle = tensor.handle
-        data = np.full(shape, handle.data, interpreter._get_np_dtype(handle.dtype))
-        return core.tensor(interpreter.TensorHandle(data, handle.dtype), block(tensor.dtype, shape))
-
-    def stretched(tensor: Any, shape: tuple[int, ...]) -> Any:
-        if tensor.type.sizes == shape:
-            return tensor
-        data = np.broadcast_to(tensor.handle.data, shape)
-        return core.tensor(interpreter.TensorHandle(data, tensor.handle.dtype), block(tensor.dtype, shape))
-
-    def of_one_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        one, other = left.type.sizes, right.type.sizes
-        if one == other:
-            return left, right
-        if not one:
-            return filled(left, other), right
-        if not other:
-            return left, filled(right, one)
-        if len(one) == len(other):
-            shape = joined(one, other)
-            return stretched(left, shape), stretched(right, shape)
-        found: tuple[Any, Any] = broadcast(self, left, right)
-        return found
-
-    broadcast = semantic.broadcast_impl_value
-    semantic.broadcast_impl_value = of_one_shape
     semantic.cast = cast_at_once(semantic.cast)
     semantic.to_tensor = to_tensor_at_once(semantic.to_tensor)
     semantic.binary_op_type_checking_impl = operands

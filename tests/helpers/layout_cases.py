@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gsa_train.config import Config, PhaseConfig, RopeScalingConfig
-from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP
+from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP, with_sections
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
@@ -17,65 +17,40 @@ ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all its causal keys, so that rounding cannot change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "indexer_rope": True,
-        "local_window": 4,
-        "selection_block": 4,
-        "selection_reuse": 2,
-        "indexer_temperature": "learned",
+        **ALL_KEYS["gsa"], "indexer_rope": True, "local_window": 4, "selection_block": 4,
+        "selection_reuse": 2, "indexer_temperature": "learned",
     },
     "model": {
-        "qk_norm": True,
-        "tie_embeddings": True,
-        "qkv_bias": True,
-        "rotary_percent": 0.5,
+        "qk_norm": True, "tie_embeddings": True, "qkv_bias": True, "rotary_percent": 0.5,
         "rope_scaling": RopeScalingConfig("yarn", 4.0, 8),
     },
     "train": {"z_loss_coeff": 0.1},
-}
+}  # fmt: skip
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of its causal keys. The text of this seed has no near ties, which rounding would decide
 differently on each processor. No token occurs twice in a sequence (`blocks`), and test_many_layouts measures margins.
 """
 GATES_OF_HEADS: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "key_gate": True,
-        "query_gate": True,
-        "gate_granularity": "headwise",
-        "gate_form": "additive",
-        "gate_activation": "silu",
-        "selection_reuse": 2,
-        "indexer_norm": True,
-        "indexer_rope": True,
-        "indexer_pool": 4,
-        "indexer_activation": "plain",
+        **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_granularity": "headwise",
+        "gate_form": "additive", "gate_activation": "silu", "selection_reuse": 2, "indexer_norm": True,
+        "indexer_rope": True, "indexer_pool": 4, "indexer_activation": "plain",
     },
     "model": {"sandwich_norm": True},
-}
+}  # fmt: skip
 SHARED_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "key_gate": True,
-        "query_gate": True,
-        "gate_sharing": "head_shared",
-        "indexer_activation": "qsa",
-        "local_window": 4,
-        "selection_block": 4,
+        **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_sharing": "head_shared",
+        "indexer_activation": "qsa", "local_window": 4, "selection_block": 4,
     },
-}
+}  # fmt: skip
 FREE_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"],
-        "output_gate": False,
-        "output_transform": "rms_norm",
-        "projection_gate": True,
-        "key_gate": True,
-        "gate_input": "input_independent",
-        "indexer_pool": 2,
+        **ALL_KEYS["gsa"], "output_gate": False, "output_transform": "rms_norm", "projection_gate": True,
+        "key_gate": True, "gate_input": "input_independent", "indexer_pool": 2,
         "gate_activation": "ns_sigmoid",
     },
-}
+}  # fmt: skip
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
 """Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {
@@ -112,6 +87,8 @@ class Case:
     sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
     train: dict[str, Any] = field(default_factory=dict)
     steps: tuple[int, int] = STEPS
+    nightly: bool = False
+    """Combines or extends other cases, or is an arm of a study."""
 
     @property
     def layers(self) -> int:
@@ -134,89 +111,65 @@ class Case:
             },
             "parallel": self.parallel if parallel is None else parallel,
         }
-        config = dataclasses.replace(CONFIG, phases=[DENSE] if dense else [WARM_UP, SPARSE])
-        for name, fields in sections.items():
-            section = dataclasses.replace(getattr(config, name), **fields)
-            config = dataclasses.replace(config, **{name: section})
-        return config
+        return with_sections(CONFIG, sections, [DENSE] if dense else [WARM_UP, SPARSE])
 
 
 # three_way_layouts.py combines tensor, context, data and plain pipeline parallelism with selected keys.
 CASES = {
     "context": Case({"context": 2}),
-    "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS),
-    "context, groups of keys": Case({"context": 2}, GATES_OF_HEADS, PAIRS),
-    "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
-    "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
+    "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS, nightly=True),
+    "context, groups of keys": Case({"context": 2}, GATES_OF_HEADS, PAIRS, nightly=True),
+    "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}, nightly=True),
+    "context, replicated optimizer": Case(
+        {"context": 2, "distributed_optimizer": False}, train=PAIRS, nightly=True
+    ),
     "context x pipeline, options": Case(
         {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", **PAIRS}
     ),
     "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
     "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
-    "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
+    "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS, nightly=True),
     "data": Case({}),
     "tensor without sequence": Case({"tensor": 2, "sequence": False}, train=PAIRS),
     "tensor without sequence, overlapped": Case({"tensor": 2, "sequence": False, **OVERLAP}, train=PAIRS),
-    "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS),
-    "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS),
-    "tensor, gates of heads": Case({"tensor": 2}, GATES_OF_HEADS, PAIRS),
-    "tensor, shared gates": Case({"tensor": 2}, SHARED_GATES, PAIRS),
-    "tensor without sequence, shared gates": Case({"tensor": 2, "sequence": False}, SHARED_GATES, PAIRS),
-    "tensor, free gates": Case({"tensor": 2}, FREE_GATES, PAIRS),
-    "deepspeed 1 x tensor, G5": Case({"tensor": 2, **ZERO_1}, G5, PAIRS),
+    "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS, nightly=True),
+    "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS, nightly=True),
+    "tensor, gates of heads": Case({"tensor": 2}, GATES_OF_HEADS, PAIRS, nightly=True),
+    "tensor, shared gates": Case({"tensor": 2}, SHARED_GATES, PAIRS, nightly=True),
+    "tensor without sequence, shared gates": Case(
+        {"tensor": 2, "sequence": False}, SHARED_GATES, PAIRS, nightly=True
+    ),
+    "tensor, free gates": Case({"tensor": 2}, FREE_GATES, PAIRS, nightly=True),
+    "deepspeed 1 x tensor, G5": Case({"tensor": 2, **ZERO_1}, G5, PAIRS, nightly=True),
     "pipeline": Case({"pipeline": 2}),
     "pipeline, recomputed layers": Case({"pipeline": 2}, train={"recompute": "full"}),
     "tensor and sequence on all ranks": Case(
-        {"tensor": 4}, {**ALL_KEYS, "model": {"num_kv_heads": 4}}, PAIRS
+        {"tensor": 4}, {**ALL_KEYS, "model": {"num_kv_heads": 4}}, PAIRS, nightly=True
     ),
-    "pipeline on all ranks": Case({"pipeline": 4}),
+    "pipeline on all ranks": Case({"pipeline": 4}, nightly=True),
     "pipeline on all ranks, interleaved": Case(
-        {"pipeline": 4, "virtual_pipeline": 2}, {**ALL_KEYS, "model": {"num_layers": 8}}
+        {"pipeline": 4, "virtual_pipeline": 2}, {**ALL_KEYS, "model": {"num_layers": 8}}, nightly=True
     ),
-    "interleaved": Case(INTERLEAVED),
+    "interleaved": Case(INTERLEAVED, nightly=True),
     "interleaved, selected keys": Case(INTERLEAVED, SELECTED, steps=MORE_STEPS),
     "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED, PAIRS),
-    "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
+    "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}, nightly=True),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
     "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}),
     "muon": Case(OVERLAP, MUON, steps=MORE_STEPS),
     "muon, tensor": Case({"tensor": 2, **OVERLAP}, MUON, PAIRS, MORE_STEPS),
     "muon, tensor, replicated optimizer": Case(
-        {"tensor": 4, **REPLICATED}, {**MUON, "model": {"num_kv_heads": 4}}, PAIRS, MORE_STEPS
+        {"tensor": 4, **REPLICATED}, {**MUON, "model": {"num_kv_heads": 4}}, PAIRS, MORE_STEPS, nightly=True
     ),
     "muon, pipeline": Case({"pipeline": 2}, MUON, steps=MORE_STEPS),
-    "muon, two optimizer instances": Case({**INSTANCES, **OVERLAP}, MUON, steps=MORE_STEPS),
-    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS),
+    "muon, two optimizer instances": Case({**INSTANCES, **OVERLAP}, MUON, steps=MORE_STEPS, nightly=True),
+    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS, nightly=True),
     "deepspeed 2 in host memory, recomputed layers": Case(
-        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}
+        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}, nightly=True
     ),
     "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=MORE_STEPS),
 }
 
-NIGHTLY = {
-    "context on all ranks",
-    "context, groups of keys",
-    "context, recomputed layers",
-    "context, replicated optimizer",
-    "context x interleaved",
-    "tensor, dense baseline",
-    "tensor x pipeline, options",
-    "tensor, gates of heads",
-    "tensor, shared gates",
-    "tensor, free gates",
-    "tensor without sequence, shared gates",
-    "deepspeed 1 x tensor, G5",
-    "tensor and sequence on all ranks",
-    "pipeline on all ranks",
-    "pipeline on all ranks, interleaved",
-    "interleaved",
-    "interleaved, overlapped",
-    "muon, tensor, replicated optimizer",
-    "muon, two optimizer instances",
-    "deepspeed 1 x tensor, options",
-    "deepspeed 2 in host memory, recomputed layers",
-}
-"""Cases that combine or extend the other cases, or are an arm of a study."""
 
 EQUAL = {
     "tensor without sequence, overlapped": "tensor without sequence",
@@ -241,6 +194,7 @@ class Reshard:
     readers: list[dict[str, Any]]
     sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
     phase: PhaseConfig = SPARSE
+    nightly: bool = False
 
     @property
     def layers(self) -> int:
@@ -257,22 +211,23 @@ RESHARDED = {
         {"pipeline": 2, "pipeline_layers": [3, 1]},
         [{"tensor": 4, **ZERO_3}, {"tensor": 2, **INTERLEAVED}],
         {**TIED, "model": {**TIED["model"], "num_kv_heads": 4}},
+        nightly=True,
     ),
-    "context": Reshard({"context": 2}, [{"tensor": 2, **ZERO_2}, {"context": 4}, {"pipeline": 4}]),
+    "context": Reshard(
+        {"context": 2}, [{"tensor": 2, **ZERO_2}, {"context": 4}, {"pipeline": 4}], nightly=True
+    ),
     "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
     "free gates": Reshard(
         {"tensor": 2, **REPLICATED},
         [{"tensor": 4, "sequence": False}, REPLICATED],
         {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
+        nightly=True,
     ),
-    "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [ZERO_1, {"tensor": 2, **ZERO_3}]),
+    "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [ZERO_1, {"tensor": 2, **ZERO_3}], nightly=True),
     "muon": Reshard({"tensor": 2}, [{"tensor": 2}, {}, {"context": 2, "pipeline": 2, **REPLICATED}], MUON),
     # Three small matrices are divided over four ranks, each with 64 elements of the buffer.
-    "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
+    "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP, nightly=True),
 }
-
-
-NIGHTLY_RESHARDED = {"pipeline, tied", "context", "free gates", "deepspeed", "a rank without a parameter"}
 
 
 def pairs(layout: dict[str, Any]) -> dict[str, int]:

@@ -1,15 +1,21 @@
 """Trains on one rank, and compares the numbers of a layout with it."""
 
-from collections.abc import Set
+import math
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from gsa_kernels import operations_reference as reference
 from gsa_train.model.probes import query_sample
 from helpers.layout_cases import BASELINE, SAMPLE, SELECTED, Case, Reshard
 from helpers.many_layouts import train_case
-from helpers.margins import measured_margins
 from helpers.single_rank import single_rank
 
 CLEAR_MARGIN = 1e-4
@@ -22,17 +28,58 @@ no token occurs twice."""
 VARIANCE = 5e-5
 """Relative tolerance of variances. For scores near 1, fp32 errors are 6e-8. Their deviations of 0.03 have a relative
 error of 2e-6, and the mean square after a step ten times that."""
-_one_rank: dict[str, list[dict[str, Any]]] = {}
+_one_rank: dict[str, list[Any]] = {}
 
 
-def one_rank(case: Case) -> list[dict[str, Any]]:
+@dataclass
+class Margins:
+    """Holds the smallest relative distances over all queries; infinite until a query had a choice."""
+
+    score: float = math.inf
+    """Distance of the last selected key's score from the next one's, divided by the query's largest score."""
+    budget: float = math.inf
+    """Distance of an unrounded budget to the next integer, for budgets within their bounds."""
+
+
+@contextmanager
+def measured_margins() -> Iterator[Margins]:
+    """Measure the margins of the reference's selections in this process."""
+    margins = Margins()
+    select_top_k, adaptive_budget = reference.select_top_k, reference.adaptive_budget
+
+    def select(scores: torch.Tensor, visible: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+        selected = select_top_k(scores, visible, budget)
+        last = torch.where(selected, scores, math.inf).amin(-1)
+        following = torch.where(visible & ~selected, scores, -math.inf).amax(-1)
+        distance = (last - following) / torch.where(visible, scores, 0).abs().amax(-1)
+        margins.score = min(margins.score, distance.min().item())
+        return selected
+
+    def budget_of(
+        variance: torch.Tensor, ema: torch.Tensor, visible: torch.Tensor, **rule: Any
+    ) -> torch.Tensor:
+        raw = rule["k_base"] * ema.double() / variance.double()
+        assert rule["adaptive_k"] == "inverse"
+        free = raw[(raw > rule["k_min"] - 0.5) & (raw < rule["k_max"] + 0.5)]
+        if free.numel() > 0:
+            margins.budget = min(margins.budget, ((free - free.round()).abs() / free).min().item())
+        return adaptive_budget(variance, ema, visible, **rule)
+
+    with patch.multiple(reference, select_top_k=select, adaptive_budget=budget_of):
+        yield margins
+
+
+train_dense: Callable[..., list[Any]] = partial(train_case, samples=True)
+
+
+def one_rank(case: Case, train: Callable[..., list[Any]] = train_dense) -> list[Any]:
     """Train the same config in this process without layout or recomputation."""
     key = f"{case.sections} {case.layers} {case.steps}"
     if key not in _one_rank:
         with pytest.MonkeyPatch.context() as patch, measured_margins() as margins:
             for constant, value in SAMPLE.items():
                 patch.setattr(query_sample, constant, value)
-            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps, samples=True)
+            _one_rank[key] = train(case.config({}), single_rank(), case.steps)
         if case.sections is SELECTED:
             assert min(margins.score, margins.budget) > CLEAR_MARGIN, margins
     return _one_rank[key]

@@ -15,7 +15,6 @@ CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism (gsa_train/d
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.model.mcore.build import Model
 from helpers.layout_cases import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3
 from helpers.many_layouts import train_case
-from helpers.single_rank import CONFIG
+from helpers.single_rank import CONFIG, with_sections
 from whole_steps.step_bench import release_memory
 
 LR = 1e-4
@@ -118,32 +117,21 @@ Series = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Subject:
-    tiny: bool
-    precision: str
+    tiny: bool = False
     experts: bool = False
     """Whether feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
-    sequences: int = 8
-    """Sequences per step: at least one for each of eight data-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """Describes a run of one rank. Layouts are compared with the default run."""
-
-    backwards: bool = False
-    micro_batch_size: int = 1
-    parts: int = 1
-    """Parts of each matrix product. More than one part needs separate gradients, and therefore no fused operations."""
 
 
 BASELINE = "one rank"
 ONE_RANK = {
-    BASELINE: OneRank(),
-    "micro-batches backwards": OneRank(backwards=True),
-    "two sequences at a time": OneRank(micro_batch_size=2),
-    "products in 2 parts": OneRank(parts=2),
-    "products in 4 parts": OneRank(parts=4),
+    BASELINE: (False, 1, 1),
+    "micro-batches backwards": (True, 1, 1),
+    "two sequences at a time": (False, 2, 1),
+    "products in 2 parts": (False, 1, 2),
+    "products in 4 parts": (False, 1, 4),
 }
+"""Runs of one rank: whether micro-batches run in opposite order, their sequences, and parts of each matrix product.
+More than one part needs separate gradients, and therefore no fused operations. Layouts are compared with BASELINE."""
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject) -> Config:
@@ -159,7 +147,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
     lengths = {
         "seq_len_tokens": 48 if tiny else 512,
-        "global_batch_size": subject.sequences,
+        "global_batch_size": 4 if tiny else 8,  # at least one for each data-parallel rank
         "micro_batch_size": 1,
     }
     phases = [
@@ -170,16 +158,13 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         "model": {**model, **sizes},
         "gsa": gsa,
         "parallel": parallel,
-        "train": {**lengths, "grad_clip": 1.0, "precision": subject.precision, **train},
+        "train": {**lengths, "grad_clip": 1.0, "precision": "bf16", **train},
         "logging": {"wandb": "disabled"},  # nothing is logged, so W&B need not be installed
     }
     if subject.experts:
         widths = {"expert_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
         sections["moe"] = {"experts": 8, "top_k": 2, **widths}
-    config = dataclasses.replace(CONFIG, phases=phases)
-    for name, fields in sections.items():
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
-    return config
+    return with_sections(CONFIG, sections, phases)
 
 
 def in_parts(model: Model, parts: int) -> None:
@@ -278,18 +263,16 @@ def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
     return fitting
 
 
-def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: float) -> dict[str, Series]:
+def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject) -> dict[str, Series]:
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
-        case = ONE_RANK[name]
-        train: dict[str, Any] = {"micro_batch_size": case.micro_batch_size}
-        if case.parts > 1:
-            train["fused_ops"] = "none"
+        backwards, sequences, parts = ONE_RANK[name]
+        train = {"micro_batch_size": sequences, **({"fused_ops": "none"} if parts > 1 else {})}
         config = config_of({}, train, subject)
-        prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
+        prepare = partial(in_parts, parts=parts) if parts > 1 else None
         with alone() as parallel:
             done[name] = numbers(
-                train_case(config, parallel, (steps, steps), prepare, case.backwards, lr, measures=True)
+                train_case(config, parallel, (steps, steps), prepare, backwards, LR, measures=True)
             )
             release_memory(parallel.device)
     return done
@@ -300,16 +283,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=10, help="of each phase")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     parser.add_argument("--experts", action="store_true", help="a model with experts, and their layouts")
-    parser.add_argument("--sequences", type=int, default=8, help="of a step")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     steps = arguments.steps
-    subject = Subject(arguments.tiny, arguments.precision, arguments.experts, arguments.sequences)
+    subject = Subject(arguments.tiny, arguments.experts)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:
@@ -319,7 +299,7 @@ def main() -> int:
     if unknown := set(arguments.only) - set(configs):
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 
-    mine = run_one_rank(rank, world_size, steps, subject, arguments.lr)
+    mine = run_one_rank(rank, world_size, steps, subject)
     one_rank: dict[str, Series] = {}
     rows = {}
     for name, config in configs.items():
@@ -332,15 +312,16 @@ def main() -> int:
             dist.all_gather_object(shared, mine)
             one_rank = {each: run for part in shared for each, run in part.items()}
             if parallel.is_main:
-                report_one_rank(one_rank, steps)
-        found = numbers(train_case(config, parallel, (steps, steps), lr=arguments.lr, measures=True))
+                print("Largest relative deviation from one rank (share of the allowed one), by phase:")
+                print(f"{'':<42}" + "".join(f"{metric:>21}" * 2 for metric in METRICS))
+        found = numbers(train_case(config, parallel, (steps, steps), lr=LR, measures=True))
         rows[name] = {**judge(found, one_rank, steps), "seconds": time.monotonic() - began, "series": found}
         if parallel.is_main:
             print(line(name, rows[name]), flush=True)
             if arguments.json:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                content = {"world_size": world_size, "precision": subject.precision, "layouts": rows}
-                arguments.json.write_text(json.dumps({**content, "one_rank": one_rank}, indent=1) + "\n")
+                content = {"world_size": world_size, "layouts": rows, "one_rank": one_rank}
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n")
         release_memory(parallel.device)
         leave_layout()
     dist.barrier()
@@ -353,23 +334,10 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def report_one_rank(one_rank: dict[str, Series], steps: int) -> None:
-    print(
-        "Largest relative deviation from one rank, of the warm-up (1) and the sparse phase (2); share of the allowed"
-    )
-    print(f"{'':<32}" + "".join(f"{metric + f' {phase}':>21}" for metric in METRICS for phase in (1, 2)))
-    for name, series in one_rank.items():
-        if name == BASELINE:
-            continue
-        off = [deviations(series, one_rank[BASELINE], metric) for metric in METRICS]
-        parts = [largest(each[start : start + steps]) for each in off for start in (0, steps)]
-        print(f"{name:<32}" + "".join(f"{part:>14.1e}       " for part in parts))
-
-
 def line(name: str, row: dict[str, Any]) -> str:
     cells = [cell for cell in row.values() if isinstance(cell, dict)]
-    shown = "".join(f"{cell['deviation']:>14.1e} ({cell['of_allowed']:4.2f})" + " " for cell in cells)
-    return f"{name:<32}{shown} {row['seconds']:6.1f} s {'ok' if row['passed'] else 'FAILED'}"
+    shown = "".join(f"{cell['deviation']:>14.1e} ({cell['of_allowed']:4.2f})" for cell in cells)
+    return f"{name:<42}{shown} {row['seconds']:6.1f} s {'ok' if row['passed'] else 'FAILED'}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import gc
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ from gsa_train.step import Training, evaluation_step, train_step
 from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
-from helpers.checkpoints import run_state
+from helpers.checkpoints import run_state, write_checkpoint
 from helpers.layout_cases import (
+    ALL_KEYS,
     BASE,
     BOUNDARIES,
     CASES,
@@ -48,6 +50,7 @@ from helpers.layout_cases import (
     SAMPLED_POSITIONS,
     STEPS,
     Case,
+    Reshard,
     pairs,
 )
 from helpers.single_rank import EOS, SPARSE, as_numbers
@@ -229,10 +232,7 @@ def cross_boundary(
         first = build_optimizer(model, SPARSE, config)
         take_step(0, model, first, config, parallel, measures=False)
         evaluation_step(model, share(1000, config, parallel), config, parallel)
-        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(1, config, parallel.layout), model, first)
-        saver.close()
-        assert result.error is None, result.error
+        write_checkpoint(folder, 1, model, first, config, parallel=parallel)
         evaluation_step(model, share(1000, config, parallel), config, parallel)
         kept = keep_main_weights(model, first)
         close_optimizer(model, first)
@@ -251,54 +251,81 @@ def cross_boundary(
     return records, finer
 
 
+@contextmanager
+def layout_of(config: Config) -> Iterator[Parallel]:
+    yield init_parallel(config.parallel, seed=1)
+    leave_layout()
+
+
+def train_all(cases: Mapping[str, Case], names: Iterable[str], train: Callable[..., Any]) -> dict[str, Any]:
+    """Return what `train` returns for each case's config, layout and steps."""
+    trained = {}
+    for name in names:
+        case = cases[name]
+        config = case.config(**case.train)
+        with layout_of(config) as parallel:
+            trained[name] = train(config, parallel, case.steps)
+            print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
+    return trained
+
+
+def resume_all(cases: Mapping[str, Reshard], names: Iterable[str], folder: Path) -> dict[str, list[Any]]:
+    """Return layout and numbers of each writer of a checkpoint and of its readers."""
+    resumed: dict[str, list[Any]] = {name: [] for name in names}
+    for name, found in resumed.items():
+        case = cases[name]
+        sections = {**case.sections, "model": {"num_layers": case.layers, **case.sections.get("model", {})}}
+        for number, layout in enumerate((case.writer, *case.readers)):
+            config = Case(layout, sections).config(**pairs(layout))
+            with layout_of(config) as parallel:
+                found.append((str(layout), go_on(config, case.phase, parallel, folder / name, number)))
+    return resumed
+
+
+def cross_all(
+    layouts: Mapping[str, dict[str, Any]], names: Iterable[str], folder: Path, sections: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """Return the numbers of an uninterrupted phase boundary in bf16, and of one that is resumed."""
+    crossed: dict[str, list[Any]] = {name: [] for name in names}
+    for name, found in crossed.items():
+        config = Case(layouts[name], sections).config(precision="bf16", **pairs(layouts[name]))
+        for resumes in (False, True):
+            with layout_of(config) as parallel:
+                found.append(cross_boundary(config, parallel, folder / f"boundary of {name}", resumes))
+    return crossed
+
+
+def prepare_rank() -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # each layout ends with a collection, which need not search imported objects
+    for name, value in SAMPLE.items():
+        setattr(query_sample, name, value)
+    # Overlapped reductions go in several buckets, as in large models.
+    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
+    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
+
+
+def finish(folder: Path, results: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    shutdown_parallel()
+
+
 def main(folder: Path) -> None:
     from gsa_train.optimizer import zero  # imported here, where the ranks run
     from helpers.zero_of_a_large_model import leave_out_what_nobody_reads, settings_of_a_large_model
 
-    torch.set_num_threads(1)
-    gc.freeze()  # each layout ends with a collection, which need not search imported objects
+    prepare_rank()
     patch.object(zero, "_settings", settings_of_a_large_model).start()
     leave_out_what_nobody_reads(setattr)
-    for name, value in SAMPLE.items():
-        setattr(query_sample, name, value)
     sampling.STRETCH_ROWS = 4  # each tensor-parallel rank has rows of the indexer loss
-    # Overlapped reductions go in several buckets, as in large models.
-    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
-    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
     wanted = json.loads((folder / "wanted.json").read_text())
-    trained, resumed, crossed = {}, {}, {}
-    for name in wanted["trained"]:
-        case = CASES[name]
-        config = case.config(**case.train)
-        parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = train_case(config, parallel, case.steps, samples=True)
-        print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
-        leave_layout()
-    for name in wanted["resumed"]:
-        case = RESHARDED[name]
-        for number, layout in enumerate((case.writer, *case.readers)):
-            sections = {
-                **case.sections,
-                "model": {"num_layers": case.layers, **case.sections.get("model", {})},
-            }
-            config = Case(layout, sections).config(**pairs(layout))
-            parallel = init_parallel(config.parallel, seed=1)
-            records = go_on(config, case.phase, parallel, folder / name, number)
-            resumed.setdefault(name, []).append([str(layout), records])
-            leave_layout()
-    for name in wanted["crossed"]:
-        layout = BOUNDARIES[name]
-        config = Case(layout).config(precision="bf16", **pairs(layout))
-        for resumes in (False, True):
-            parallel = init_parallel(config.parallel, seed=1)
-            found = cross_boundary(config, parallel, folder / f"boundary of {name}", resumes)
-            crossed.setdefault(name, []).append(found)
-            leave_layout()
-    parallel = init_parallel(CASES["context"].config().parallel, seed=1)
-    if parallel.is_main:
-        results = {"trained": trained, "resumed": resumed, "crossed": crossed}
-        (folder / "results.json").write_text(json.dumps(results))
-    shutdown_parallel()
+    results = {
+        "trained": train_all(CASES, wanted["trained"], partial(train_case, samples=True)),
+        "resumed": resume_all(RESHARDED, wanted["resumed"], folder),
+        "crossed": cross_all(BOUNDARIES, wanted["crossed"], folder, ALL_KEYS),
+    }
+    finish(folder, results)
 
 
 if __name__ == "__main__":

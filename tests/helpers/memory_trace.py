@@ -291,7 +291,6 @@ def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
         select = lists_op.select_key_lists if block == 1 else block_op.select_block_lists
         lists = select(indexer, rule, variance_ema, Geometry(None, start, block, gsa.local_window)).key_lists
-        assert lists is not None
         return {"peak": live.peak - before, "lists": lists.keys.nbytes + lists.words.nbytes}
 
 

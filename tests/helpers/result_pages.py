@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from gsa_study.study_file import load_study
-from gsa_train.config import config_to_yaml
+from helpers.studies import log_run
 
 
 def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -42,17 +41,11 @@ def finish(
     """Write a finished run; `pace` sets the seconds of each step, `text` the fingerprint of the training text."""
     runs = load_study(folder / "studies" / f"{study}.yaml", need_data=False).runs
     run = next(each for each in runs if (each.arm, each.seed) == (arm, seed))
-    run.folder.mkdir(parents=True, exist_ok=True)
     records = [
         {"step": step, "phase": "sparse", "tokens": 10 * step, "loss": loss - step, "step_seconds": pace}
         for step in (5, 9, 10)
     ]
-    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    start = {"unix_seconds": 1.0, "commit": "0123456789abcdef", "device": "NVIDIA H200"}
-    (run.folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    summary = {"steps": 10, "val_loss": loss, **({"data_fingerprint": text} if text else {})}
-    (run.folder / "summary.json").write_text(json.dumps(summary))
+    log_run(run, records, {"val_loss": loss, **({"data_fingerprint": text} if text else {})})
 
 
 def lines_of(path: Path, start: str) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import yaml
 
 from gsa_train.metrics.record_format import read_records
 from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
@@ -155,7 +156,6 @@ class Run:
         return [record[key] for record in self.steps()]
 
     def wait(self, expected: int = 0, seconds: float = LONGEST_WAIT_SECONDS) -> Run:
-        assert self.process is not None
         try:
             code = self.process.wait(seconds)
         except (subprocess.TimeoutExpired, TimeoutError):
@@ -168,7 +168,6 @@ class Run:
 
     def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT_SECONDS) -> None:
         """Poll until the condition holds; fail if the run or the time ends first."""
-        assert self.process is not None
         deadline = time.monotonic() + seconds
         looked = time.thread_time()
         while not condition():
@@ -191,6 +190,9 @@ def start(
     real: bool = False,
     agent: bool = False,
     faults: Mapping[str, Any] | None = None,
+    torchrun: Sequence[str] = (),
+    mark: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Start a run in `run_dir/name`; the overrides may include options such as --no-resume.
 
@@ -198,37 +200,50 @@ def start(
         real: start the launcher itself; else its ranks are forked (see forked.py), which is much faster.
         agent: a torchrun forks the ranks.
         faults: faults of its ranks, see faults.py.
+        torchrun: other options of it than for `ranks` on this machine.
+        mark: that of another start, to which this one belongs as a node of the same job.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    mark = {MARK: uuid.uuid4().hex}
-    log = run_dir / f"{name}-{mark[MARK][:8]}.log"
+    mark = mark or uuid.uuid4().hex
+    log = run_dir / f"{name}-{uuid.uuid4().hex[:8]}.log"
     script, of_faults = faulty_launcher(run_dir, faults)
     command = [script, "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
-    environment = {**inherited(), **ENVIRONMENT, **of_faults}
-    standalone = ("--standalone", f"--nproc_per_node={ranks}")
-    if agent:
-        assert launcher == "torchrun"
-        assert not real
-        return Run(
-            run_dir / name,
-            ForkedAgent(standalone, command, REPOSITORY, environment, mark, log),
-            log,
-            mark[MARK],
-        )
-    if not real:
-        forked = ForkedRanks(command, REPOSITORY, environment, mark, log, ranks, launcher == "torchrun")
-        return Run(run_dir / name, forked, log, mark[MARK])
-    torchrun = ["-m", "torch.distributed.run", *standalone]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, *(torchrun if launcher == "torchrun" else []), *command],
-            cwd=REPOSITORY,
-            env=environment | mark,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    return Run(run_dir / name, process, log, mark[MARK])
+    of_run = {**inherited(), **ENVIRONMENT, **of_faults, **(environment or {})}
+    torchrun = torchrun or ("--standalone", f"--nproc_per_node={ranks}")
+    process: Any
+    if real:
+        python = ("-m", "torch.distributed.run", *torchrun) if launcher == "torchrun" else ()
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *python, *command],
+                cwd=REPOSITORY,
+                env=of_run | {MARK: mark},
+                stdin=subprocess.DEVNULL,
+                start_new_session=agent,  # a terminal's foreground process group, for Ctrl-C
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+    elif agent:
+        process = ForkedAgent(torchrun, command, REPOSITORY, of_run, {MARK: mark}, log)
+    else:
+        process = ForkedRanks(command, REPOSITORY, of_run, {MARK: mark}, log, ranks, launcher == "torchrun")
+    return Run(run_dir / name, process, log, mark)
+
+
+def demo_config(folder: Path, sections: dict[str, dict[str, Any]], phases: list[dict[str, Any]]) -> str:
+    """Write the demo's config with changes to these sections and with these phases; return its path."""
+    config = yaml.safe_load((REPOSITORY / "configs/demo.yaml").read_text())
+    changed = {section: {**config.get(section, {}), **fields} for section, fields in sections.items()}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**config, **changed, "phases": phases}))
+    return str(path)
+
+
+def wait_for(*started: tuple[Run, int]) -> dict[str, Run]:
+    """Wait for runs that were started together, and check the exit codes of all ranks; return them by name."""
+    found = {run.folder.name: run.wait(expected=code) for run, code in started}
+    assert all(run.process.codes <= {code} for run, code in started), [run.process.ends for run, _ in started]
+    return found
 
 
 def faulty_launcher(run_dir: Path, faults: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
@@ -315,7 +330,6 @@ def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
 
 def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
     """Send SIGKILL to every process of a run, first to the given ones; return their ids after all are dead."""
-    assert run.process is not None
     killed: list[int] = []
     deadline = time.monotonic() + 100
     alive = list(at_once) or processes_of(run)

@@ -52,11 +52,19 @@ def single_rank() -> Parallel:
     return init_parallel(ParallelConfig(), seed=1)
 
 
+def with_sections(
+    config: Config, sections: dict[str, dict[str, Any]], phases: list[PhaseConfig] | None = None
+) -> Config:
+    """Return the config with other fields in the named sections, and with other phases if there are any."""
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()
+    }
+    return dataclasses.replace(config, **changed, **({"phases": phases} if phases else {}))
+
+
 def tiny_config(phases: list[PhaseConfig] | None = None, **sections: dict[str, Any]) -> Config:
     """Return `CONFIG` with other fields in the named sections: `tiny_config(gsa={"k_base": 3})`."""
-    config = CONFIG if phases is None else dataclasses.replace(CONFIG, phases=phases)
-    for name, fields in sections.items():
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
+    config = with_sections(CONFIG, sections, phases)
     assert check_config(config, world_size=1) == []
     return config
 

@@ -1,25 +1,20 @@
 """Combines three kinds of parallelism in one world of eight ranks: `three_way_layouts.py FOLDER`. The ranks stay and
 change their layout, as in many_layouts.py with four ranks. The results go to FOLDER/results.json."""
 
-import gc
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gsa_train.checkpoint.load import load_checkpoint
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig
+from gsa_train.config import Config
 from gsa_train.config.checks import check_config
-from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown_parallel
+from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.model.mcore.build import build_model
-from gsa_train.model.probes import query_sample
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from helpers.checkpoints import run_state
-from helpers.layout_cases import MORE_STEPS, PAIRS, SAMPLE, SELECTED, TIED, Case
-from helpers.many_layouts import take_step, train_case
+from helpers.checkpoints import write_checkpoint
+from helpers.layout_cases import MORE_STEPS, PAIRS, SELECTED, TIED, Case
+from helpers.many_layouts import finish, prepare_rank, take_step, train_all, train_case
 
 WORLD = 8
 TENSOR_PIPELINE_CONTEXT = "tensor x pipeline x context"
@@ -30,7 +25,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     TENSOR_PIPELINE_DATA: {"tensor": 2, "pipeline": 2},
     TENSOR_CONTEXT_DATA: {"tensor": 2, "context": 2},
 }
-CASES = {name: Case(layout, SELECTED, steps=MORE_STEPS) for name, layout in LAYOUTS.items()}
+MICRO_BATCHES = {name: {} if name == TENSOR_PIPELINE_DATA else PAIRS for name in LAYOUTS}
+"""Two micro-batches per step for a pipeline, one otherwise."""
+CASES = {name: Case(layout, SELECTED, MICRO_BATCHES[name], MORE_STEPS) for name, layout in LAYOUTS.items()}
 CHAIN = (
     (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA),
     (TENSOR_CONTEXT_DATA, TENSOR_PIPELINE_CONTEXT),
@@ -41,18 +38,13 @@ CHAINED = Case({"pipeline": 2}, TIED, steps=(PHASE_STEPS, PHASE_STEPS))
 """The config that the chain trains; the pipeline sets the number of layers."""
 
 
-def micro_batches(name: str) -> dict[str, Any]:
-    """Return two micro-batches per step for a pipeline, one otherwise."""
-    return {} if name == TENSOR_PIPELINE_DATA else PAIRS
-
-
 def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Take step `step` + 1 of the chain in this layout, from the previous checkpoint, and save a checkpoint.
 
     Returns:
         The layout, and the step's numbers.
     """
-    config = CHAINED.config(LAYOUTS[name], **micro_batches(name))
+    config = CHAINED.config(LAYOUTS[name], **MICRO_BATCHES[name])
     parallel = init_parallel(config.parallel, seed=1)
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
@@ -63,32 +55,22 @@ def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ..
     measures = (step + 1) % PHASE_STEPS == 0  # as in `train_case`
     record = take_step(step, model, optimizer, config, parallel, measures)
     if step < len(CHAIN) * PHASE_STEPS - 1:
-        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(step + 1, config, parallel.layout), model, optimizer)
-        saver.close()
-        assert result.error is None, result.error
+        write_checkpoint(folder, step + 1, model, optimizer, config, parallel=parallel)
     close_optimizer(model, optimizer)
     leave_layout()
     return parallel.layout, record
 
 
+def train(config: Config, parallel: Parallel, steps: Sequence[int]) -> tuple[Any, list[dict[str, Any]]]:
+    return parallel.layout, train_case(config, parallel, steps, samples=True)
+
+
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
-    for name, value in SAMPLE.items():
-        setattr(query_sample, name, value)
-    trained = {}
-    for name, case in CASES.items():
-        config = case.config(**micro_batches(name))
-        parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = parallel.layout, train_case(config, parallel, case.steps, samples=True)
-        print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
-        leave_layout()
+    prepare_rank()
+    trained = train_all(CASES, CASES, train)
     order = [(number, name) for number, names in enumerate(CHAIN) for name in names]
     chained = [go_on(name, number, step, folder) for step, (number, name) in enumerate(order)]
-    if torch.distributed.get_rank() == 0:
-        (folder / "results.json").write_text(json.dumps({"trained": trained, "chained": chained}))
-    shutdown_parallel()
+    finish(folder, {"trained": trained, "chained": chained})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Decides which cases of a table only nightly tests run, and which of them this session runs."""
+"""Decides which cases only nightly tests run, which of them this session runs, and which need several GPUs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 
 def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
@@ -11,6 +12,11 @@ def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
     names = list(names)
     assert not set(nightly) - set(names), f"no such cases: {sorted(set(nightly) - set(names))}"
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
+
+
+def cases_of(table: Mapping[str, Any]) -> list[Any]:
+    """Return all names of a table for `parametrize`, with the names of its nightly cases marked."""
+    return with_nightly(table, {name for name, case in table.items() if case.nightly})
 
 
 def runs_nightly(request: pytest.FixtureRequest) -> bool:
@@ -26,3 +32,7 @@ def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and item.originalname == test
     ]
+
+
+def needs_devices(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")

@@ -49,42 +49,27 @@ def failing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Failing(run, saved_step, events(run, "checkpoint_failed"), names, reason)
 
 
-def test_a_failure_of_one_rank_is_everyones_and_named(failing: Failing) -> None:
+def test_a_failure_of_one_rank_is_everyones_and_the_next_try_saves_a_later_step(failing: Failing) -> None:
     first = failing.failed[0]
-    assert first["step"] == 5
+    assert (first["step"], first["checkpoint_failures"]) == (5, 1)
     assert re.match(failing.reason, first["checkpoint_error"])
-    assert first["checkpoint_failures"] == 1
     assert f"step 5 could not be saved: {first['checkpoint_error']}; next try at step" in failing.run.output
-
-
-def test_the_next_try_saves_a_later_step(failing: Failing) -> None:
     assert failing.saved_step == 7  # the failure of step 5 was reported after step 6
     (saved,) = events(failing.run, "checkpoint")
     assert saved["step"] == failing.saved_step
-    assert saved["checkpoint_stall_seconds"] > 0
-    assert saved["checkpoint_save_seconds"] > 0
+    assert min(saved["checkpoint_stall_seconds"], saved["checkpoint_save_seconds"]) > 0
 
 
-def test_failures_in_a_row_stop_the_run_with_its_own_exit_code(failing: Failing) -> None:
+def test_failures_in_a_row_stop_the_run_and_it_goes_on_as_if_nothing_had_failed(failing: Failing) -> None:
     last = failing.failed[1:]
     assert [each["checkpoint_failures"] for each in last] == [1, 2]
     assert last[0]["step"] == 10
     assert "2 saves in a row failed (checkpoint.save_retries = 1)" in failing.run.output
     assert failing.names == ["latest", f"step_{failing.saved_step:08d}"]
-
-
-def test_the_run_goes_on_from_the_one_checkpoint_as_if_nothing_had_failed(failing: Failing) -> None:
     resumed = start(failing.run.folder.parent, *COMMAND, ranks=RANKS).wait()
     assert f"resuming from {failing.run.checkpoints}/step_{failing.saved_step:08d}" in resumed.output
-    undisturbed = finished(ranks=RANKS)
-    assert resumed.series("step") == list(range(1, STEPS + 1))
-    for key in ("loss", "indexer_kl", "grad_norm", "tokens"):
-        assert resumed.series(key) == undisturbed.series(key)
-
-
-def test_the_folder_is_whole_again(failing: Failing) -> None:
-    run = Run(Path(failing.run.folder), failing.run.process, failing.run.log, "")
-    assert run.latest == f"step_{STEPS:08d}"
+    assert numbers_of(resumed.records(), ["checkpoint_failed"]) == numbers_of(finished(ranks=RANKS).records())
+    assert resumed.latest == f"step_{STEPS:08d}"
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_before_the_next_save(tmp_path: Path) -> None:

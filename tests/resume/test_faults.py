@@ -57,7 +57,6 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     hung, restarted = sorted((run.folder / "wandb").glob("offline-run-*/*.wandb"))  # of one W&B run
     assert hung.name == restarted.name
     account = read_account(run.folder)
-    assert account is not None
     frozen, after = account.starts
     assert (frozen.ended, frozen.last_step, after.ended) == ("lost", 7, "complete")
     # This is the limit of a step minus the time until the main rank waits, which is long on a busy machine.

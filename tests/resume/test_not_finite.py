@@ -4,17 +4,14 @@ The run ends with exit code 13 or goes back. No start or rewind uses such a chec
 """
 
 import json
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gsa_train.checkpoint.files import faults_in, read_manifest
-from gsa_train.metrics.record_format import read_records
 from gsa_train.process.exit_codes import REFUSED, STOPPED_BY_MONITOR
-from helpers.fault_plans import FaultPlan
+from helpers.runs import Run, demo_config, start, wait_for
 from helpers.tiers import chosen, runs_nightly, with_nightly
 
 pytestmark = pytest.mark.slow
@@ -37,45 +34,24 @@ ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=3", BF16)
 COPIES = "parallel.distributed_optimizer=false"
 """Each rank has all weights and moments, and writes half of them."""
 
-STOPS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], str]] = {
-    # Fields: name: overrides, ranks, faults, text of the last line.
-    "gradient": ((), 1, {"nan_gradient": [5, 0]}, "the gradient norm is nan"),
-    "moment before a save": (
-        (),
-        1,
-        {"nan_in": [5, 0, "moment"]},
-        "1 of 4096 in exp_avg of decoder.layers.0.",
-    ),
-    "moment at a save": ((), 1, {"nan_in": [6, 0, "moment"]}, "1 of 4096 in exp_avg of decoder.layers.0."),
-    "weight before a save": ((), 1, {"nan_in": [5, 0, "weight"]}, "the loss is nan"),
-    "weight at a save": ((), 1, {"nan_in": [6, 0, "weight"]}, "1 of 4096 in decoder.layers.0.mlp.linear_fc2"),
-    "fp32 weight at a save": ((BF16,), 1, {"nan_in": [6, 0, "fp32 weight"]}, "in fp32 weight of decoder"),
-    "frozen weight at a save": (FROZEN, 1, {"nan_in": [6, 0, "weight"]}, "1 of 4096 in decoder.layers.0.mlp"),
-    "unread weight before a save": (
-        (),
-        1,
-        {"nan_in": [4, 0, "unread weight"]},
-        "in embedding.word_embeddings",
-    ),
-    "average at a save": ((), 1, {"nan_in": [6, 0, "average"]}, "variance.ema"),
-    "weight at the last step": ((), 1, {"nan_in": [9, 0, "weight"]}, "1 of 4096 in decoder.layers.0.mlp"),
-    "second moment at the last step": (
-        (),
-        1,
-        {"nan_in": [9, 0, "second moment"]},
-        "in exp_avg_sq of decoder",
-    ),
-    "weight of one replica": ((COPIES,), 2, {"nan_in": [6, 1, "weight"]}, "(rank 1: 1 of 4096 in decoder"),
-    "moment of one replica": ((COPIES,), 2, {"nan_in": [6, 1, "moment"]}, "(rank 1: 1 of 4096 in exp_avg"),
-    "moment of one part": ((), 2, {"nan_in": [6, 1, "moment"]}, "(rank 1: 1 of "),
-    "fp32 weight of one part": (
-        ZERO,
-        2,
-        {"nan_in": [6, 1, "fp32 weight"]},
-        "(rank 1: 1 of 2048 in fp32 weight",
-    ),
+STOPS: dict[str, tuple[tuple[str, ...], int, list[Any], str]] = {
+    # Fields: name: overrides, ranks, step and rank and place of the NaN, text of the last line.
+    "gradient": ((), 1, [5, 0, "gradient"], "the gradient norm is nan"),
+    "moment before a save": ((), 1, [5, 0, "moment"], "1 of 4096 in exp_avg of decoder.layers.0."),
+    "moment at a save": ((), 1, [6, 0, "moment"], "1 of 4096 in exp_avg of decoder.layers.0."),
+    "weight before a save": ((), 1, [5, 0, "weight"], "the loss is nan"),
+    "weight at a save": ((), 1, [6, 0, "weight"], "1 of 4096 in decoder.layers.0.mlp.linear_fc2"),
+    "fp32 weight at a save": ((BF16,), 1, [6, 0, "fp32 weight"], "in fp32 weight of decoder"),
+    "frozen weight at a save": (FROZEN, 1, [6, 0, "weight"], "1 of 4096 in decoder.layers.0.mlp"),
+    "unread weight before a save": ((), 1, [4, 0, "unread weight"], "in embedding.word_embeddings"),
+    "average at a save": ((), 1, [6, 0, "average"], "variance.ema"),
+    "weight at the last step": ((), 1, [9, 0, "weight"], "1 of 4096 in decoder.layers.0.mlp"),
+    "second moment at the last step": ((), 1, [9, 0, "second moment"], "in exp_avg_sq of decoder"),
+    "weight of one replica": ((COPIES,), 2, [6, 1, "weight"], "(rank 1: 1 of 4096 in decoder"),
+    "moment of one replica": ((COPIES,), 2, [6, 1, "moment"], "(rank 1: 1 of 4096 in exp_avg"),
+    "moment of one part": ((), 2, [6, 1, "moment"], "(rank 1: 1 of "),
+    "fp32 weight of one part": (ZERO, 2, [6, 1, "fp32 weight"], "(rank 1: 1 of 2048 in fp32 weight"),
 }
-
 DAY = {
     "gradient",
     "moment at a save",
@@ -85,135 +61,94 @@ DAY = {
 }
 
 
-@dataclass
-class Finished:
-    folder: Path
-    codes: list[int]
+def folders(run: Run) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir() if path.is_dir())
 
-    @property
-    def log(self) -> str:
-        return self.folder.with_suffix(".log.0").read_text()
 
-    @property
-    def checkpoints(self) -> list[str]:
-        names = {path.name for path in (self.folder / "checkpoints").iterdir() if path.is_dir()}
-        return sorted(names)
-
-    @property
-    def latest(self) -> str:
-        return (self.folder / "checkpoints" / "latest").read_text()
-
-    @property
-    def events(self) -> list[tuple[str, int]]:
-        told = ("checkpoint_failed", "checkpoint_damaged", "rewind", "stop")
-        records = read_records(self.folder / "metrics.jsonl")
-        return [(each["event"], each["step"]) for each in records if each.get("event") in told]
+def events(run: Run) -> list[tuple[str, int]]:
+    told = ("checkpoint_failed", "checkpoint_damaged", "rewind", "stop")
+    return [(each["event"], each["step"]) for each in run.records() if each.get("event") in told]
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("not_finite")
-    plan = FaultPlan(folder, SECTIONS, PHASES)
-    run = plan.run
-    wanted = {*chosen(request, test_the_run_stops_and_the_last_good_checkpoint_stays.__name__), *DAY}
-    stops = [
-        run(name, *given, ranks=ranks, **faults)
-        for name, (given, ranks, faults, _) in STOPS.items()
-        if name in wanted
-    ]
+    config = demo_config(folder, SECTIONS, PHASES)
+
+    def run(name: str, *overrides: str, ranks: int = 1, **faults: Any) -> Run:
+        return start(folder, *overrides, config=config, name=name, ranks=ranks, faults=faults)
+
+    def stopped(name: str) -> tuple[Run, int]:
+        overrides, ranks, place, _ = STOPS[name]
+        return run(name, *overrides, ranks=ranks, nan_in=place), STOPPED_BY_MONITOR
+
+    names = [*{*chosen(request, test_the_run_stops_and_the_last_good_checkpoint_stays.__name__), *DAY}]
+    found: dict[str, Run] = {}
+    for number in range(0, len(names), 2):
+        found |= wait_for(*map(stopped, names[number : number + 2]))
     old = partial(run, unchecked_saves=True)  # as with an earlier version
-    waves = [stops[number : number + 2] for number in range(0, len(stops), 2)] + [
-        [
-            run("rewound", REWIND, *SKIPS, KEEP, nan_in=[6, 0, "moment"]),
-            old("old", KEEP, nan_in=[9, 0, "unread weight"]),
-        ],
-    ]
+    found |= wait_for(
+        (run("rewound", REWIND, *SKIPS, KEEP, nan_in=[6, 0, "moment"]), 0),
+        (old("old", KEEP, nan_in=[9, 0, "unread weight"]), 0),
+    )
     if runs_nightly(request):
-        waves += [
-            [run("rewound from the end", REWIND, *SKIPS, KEEP, nan_in=[9, 0, "weight"])],
-            [old("rewound past it", REWIND, *SKIPS, KEEP, nan_in=[6, 0, "moment"])],
-            [
-                run("initial", f"checkpoint.initial_weights={folder / 'old'}"),
-                run("by name", "--resume-from", str(folder / "old")),
-            ],
-        ]
-    waves += [
-        [
-            run("old, again", "run.name=old", KEEP) | {"log": str(folder / "old.log")},
-            run("stopped, again", "run.name=weight at the last step"),
-        ],
-    ]
-    codes = plan.carry_out(waves)
-    found = {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
-    found["old, again"].folder = folder / "old"
-    return found
+        found |= wait_for((old("rewound past it", REWIND, *SKIPS, KEEP, nan_in=[6, 0, "moment"]), 0))
+        found |= wait_for(
+            (run("initial", f"checkpoint.initial_weights={folder / 'old'}"), REFUSED),
+            (run("by name", "--resume-from", str(folder / "old")), REFUSED),
+        )
+    again = {"old, again": run("old", KEEP), "stopped, again": run("weight at the last step")}
+    wait_for((again["old, again"], 0), (again["stopped, again"], STOPPED_BY_MONITOR))
+    return found | again
 
 
 @pytest.mark.parametrize("name", with_nightly(STOPS, STOPS.keys() - DAY))
-def test_the_run_stops_and_the_last_good_checkpoint_stays(runs: dict[str, Finished], name: str) -> None:
-    run, (_, ranks, faults, said) = runs[name], STOPS[name]
-    assert run.codes == [STOPPED_BY_MONITOR] * ranks
-    assert said in run.log.splitlines()[-1]
-    kept = "step_00000006" if next(iter(faults.values()))[0] == 9 else "step_00000003"
-    assert (run.checkpoints, run.latest) == ([kept], kept)
-    checkpoint = run.folder / "checkpoints" / kept
+def test_the_run_stops_and_the_last_good_checkpoint_stays(runs: dict[str, Run], name: str) -> None:
+    run, (_, _, (step, *_), said) = runs[name], STOPS[name]
+    assert said in run.output.splitlines()[-1]
+    kept = "step_00000006" if step == 9 else "step_00000003"
+    assert (folders(run), run.latest) == ([kept], kept)
+    checkpoint = run.checkpoints / kept
     assert not faults_in(checkpoint, read_manifest(checkpoint).files, checksums=True)
     assert not (run.folder / "summary.json").exists()
     assert json.loads((run.folder / "monitor_stop.json").read_text())["saved_step"] == int(kept[-1])
 
 
-def test_the_same_command_is_refused_and_says_what_to_do(runs: dict[str, Finished]) -> None:
+def test_the_same_command_is_refused_and_says_what_to_do(runs: dict[str, Run]) -> None:
     again = runs["stopped, again"]
-    assert again.codes == [STOPPED_BY_MONITOR]
-    assert "--resume-after-stop" in again.log
-    assert "train.iterations_to_skip" not in again.log  # no batch is known as the cause
+    assert "--resume-after-stop" in again.output
+    assert "train.iterations_to_skip" not in again.output  # no batch is known as the cause
 
 
-def test_a_run_that_may_rewind_goes_back_and_on_to_its_end(runs: dict[str, Finished]) -> None:
+def test_a_run_that_may_rewind_goes_back_and_on_to_its_end(runs: dict[str, Run]) -> None:
     rewound = runs["rewound"]
-    assert rewound.codes == [0]
-    assert rewound.events == [("rewind", 3)]
+    assert events(rewound) == [("rewind", 3)]
     assert rewound.latest == "step_00000009"
 
 
 @pytest.mark.nightly
-def test_a_rewind_from_the_last_step(runs: dict[str, Finished]) -> None:
-    at_end = runs["rewound from the end"]
-    assert at_end.codes == [0]
-    assert at_end.events == [("rewind", 6)]
-    assert at_end.latest == "step_00000009"
-
-
-@pytest.mark.nightly
-def test_a_rewind_passes_over_a_checkpoint_that_is_not_finite(runs: dict[str, Finished]) -> None:
+def test_a_rewind_passes_over_a_checkpoint_that_is_not_finite(runs: dict[str, Run]) -> None:
     rewound = runs["rewound past it"]
-    assert rewound.codes == [0]
-    assert rewound.events == [("rewind", 3), ("checkpoint_damaged", 3)]
-    assert "step_00000006 is damaged: values that are not finite (rank 0: 1 of 4096 in exp_avg" in rewound.log
-    assert rewound.checkpoints == [
-        "step_00000003",
-        "step_00000006",
-        "step_00000006.damaged",
-        "step_00000009",
-    ]
+    assert events(rewound) == [("rewind", 3), ("checkpoint_damaged", 3)]
+    assert (
+        "step_00000006 is damaged: values that are not finite (rank 0: 1 of 4096 in exp_avg" in rewound.output
+    )
+    names = ("step_00000003", "step_00000006", "step_00000006.damaged", "step_00000009")
+    assert folders(rewound) == [*names]
 
 
-def test_a_start_passes_over_it_too(runs: dict[str, Finished]) -> None:
-    assert runs["old"].codes == [0]
+def test_a_start_passes_over_it_too(runs: dict[str, Run]) -> None:
     again = runs["old, again"]
-    assert again.codes == [0]
-    assert ("checkpoint_damaged", 6) in again.events
-    assert "step_00000009.damaged" in again.checkpoints
-    assert "step_00000009" in again.checkpoints  # trained again
+    assert ("checkpoint_damaged", 6) in events(again)
+    assert "step_00000009.damaged" in folders(again)
+    assert "step_00000009" in folders(again)  # trained again
 
 
 @pytest.mark.nightly
-def test_nor_does_a_run_that_is_told_to(runs: dict[str, Finished]) -> None:
+def test_nor_does_a_run_that_is_told_to(runs: dict[str, Run]) -> None:
     initial = runs["initial"]
-    assert initial.codes == [REFUSED]
-    assert "has values that are not finite (rank 0: 1 of " in initial.log
+    assert "has values that are not finite (rank 0: 1 of " in initial.output
     by_name = runs["by name"]
-    assert by_name.codes == [REFUSED]
-    assert "step_00000009 is damaged: values that are not finite (rank 0: 1 of " in by_name.log
+    assert "step_00000009 is damaged: values that are not finite (rank 0: 1 of " in by_name.output
     assert not initial.folder.exists()
     assert not by_name.folder.exists()

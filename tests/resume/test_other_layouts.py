@@ -1,19 +1,20 @@
-"""Tests resuming a checkpoint in another layout."""
+"""Tests resuming a checkpoint in another layout, and exporting it."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.runs import (
-    WHOLE,
-    WHOLE_SAVED_STEPS,
-    Run,
-    kill,
-    run_script,
-    start,
-    whole_run,
-)
+from gsa_data.tokenize import Tokenizer
+from gsa_eval.convert.export_hf import export_hf, find_source
+from gsa_train.checkpoint.load import load_weights
+from gsa_train.config import ParallelConfig, load_config
+from gsa_train.model.mcore.build import build_model
+from helpers.converted import hf_logits, training_logits
+from helpers.runs import WHOLE, WHOLE_SAVED_STEPS, Run, kill, run_script, start, whole_run
+from helpers.single_rank import single_rank
 
 IN_WARM_UP, IN_SPARSE_PHASE = WHOLE_SAVED_STEPS
 
@@ -75,3 +76,22 @@ def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
     assert again.steps_printed()[0] > 2
     assert "weights of" in run.output
     assert "weights of" not in again.output
+
+
+def test_an_export_of_split_ranks_has_the_logits_of_the_training_model(tmp_path):
+    run = whole_run("tensor x pipeline")
+    checkpoint, run_dir = find_source(run.folder, None, None)
+    out = export_hf(checkpoint, tmp_path / "out", run_dir).folder
+    config = dataclasses.replace(load_config(run.folder / "config.yaml"), parallel=ParallelConfig())
+    model = build_model(config, single_rank())
+    load_weights(checkpoint, model, single_rank())
+    tokenizer = Tokenizer(str(out / "tokenizer.model"))
+    text = "def f(x):\n    return x + 1\n" * 8
+    tokens = torch.tensor(tokenizer.encode(text)[: config.train.seq_len_tokens]).long()[None]
+    expected = training_logits(model, config.phases[-1], tokens)
+    torch.testing.assert_close(hf_logits(out, tokens), expected, rtol=1e-5, atol=1e-5)
+
+    card = (out / "README.md").read_text()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert f"| {summary['steps']} | {summary['val_loss']:.4f} |" in card
+    assert f"{summary['tokens']:,}" in card

@@ -1,15 +1,13 @@
 """Tests spikes in real runs: the steps of detection, the actions, and the final state."""
 
-from dataclasses import dataclass
-from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
 
 from gsa_train.metrics.record_format import read_records
 from gsa_train.process.exit_codes import STOPPED_BY_MONITOR
-from helpers.fault_plans import FaultPlan
-from helpers.runs import numbers_of
+from helpers.runs import Run, demo_config, numbers_of, start, wait_for
 from helpers.tiers import runs_nightly
 
 pytestmark = pytest.mark.slow
@@ -37,121 +35,101 @@ PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_s
 TEXT = {"random_tokens": [[33, 33], [45, 49]]}
 """One batch of uniformly random tokens, and five of them; the checkpoint is in between."""
 POISONED = [33, 45, 46, 47, 48, 49]
-FLIPPED = {"flipped_bit": [46, 30]}
-"""The highest bit of a weight's exponent, which makes it about 1e37."""
-NAN_STEP = 44
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
 """From 2 steps before the spike's first step, 45, to 4 after its third; then the run goes back."""
 
 
-@dataclass
-class Finished:
-    folder: Path
-    codes: list[int]
-    """Exit codes of the ranks."""
-
-    @property
-    def log(self) -> str:
-        return self.folder.with_suffix(".log.0").read_text()
-
-    def records(self, event: str | None = None) -> list[dict[str, Any]]:
-        """Return the records of one kind of event; None: of the steps."""
-        records = read_records(self.folder / "metrics.jsonl")
-        return [record for record in records if record.get("event") == event]
-
-    def spikes(self) -> list[int]:
-        return [record["step"] for record in self.records("spike")]
-
-    def losses(self) -> dict[int, float]:
-        return {record["step"]: record["loss"] for record in self.records()}
-
-    def numbers(self, after: int, *without: str) -> list[dict[str, Any]]:
-        """Return every record after a step, except saves, times and the named keys."""
-        records = read_records(self.folder / "metrics.jsonl")
-        return numbers_of((record for record in records if record["step"] > after), keys=without)
-
-    @property
-    def validation_loss(self) -> float:
-        return float(self.records("validation")[-1]["validation_loss"])
-
-    @property
-    def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "checkpoints").glob("step_*"))
-
-
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """Run all runs of this file from one process that has imported everything, two of one rank in parallel."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Run all runs of this file, two of one rank in parallel."""
     folder = tmp_path_factory.mktemp("spikes")
-    plan = FaultPlan(folder, SECTIONS, [PHASE])
-    run = plan.run
+    config = demo_config(folder, SECTIONS, [PHASE])
 
-    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1, **faults: Any) -> dict[str, Any]:
+    def run(name: str, *overrides: str, ranks: int = 1, **faults: Any) -> Run:
+        return start(folder, *overrides, config=config, name=name, ranks=ranks, faults=faults)
+
+    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1, **faults: Any) -> Run:
         """Resume from a copy of a run's folder, as after a kill between its checkpoint and the end."""
-        copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
-        return run(name, *overrides, ranks=ranks, **(faults or TEXT)) | copied
+        shutil.copytree(folder / source, folder / name)
+        (folder / name / "checkpoints" / "latest").write_text("step_00000040")
+        shutil.rmtree(folder / name / "checkpoints" / f"step_{STEPS:08d}", ignore_errors=True)
+        return run(name, *overrides, ranks=ranks, **(faults or TEXT))
 
     skip, lower, rewind, stop = (
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
     )
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
-    halves = "train.micro_batch_size=2"
-    # Up to step 40 `rewind`, `stop` and `lower_lr` would equal `skip`, and runs that only log would equal `clean`.
-    waves = [
-        [run("clean"), run("skip", skip, **TEXT)],
-        [goes_on("rewind", "skip", rewind, EVERY_FIFTH), goes_on("stop", "skip", stop, EVERY_FIFTH)],
-        [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
-        [goes_on("stop, again", "stop", stop, EVERY_FIFTH), goes_on("lower_lr", "skip", lower)],
-    ]
-    at_night = [
-        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH)],
-        [
-            goes_on("bit", "clean", rewind, "checkpoint.every_steps=11", **FLIPPED),
-            goes_on("bit, log", "clean", **FLIPPED),
-        ],
-        [goes_on("split", "skip", skip, "parallel.tensor=2", ranks=2)],
-        [goes_on("nan", "clean", skip, halves, ranks=2, nan_gradient=[NAN_STEP, 1])],
-    ]
-    codes = plan.carry_out(waves + at_night * runs_nightly(request))
-    return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
+    # Up to step 40 `rewind`, `stop` and `lower_lr` would equal `skip`.
+    found = {
+        **wait_for((run("clean"), 0), (run("skip", skip, **TEXT), 0)),
+        **wait_for(
+            (goes_on("rewind", "skip", rewind, EVERY_FIFTH), 0),
+            (goes_on("stop", "skip", stop, EVERY_FIFTH), STOPPED_BY_MONITOR),
+        ),
+        **wait_for(
+            (goes_on("skip, resumed", "skip", skip), 0),
+            (goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out), 0),
+        ),
+        **wait_for(
+            (goes_on("stop, again", "stop", stop, EVERY_FIFTH), STOPPED_BY_MONITOR),
+            (goes_on("lower_lr", "skip", lower), 0),
+        ),
+    }
+    if runs_nightly(request):
+        found |= wait_for((goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), 0))
+        nan = {"nan_in": [44, 1, "gradient"]}
+        found |= wait_for((goes_on("nan", "clean", skip, "train.micro_batch_size=2", ranks=2, **nan), 0))
+        found |= wait_for((goes_on("split", "skip", skip, "parallel.tensor=2", ranks=2), 0))
+    return found
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [record for record in run.records() if record.get("event") == kind]
+
+
+def spikes(run: Run) -> list[int]:
+    return [record["step"] for record in events(run, "spike")]
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in run.steps()}
+
+
+def numbers(run: Run, after: int, *without: str) -> list[dict[str, Any]]:
+    """Return every record after a step, except saves, times and the named keys."""
+    return numbers_of((record for record in run.records() if record["step"] > after), keys=without)
 
 
 def test_without_faults_nothing_happens(runs):
     clean = runs["clean"]
-    assert clean.codes == [0]
-    assert not clean.spikes()
-    last = clean.records()[-1]
-    assert (last["spikes"], last["spikes_per_100k_steps"], last["skipped_updates"], last["rewinds"]) == (
-        0,
-        0,
-        0,
-        0,
-    )
-    assert all(record["update_norm"] > 0 for record in clean.records())
+    assert not spikes(clean)
+    last = clean.steps()[-1]
+    counts = ("spikes", "spikes_per_100k_steps", "skipped_updates", "rewinds")
+    assert [last[name] for name in counts] == [0, 0, 0, 0]
+    assert all(record["update_norm"] > 0 for record in clean.steps())
 
 
 def test_updates_from_bad_batches_are_left_out_at_once(runs):
     skip, clean = runs["skip"], runs["clean"]
-    assert skip.spikes() == POISONED
-    assert {record["action"] for record in skip.records("spike")} == {"skip"}
-    assert [record["step"] for record in skip.records() if record["update_norm"] == 0] == POISONED
-    assert all(skip.losses()[step] == clean.losses()[step] for step in range(1, 33))
-    last = skip.records()[-1]
+    assert spikes(skip) == POISONED
+    assert {record["action"] for record in events(skip, "spike")} == {"skip"}
+    assert [record["step"] for record in skip.steps() if record["update_norm"] == 0] == POISONED
+    assert all(losses(skip)[step] == losses(clean)[step] for step in range(1, 33))
+    last = skip.steps()[-1]
     assert (last["spikes"], last["skipped_updates"], last["spikes_per_100k_steps"]) == (2, 6, 2e5 / STEPS)
 
 
 def test_a_run_resumed_between_two_spikes_is_the_uninterrupted_one(runs):
-    assert runs["skip, resumed"].numbers(0) == runs["skip"].numbers(0)
+    assert numbers(runs["skip, resumed"], 0) == numbers(runs["skip"], 0)
 
 
 @pytest.mark.nightly
 def test_two_ranks_decide_as_one(runs):
     split, one = runs["split"], runs["skip"]
-    assert split.codes == [0, 0]
-    assert split.spikes() == POISONED
-    for mine, its in zip(split.records(), one.records(), strict=True):
+    assert spikes(split) == POISONED
+    for mine, its in zip(split.steps(), one.steps(), strict=True):
         if mine["step"] <= 44:  # up to 40 these are one rank's own; rounding differences grow
             assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
             assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
@@ -159,77 +137,56 @@ def test_two_ranks_decide_as_one(runs):
 
 def test_a_rewind_goes_on_after_the_spike(runs):
     rewind = runs["rewind"]
-    (event,) = rewind.records("rewind")
+    (event,) = events(rewind, "rewind")
     places = ("step", "checkpoint_step", "spike_step", "first_skipped", "last_skipped", "action", "signal")
     assert [event[name] for name in places] == [40, 40, 45, LEFT_OUT[0], LEFT_OUT[-1], "rewind", "loss"]
-    assert [record["last_step"] for record in rewind.records("skipped_batches")] == [LEFT_OUT[-1]]
-    assert not {*rewind.losses()} & {*LEFT_OUT}
+    assert [record["last_step"] for record in events(rewind, "skipped_batches")] == [LEFT_OUT[-1]]
+    assert not {*losses(rewind)} & {*LEFT_OUT}
     dropped = read_records(rewind.folder / "metrics_rewound.jsonl")
     assert [record["step"] for record in dropped if record.get("event") == "spike"] == [45, 46, 47]
-    assert rewind.records()[-1]["step"] == STEPS
-    assert rewind.records()[-1]["tokens"] == (STEPS - len(LEFT_OUT)) * 4 * 64
+    assert rewind.steps()[-1]["step"] == STEPS
+    assert rewind.steps()[-1]["tokens"] == (STEPS - len(LEFT_OUT)) * 4 * 64
 
 
 def test_a_rewind_is_a_restart_that_leaves_out_the_same_batches(runs):
     rewind, restart = runs["rewind"], runs["restart"]
-    assert restart.codes == [0]
     counts = ("rewinds", "spikes", "spikes_per_100k_steps")
-    assert rewind.numbers(40, *counts) == restart.numbers(40, *counts)
-    assert [run.records()[-1]["spikes"] for run in (rewind, restart)] == [2, 1]
-    assert [record["step"] for record in restart.records()][-2:] == [55, 56]
+    assert numbers(rewind, 40, *counts) == numbers(restart, 40, *counts)
+    assert [run.steps()[-1]["spikes"] for run in (rewind, restart)] == [2, 1]
+    assert [record["step"] for record in restart.steps()][-2:] == [55, 56]
 
 
 @pytest.mark.nightly
 def test_a_run_killed_after_a_rewind_knows_of_it(runs):
-    assert runs["rewind, resumed"].numbers(40) == runs["rewind"].numbers(40)
+    assert numbers(runs["rewind, resumed"], 40) == numbers(runs["rewind"], 40)
 
 
 def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
     stop = runs["stop"]
-    assert stop.codes == [STOPPED_BY_MONITOR]
-    assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.log
-    assert stop.checkpoints == ["step_00000040"]
-    assert max(stop.losses()) == 45  # the spike's third step is read at step 49
-    assert [record["step"] for record in stop.records("stop")] == [49]
+    assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.output
+    assert [path.name for path in stop.checkpoints.glob("step_*")] == ["step_00000040"]
+    assert max(losses(stop)) == 45  # the spike's third step is read at step 49
+    assert [record["step"] for record in events(stop, "stop")] == [49]
 
 
 def test_the_same_command_does_not_run_into_the_same_spike(runs):
     stop, again, restart = runs["stop"], runs["stop, again"], runs["restart"]
-    assert again.codes == [STOPPED_BY_MONITOR]
-    assert "the monitor stopped this run" in again.log
-    assert "train.iterations_to_skip=[45,46,47]\n" in again.log
-    assert again.numbers(0) == stop.numbers(0)  # unchanged
+    assert "the monitor stopped this run" in again.output
+    assert "train.iterations_to_skip=[45,46,47]\n" in again.output
+    assert numbers(again, 0) == numbers(stop, 0)  # unchanged
     assert [(run.folder / "monitor_stop.json").exists() for run in (stop, again, restart)] == [1, 1, 0]
 
 
 def test_the_learning_rate_is_lowered_for_a_while(runs):
     lower = runs["lower_lr"]
-    assert [(record["step"], record["last"]) for record in lower.records("lower_lr")] == [(47, 53)]
-    rates = {record["step"]: record["lr"] for record in lower.records()}
-    assert [step for step in range(11, STEPS + 1) if rates[step] == 1e-3] == list(range(50, 56))
-    assert [step for step in range(11, STEPS + 1) if rates[step] == 2e-3] == [
-        *range(11, 50),
-        *range(56, STEPS + 1),
-    ]
-
-
-@pytest.mark.nightly
-def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
-    bit = runs["bit"]
-    (event,) = bit.records("rewind")
-    assert (event["checkpoint_step"], event["spike_step"]) == (40, 46)
-    assert [path.name for path in (bit.folder / "checkpoints" / "set_aside").iterdir()] == ["step_00000044"]
-    assert bit.records()[-1]["step"] == STEPS
-    assert bit.validation_loss < runs["clean"].validation_loss + 0.2
-    assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5
+    assert [(record["step"], record["last"]) for record in events(lower, "lower_lr")] == [(47, 53)]
+    rates = {record["step"]: record["lr"] for record in lower.steps()}
+    assert [rates[step] for step in range(11, STEPS + 1)] == [2e-3] * 39 + [1e-3] * 6 + [2e-3]
 
 
 @pytest.mark.nightly
 def test_a_nan_on_one_rank_costs_one_update(runs):
     nan = runs["nan"]
-    assert nan.codes == [0, 0]
-    (event,) = nan.records("spike")
-    assert (event["step"], event["signal"], str(event["value"])) == (NAN_STEP, "grad_norm", "nan")
-    assert nan.records()[-1]["skipped_updates"] == 1
-    assert [record["step"] for record in nan.records() if record["update_norm"] == 0] == [NAN_STEP]
-    assert nan.validation_loss < runs["clean"].validation_loss + 0.1
+    (event,) = events(nan, "spike")
+    assert (event["step"], event["signal"], str(event["value"])) == (44, "grad_norm", "nan")
+    assert [record["step"] for record in nan.steps() if record["update_norm"] == 0] == [44]

@@ -24,8 +24,7 @@ def start(run_dir: Path, *overrides: str, **faults: object) -> Run:
 
 
 def stopped(run: Run) -> dict[str, object]:
-    facts: dict[str, object] = json.loads((run.folder / "stopped.json").read_text())
-    return facts
+    return json.loads((run.folder / "stopped.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import csv
 import json
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +16,7 @@ import yaml
 
 from gsa_train.config import config_to_yaml, load_config
 from gsa_train.metrics.record_format import read_records
-from helpers.forked_study import ForkedStudy
-from helpers.runs import CONFIG, REPOSITORY
+from helpers.runs import CONFIG, ENVIRONMENT, LONGEST_WAIT_SECONDS, REPOSITORY, inherited
 
 # These are real studies. test_study_runner.py and test_study_weights.py test the rules.
 pytestmark = pytest.mark.nightly
@@ -32,38 +33,52 @@ SEED = 28
 """Seed of the moments; the test waits for their steps, so that they are moments of real runs."""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_study(folder: Path) -> Path:
     phases = json.dumps([{**PHASE, "attention": "dense"}])
     own = (f"phases={phases}", "checkpoint.every_steps=2", "evaluate.every_steps=5", "evaluate.max_blocks=4")
     config = load_config(REPOSITORY / CONFIG, [*own, "train.micro_batch_size=4", "model.hidden_size=32"])
-    path = tmp_path_factory.mktemp("base") / "base.yaml"
-    path.write_text(config_to_yaml(config))
-    return path
-
-
-def write_study(folder: Path, base: Path) -> Path:
-    metrics = [
-        {"key": "loss", "at_tokens": [1000, 2000]},
-        {"key": "validation_loss"},
-        {"key": "val_perplexity", "source": "summary"},
-        {"key": "grad_norm", "statistic": "max"},
-    ]
+    folder.mkdir()
+    (folder / "base.yaml").write_text(config_to_yaml(config))
     study = {
         "name": "two",
         "dir": str(folder),
-        "config": str(base),
+        "config": str(folder / "base.yaml"),
         "seeds": [1],
         "arms": [{"name": name, "set": fields} for name, fields in ARMS.items()],
-        "metrics": metrics,
+        "metrics": [
+            {"key": "loss", "at_tokens": [1000, 2000]},
+            {"key": "validation_loss"},
+            {"key": "val_perplexity", "source": "summary"},
+            {"key": "grad_norm", "statistic": "max"},
+        ],
     }
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(study))
     return path
 
 
-def start(study: Path) -> ForkedStudy:
-    return ForkedStudy(["--study", str(study), "--gpus", "none"], study.with_name("study.log"))
+class Start:
+    """A start of `launch/study.py`, whose output is appended to the study's log."""
+
+    def __init__(self, study: Path) -> None:
+        self.log = study.with_name("study.log")
+        words = ["launch/study.py", "--study", str(study), "--gpus", "none"]
+        environment = {**inherited(), **ENVIRONMENT}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def finish(self) -> int:
+        return self.process.wait(LONGEST_WAIT_SECONDS)
 
 
 def rows_of(study: Path, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -83,121 +98,62 @@ def steps_logged(study: Path, arm: str) -> int:
     return max((record["step"] for record in read_records(path)), default=0) if path.exists() else 0
 
 
-def wait_until(condition: Callable[[], object], running: ForkedStudy, may_end: bool = False) -> None:
+def wait_until(condition: Callable[[], object], running: Start, may_end: bool = False) -> None:
     deadline = time.monotonic() + 600
     while not condition():
-        if may_end and running.poll() == 0:
+        if may_end and running.process.poll() == 0:
             return
-        assert running.poll() is None, running.log.read_text()
-        assert time.monotonic() < deadline, running.log.read_text()
+        assert running.process.poll() is None, running.output
+        assert time.monotonic() < deadline, running.output
         time.sleep(0.005)
 
 
-def arm_under_way(running: ForkedStudy) -> psutil.Process:
-    (arm,) = psutil.Process(running.pid).children()
+def arm_under_way(running: Start) -> psutil.Process:
+    (arm,) = psutil.Process(running.process.pid).children()
     return arm
 
 
-@pytest.fixture(scope="module")
-def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    study = write_study(tmp_path_factory.mktemp("undisturbed"), base)
-    assert start(study).wait() == 0
-    return study
+def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    undisturbed = write_study(tmp_path / "undisturbed")
+    assert Start(undisturbed).finish() == 0
+    study, moments = write_study(tmp_path / "killed"), random.Random(SEED)
 
-
-def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, undisturbed, tmp_path):
-    study, moments = write_study(tmp_path, base), random.Random(SEED)
-
-    running = start(study)  # an arm dies: it resumes by itself after a checkpoint, or by the next start
+    running = Start(study)  # an arm dies: it resumes by itself after a checkpoint, or by the next start
     at = moments.randint(1, STEPS - 4)
     wait_until(lambda: steps_logged(study, "gated") >= at, running)
     arm_under_way(running).kill()
     if moments.random() < 0.5:
-        wait_until(lambda: "killed by SIGKILL" in running.log.read_text(), running)
-    running.send_signal(signal.SIGKILL)  # and then the runner
-    assert running.wait() == -signal.SIGKILL
+        wait_until(lambda: "killed by SIGKILL" in running.output, running)
+    running.process.send_signal(signal.SIGKILL)  # and then the runner
+    assert running.finish() == -signal.SIGKILL
     assert not (study.parent / "two" / "report").exists()
 
-    running = start(study)
+    running = Start(study)
     at = moments.randint(1, STEPS - 4)
     wait_until(lambda: steps_logged(study, "gsa") >= at, running)
     arm = arm_under_way(running)
-    running.send_signal(signal.SIGKILL)  # only the runner: its arm saves and ends
-    assert running.wait() == -signal.SIGKILL
+    running.process.send_signal(signal.SIGKILL)  # only the runner: its arm saves and ends
+    assert running.finish() == -signal.SIGKILL
 
-    starts = running.log.read_text().count(STARTED)
-    running = start(study)  # at once, while the arm may still run
+    starts = running.output.count(STARTED)
+    running = Start(study)  # at once, while the arm may still run
     at = min(STEPS - 1, steps_logged(study, "gsa") + 1)
     wait_until(
         lambda: (
-            running.log.read_text().count(STARTED) > starts
+            running.output.count(STARTED) > starts
             and not arm.is_running()
             and steps_logged(study, "gsa") >= at
         ),
         running,
         may_end=True,  # few steps may remain, and the system may report the arm's end late
     )
-    if running.poll() is None:
-        running.send_signal(signal.SIGINT)
-    assert running.wait() in (0, 75)  # 0: it was about to end
+    if running.process.poll() is None:
+        running.process.send_signal(signal.SIGINT)
+    assert running.finish() in (0, 75)  # 0: it was about to end
 
-    running = start(study)
-    assert running.wait() == 0, running.log.read_text()
+    running = Start(study)
+    assert running.finish() == 0, running.output
     assert tables(study) == tables(undisturbed)
     arms, values = tables(study)
     assert [row["n"] for row in arms] == ["1"] * 2 * 5
     assert len(values) == len({row["value"] for row in values}) == 2 * 5, "the arms differ"
-
-
-# ---- arms that begin with the weights of another one
-
-DENSE, SPARSE = ({**PHASE, "name": kind, "steps": 4, "attention": kind} for kind in ("dense", "sparse"))
-SHARED = {
-    "late": {"initial_weights": "first", "set": {"phases": [{**SPARSE}]}},
-    "whole": {"set": {"phases": [{**DENSE}, {**SPARSE}]}},
-    "longer": {
-        "initial_weights": "first",
-        "initial_step": 2,
-        "set": {"phases": [{**SPARSE}], "train.seq_len_tokens": 96, "model.rope_base": 40000},
-    },
-    "first": {"set": {"phases": [{**DENSE}], "checkpoint.keep_every_steps": 2}},
-}
-
-
-def write_shared(folder: Path, base: Path) -> Path:
-    study = yaml.safe_load(write_study(folder, base).read_text())
-    study["arms"] = [{"name": name, **fields} for name, fields in SHARED.items()]
-    study["set"] = {"gsa.attention": "sparse"}
-    study["metrics"] = [{"key": "loss"}, {"key": "val_perplexity", "source": "summary"}]
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump(study))
-    return path
-
-
-def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_trained_whole(base, tmp_path):
-    """The study is also killed, in the shared run and in one that begins with it."""
-    study = write_shared(tmp_path, base)
-    for arm in ("first", "late"):
-        running = start(study)
-        wait_until(lambda arm=arm: steps_logged(study, arm) >= 1, running, may_end=True)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-    running = start(study)
-    assert running.wait() == 0, running.log.read_text()
-
-    records = {arm: read_records(tmp_path / "two" / f"{arm}-seed1" / "metrics.jsonl") for arm in SHARED}
-    losses = {
-        arm: {each["step"]: each["loss"] for each in found if "loss" in each}
-        for arm, found in records.items()
-    }
-    assert {4 + step: loss for step, loss in losses["late"].items()}.items() <= losses["whole"].items()
-    assert losses["first"].items() <= losses["whole"].items()
-    assert sorted(losses["late"]) == sorted(losses["longer"]) == [1, 2, 3, 4]
-    ends = {
-        row["arm"]: row["mean"]
-        for row in rows_of(study, "arms.csv", ("arm", "metric", "mean"))
-        if row["metric"].startswith("val_perplexity")
-    }
-    assert ends["late"] == ends["whole"] != ends["first"]
-    said = (tmp_path / "two" / "report" / "tables.md").read_text()
-    assert "late: begin with the weights of first at step 4 of 4" in said

@@ -20,7 +20,7 @@ from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.probes.stats import MEANS
 from gsa_train.profiling.profiler import ProfileError, StepProfiler
 from helpers.cpu_only import cpu_only  # noqa: F401
-from helpers.runs import finished, numbers_of, start, train
+from helpers.runs import finished, numbers_of, train
 
 CPU = torch.device("cpu")
 
@@ -40,17 +40,10 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     with gzip.open(folder / "rank_00001.json.gz") as file:
         events = json.load(file)["traceEvents"]
     named = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
-    assert {
-        name: named[name] for name in ("ProfilerStep#10", "ProfilerStep#11", "forward_backward", "data")
-    } == {
-        "ProfilerStep#10": 1,
-        "ProfilerStep#11": 1,
-        "forward_backward": 2,
-        "data": 2,
-    }
+    expected = {"ProfilerStep#10": 1, "ProfilerStep#11": 1, "forward_backward": 2, "data": 2}
     # There are 2 layers and one micro-batch in each step. The warm-up selects only because it is measured.
-    per_layer = ("attention", "indexer", "selection", "mlp")
-    assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 4)
+    expected |= dict.fromkeys(("attention", "indexer", "selection", "mlp"), 4)
+    assert {name: named[name] for name in expected} == expected
     table = (folder / "rank_00001.txt").read_text()
     milliseconds = {row.split()[0]: float(row.split()[1]) for row in table.splitlines()[4:16]}
     assert not table.startswith("steps 10 to 11: 0.0 ms"), table
@@ -61,11 +54,6 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     assert parts >= {"attention", "mlp", "loss"}, table
     assert "other" not in parts, table
     assert not (plain.folder / "profile").exists()
-
-    refused = start(tmp_path, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")
-    refused.wait(expected=2)
-    assert "profile.memory_snapshot = true" in refused.output
-    assert not refused.folder.exists()
 
 
 def profile_steps(folder: Path, config: ProfileConfig, *steps: int) -> list[str]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gsa_train.metrics.record_format import read_records
 from gsa_train.process.exit_codes import CORRUPTED, UNHEALTHY
-from helpers.fault_plans import FaultPlan
 from helpers.launchers import launch
-from helpers.runs import LONGEST_WAIT_SECONDS, left_of, numbers_of
+from helpers.runs import LONGEST_WAIT_SECONDS, Run, demo_config, left_of, numbers_of, start, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -41,97 +38,84 @@ COPIES = "parallel.distributed_optimizer=false"
 """Each replica updates its weights itself, so that a wrong weight stays wrong."""
 
 
-class Finished:
-    def __init__(self, folder: Path, codes: list[int]) -> None:
-        self.codes, self.log = codes, folder.with_suffix(".log.0").read_text()
-        self.reports = [path.read_text() for path in (folder / "faults").glob("*/report.txt")]
-        records = read_records(folder / "metrics.jsonl")
-        self.found = [record for record in records if record.get("event") == "corruption"]
-        self.numbers = numbers_of(records, without=["corruption"])
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """Run all runs of this file from one process that has imported everything."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Run all runs of this file, some in parallel."""
     folder = tmp_path_factory.mktemp("corruption")
-    plan = FaultPlan(folder, SECTIONS, PHASES)
-    run = partial(plan.run, ranks=2)
-    waves = [
-        [run("clean", AT_ONCE), run("checked", AT_ONCE, TWICE, SPIKES, REPLICAS)],
-        [
-            run("overlap", TWICE, *OVERLAP, wrong_gradient=[7, 1]),
-            run("nan", AT_ONCE, SPIKES, nan_gradient=[5, 1]),
-        ],
-        [
-            run(
-                "log",
-                AT_ONCE,
-                SEVENTH,
-                SPIKES,
-                LOG,
-                wrong_output=[7, 0],
-                nan_gradient=[5, 1],
-                full_disk=[2, 3],
-            )
-        ],
-        [run("weight", REPLICAS, COPIES, "train.micro_batch_size=2", ranks=3, flipped_bit=[6, 3, 1])],
-    ]
-    codes = plan.carry_out(waves)
-    return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
+    config = demo_config(folder, SECTIONS, PHASES)
+
+    def run(name: str, *overrides: str, ranks: int = 2, **faults: Any) -> Run:
+        return start(folder, *overrides, config=config, name=name, ranks=ranks, faults=faults)
+
+    faults = {"wrong_output": [7, 0], "nan_in": [5, 1, "gradient"], "full_disk": [2, 3]}
+    replicas = (REPLICAS, COPIES, "train.micro_batch_size=2")
+    return {
+        **wait_for((run("clean", AT_ONCE), 0), (run("checked", AT_ONCE, TWICE, SPIKES, REPLICAS), 0)),
+        **wait_for(
+            (run("overlap", TWICE, *OVERLAP, wrong_gradient=[7, 1]), CORRUPTED),
+            (run("nan", AT_ONCE, SPIKES, nan_in=[5, 1, "gradient"]), CORRUPTED),
+        ),
+        **wait_for((run("log", AT_ONCE, SEVENTH, SPIKES, LOG, **faults), 0)),
+        **wait_for((run("weight", *replicas, ranks=3, flipped_bit=[6, 3, 1]), CORRUPTED)),
+    }
 
 
-def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Finished]) -> None:
+def found(run: Run) -> list[dict[str, Any]]:
+    return [record for record in run.records() if record.get("event") == "corruption"]
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    return numbers_of(run.records(), without=["corruption"])
+
+
+def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Run]) -> None:
     """The runs have both phases, because in the warm-up layers run their own backward passes."""
-    assert runs["checked"].codes == [0, 0]
-    assert not runs["checked"].found
-    assert len(runs["clean"].numbers) == 9  # 8 steps and a validation
-    assert runs["checked"].numbers == runs["clean"].numbers
+    assert not found(runs["checked"])
+    assert len(numbers(runs["clean"])) == 9  # 8 steps and a validation
+    assert numbers(runs["checked"]) == numbers(runs["clean"])
 
 
 def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
-    runs: dict[str, Finished],
+    runs: dict[str, Run],
 ) -> None:
     """The check runs before the reduction, which here overlaps with the backward pass, spreads the error."""
     wrong = runs["overlap"]
-    assert wrong.codes == [CORRUPTED, CORRUPTED]
-    (event,) = wrong.found
+    (event,) = found(wrong)
     assert (event["step"], event["ranks"], event["corruption"]) == (7, [1], "recheck")
-    assert "silent data corruption at step 7" in wrong.log
-    assert wrong.reports == [f"{event['reason']}\nno update was made after step 6 <--\n"]
-    assert f"rank 1 on {os.uname().nodename}: gradients" in wrong.log
-    assert [record["step"] for record in wrong.numbers] == [1, 2, 3, 4, 5, 6]
+    assert "silent data corruption at step 7" in wrong.output
+    (report,) = (path.read_text() for path in (wrong.folder / "faults").glob("*/report.txt"))
+    assert report == f"{event['reason']}\nno update was made after step 6 <--\n"
+    assert f"rank 1 on {os.uname().nodename}: gradients" in wrong.output
+    assert [record["step"] for record in numbers(wrong)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finished]) -> None:
+def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Run]) -> None:
     """A NaN counts, too. A full disk delayed the records of two steps, but none is missing."""
     logged = runs["log"]
-    assert logged.codes == [0, 0]
-    found = [(event["step"], event["ranks"], event["action"]) for event in logged.found]
-    assert found == [(5, [1], "log"), (7, [0], "log")]
-    assert "metrics.jsonl is written again, with 2 records that waited; it lacks none" in logged.log
-    assert logged.numbers == runs["clean"].numbers
+    corruptions = [(event["step"], event["ranks"], event["action"]) for event in found(logged)]
+    assert corruptions == [(5, [1], "log"), (7, [0], "log")]
+    assert "metrics.jsonl is written again, with 2 records that waited; it lacks none" in logged.output
+    assert numbers(logged) == numbers(runs["clean"])
 
 
-def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Finished]) -> None:
+def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Run]) -> None:
     """The spike is a NaN, for which monitor.action = log would end with exit code 13 and name no rank."""
     nan = runs["nan"]
-    assert nan.codes == [CORRUPTED, CORRUPTED]
-    assert [(event["step"], event["ranks"]) for event in nan.found] == [(5, [1])]
+    assert [(event["step"], event["ranks"]) for event in found(nan)] == [(5, [1])]
 
 
-def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str, Finished]) -> None:
+def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str, Run]) -> None:
     """Three replicas decide by majority, and the update of this step is not made."""
     weight = runs["weight"]
-    assert weight.codes == [CORRUPTED] * 3
-    (event,) = weight.found
+    (event,) = found(weight)
     assert (event["step"], event["ranks"], event["corruption"]) == (8, [1], "weights")
-    assert "what was saved after step 4 may hold them" in weight.log
+    assert "what was saved after step 4 may hold them" in weight.output
 
 
 def test_a_rank_whose_device_multiplies_wrongly_is_named_before_anything_else(tmp_path: Path) -> None:
-    plan = FaultPlan(tmp_path, SECTIONS, PHASES)
-    assert plan.carry_out([[plan.run("sick", ranks=2, wrong_product=1)]]) == {"sick": [UNHEALTHY] * 2}
-    log = (tmp_path / "sick.log.0").read_text()
+    config = demo_config(tmp_path, SECTIONS, PHASES)
+    run = start(tmp_path, config=config, name="sick", ranks=2, faults={"wrong_product": 1})
+    log = run.wait(expected=UNHEALTHY).output
     assert "1 of 2 devices are not healthy:" in log
     assert f"CPU of local rank 1 on {os.uname().nodename}: " in log
     assert "local rank 0" not in log
@@ -141,7 +125,6 @@ def test_a_rank_whose_device_multiplies_wrongly_is_named_before_anything_else(tm
 def test_torchrun_does_not_start_ranks_again_on_a_device_that_is_not_healthy(tmp_path: Path) -> None:
     torchrun = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
     run = launch(tmp_path, torchrun=torchrun, faults={"wrong_product": 1})
-    assert run.process is not None
     assert run.process.wait(LONGEST_WAIT_SECONDS) != 0
     assert run.output.count("1 of 2 devices are not healthy:") == 1
     assert run.output.count("loading torch and megatron-core") == 1

@@ -1,5 +1,5 @@
 """Tests that a checkpoint of the plain or the distributed optimizer, in fp32 or bf16, continues in any of these.
-tests/resume/test_deepspeed.py tests DeepSpeed."""
+tests/resume/test_cool_down.py and many_layouts test DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
 """Tests which tokens a context-parallel rank holds; tests/distributed trains with it."""
 
 import math
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
+from gsa_kernels.rotary import YarnScaling
 from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.rotary import LocalRotaryEmbedding
@@ -15,20 +18,8 @@ SIZES = [(1, 2), (2, 2), (3, 2), (2, 4), (3, 6), (4, 8)]
 
 
 @pytest.mark.parametrize(("size", "chunks"), SIZES)
-def test_the_ranks_hold_every_token_once(size: int, chunks: int) -> None:
-    length = 3 * chunks * size
-    held = [
-        position
-        for rank in range(size)
-        for run in query_chunks(length // size, ContextSharding(rank, size, chunks))
-        for position in range(run.start, run.end)
-    ]
-    assert sorted(held) == list(range(length))
-
-
-@pytest.mark.parametrize(("size", "chunks"), SIZES)
-def test_runs_say_where_the_local_tokens_stand(size: int, chunks: int) -> None:
-    length = 3 * chunks * size
+def test_the_ranks_hold_every_token_once_and_runs_say_where(size: int, chunks: int) -> None:
+    length, held = 3 * chunks * size, []
     positions = torch.arange(length).expand(2, length)
     for rank in range(size):
         cut = ContextSharding(rank, size, chunks)
@@ -37,6 +28,8 @@ def test_runs_say_where_the_local_tokens_stand(size: int, chunks: int) -> None:
         assert torch.equal(local_part(positions.T, cut, dim=0), local.T)
         for run in query_chunks(length // size, cut):
             assert torch.equal(local[:, run.local], positions[:, run.start : run.end])
+            held += range(run.start, run.end)
+    assert sorted(held) == list(range(length))
 
 
 def cost(cut: ContextSharding, length: int, of_query: list[float]) -> float:
@@ -67,22 +60,15 @@ def test_more_chunks_even_out_what_does_not_grow_with_the_position(size: int) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_megatron_core_cuts_its_rotary_angles_in_the_same_way(rank: int) -> None:
-    class Group:
-        def size(self) -> int:
-            return 3
-
-        def rank(self) -> int:
-            return rank
-
+def test_each_rank_has_the_angles_of_its_positions_as_in_megatron_core(rank: int) -> None:
     parallel = single_rank()  # installs what megatron-core needs on CPUs
-    options = {"kv_channels": 8, "rotary_percent": 1.0, "cp_group": parallel.groups.cp}
-    options |= {"yarn": None, "rotary_base": 10000.0}
+    options: dict[str, Any] = {"kv_channels": 8, "rotary_percent": 1.0, "cp_group": parallel.groups.cp}
+    options |= {"yarn": YarnScaling(4.0, 16, 3.0, 0.2), "rotary_base": 100.0}
     angles = LocalRotaryEmbedding(ContextSharding(), **options)(24)
-    theirs = get_pos_emb_on_this_cp_rank(angles, 0, Group())
+    assert not torch.equal(LocalRotaryEmbedding(ContextSharding(), **{**options, "yarn": None})(24), angles)
     ours = LocalRotaryEmbedding(ContextSharding(rank, 3), **options)
-    assert torch.equal(ours(24), theirs)
+    group = Mock(size=lambda: 3, rank=lambda: rank)
+    assert torch.equal(ours(24), get_pos_emb_on_this_cp_rank(angles, 0, group))
     assert ours(24) is ours(24)  # tables of angles are made once
-    finer = LocalRotaryEmbedding(ContextSharding(rank, 3, 4), **options)(24)
-    positions = local_part(torch.arange(24)[None], ContextSharding(rank, 3, 4))[0]
-    assert torch.equal(finer, angles[positions])
+    finer = ContextSharding(rank, 3, 4)
+    assert torch.equal(LocalRotaryEmbedding(finer, **options)(24), local_part(angles, finer, dim=0))

@@ -54,7 +54,6 @@ def test_the_backward_pass_sees_one_memory_order(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(dense_attention._BACKENDS, "cudnn", SDPBackend.MATH)
     attend = build_dense_attention("cudnn")
-    assert attend is not None
     q, k, v = (torch.randn(2, 6, heads, 4, requires_grad=True) for heads in (4, 2, 2))
     found = []
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)):

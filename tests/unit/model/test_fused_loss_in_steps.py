@@ -22,7 +22,7 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.model.probes import query_sample
 from gsa_train.model.probes.stats import LayerStats
 from gsa_train.phases import enter_phase
-from helpers.fused_steps import VARIANTS, assert_same_step, one_step, take_over
+from helpers.fused_steps import VARIANTS, assert_same_step, one_step, take_over_of_neighbours
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -107,11 +107,12 @@ def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
 
 
 @pytest.mark.slow
-def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
-    distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fuses", [True, False])
+def test_the_loss_of_runs_of_queries_takes_the_sums_that_selection_and_attention_know(
+    fuses: bool, distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runs are as under context parallelism, with a learned temperature and recomputation. The kernels get the sums
-    from selection and attention."""
+    """The runs are as under context parallelism, with a learned temperature, a window and recomputation."""
+    monkeypatch.setattr(distillation_op, "can_fuse_indexer_loss", lambda q, k: fuses)
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
@@ -121,15 +122,14 @@ def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
     whole = one_step(gsa, SPARSE, fused=False, heads=8)
     counted_kl.clear()
     runs = one_step(gsa, SPARSE, fused=True, recompute="selective", cuts=(0, 7, 24), heads=8)
-    assert distillations == [7, 17]
+    assert distillations == [7, 17] * fuses
     assert sorted(counted_kl) == [2 * 7, 2 * 17]
+    assert seen
     for inputs in seen:
         assert inputs.log_sum is not None
         assert inputs.log_sum.shape == inputs.q_idx.shape[:2]
         assert inputs.target_sum == 8
-    assert len(seen) == 2
-    for name in ("adjacent_overlap", "union_ratio_32"):  # not across runs
-        take_over(name, whole, runs)
+    take_over_of_neighbours(whole, runs)
     assert_same_step(runs, whole)
 
 
@@ -154,11 +154,7 @@ ELSEWHERE = [
     (FROZEN_INDEXER, {}, 16),
     (SPARSE, {"attention_kernel": "gathered"}, 16),
     (SPARSE, {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16}, 1),
-    (
-        SPARSE,
-        {"indexer_loss_row_fraction": 0.25},
-        1,
-    ),  # if some rows are sampled, only the estimate of the sum
+    (SPARSE, {"indexer_loss_row_fraction": 0.25}, 1),  # only the estimate of the sum
 ]
 
 
@@ -221,46 +217,26 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
     assert read_stats(model)["indexer_kl"][0] == pytest.approx(mean, rel=1e-5)
 
 
-def test_when_attention_distils(
+def test_tensor_parallel_ranks_do_not_fuse_the_loss_and_the_log_names_layers_that_do(
     distillations: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = model_of_kernels(SPARSE, {})
     over_chunks = model.attentions[0].over_chunks
-    teaches = model.runtime.attention_pass
-    budget, variance = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1)
-    mask = Selection(torch.zeros(1, 1, 1, dtype=torch.int32), None, budget, variance)
-    lists = Selection(None, Mock(), budget, variance)
     q, k = torch.zeros(1, 1, 8, 32), torch.zeros(1, 1, 2, 32)
+    inputs = ChunkInputs(q, k, k, None, Geometry())
+    mask = Selection(torch.zeros(1, 1, 1, dtype=torch.int32), None, torch.ones(1, 1).int(), torch.zeros(1, 1))
+    loss = Mock(rows=RowSample(), indexer=Mock(queries=torch.zeros(1, 2, 1, 16)))
 
-    def distils(attended: Selection = mask, **of_pass: Any) -> bool:
-        rows = of_pass.pop("rows", RowSample())
-        loss = Mock(rows=rows, indexer=Mock(queries=torch.zeros(1, 2, 1, 16)))
-        inputs = ChunkInputs(q, k, k, None, Geometry(selection_block=64, local_window=64))
-        of_pass_now = dataclasses.replace(teaches, **of_pass)
-        return over_chunks._fuses_loss(inputs, attended, loss, of_pass_now)
+    def fuses() -> bool:
+        return over_chunks._fuses_loss(inputs, mask, loss, model.runtime.attention_pass)
 
     with caplog.at_level("INFO"):
-        assert distils()
-        assert distils()
+        assert fuses()
+        assert fuses()
     said = "layer 0: indexer loss fused into attention's backward pass"
     assert [record.getMessage() for record in caplog.records].count(said) == 1
-    assert not distils(lists)
-    for other in (
-        {"evaluating": True},
-        {"will_recompute": True},
-        {"base_has_graph": False},
-        {"trains_indexer": False},
-    ):
-        assert not distils(**other)
-    assert distils(rows=RowSample(0.25, seed=1))  # of one stretch of queries
-    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)  # a row
-    assert not distils(rows=RowSample(0.25, seed=1))
     monkeypatch.setattr(over_chunks, "tp_group", SimpleNamespace(size=lambda: 2))
-    assert not distils()
-    monkeypatch.setattr(over_chunks, "tp_group", SimpleNamespace(size=lambda: 1))
-    assert distils()
-    over_chunks.implementation = "reference"
-    assert not distils()
+    assert not fuses()
 
 
 def test_kernels_that_do_not_take_the_model_leave_the_loss_in_the_forward_pass(counted_kl: list[int]) -> None:

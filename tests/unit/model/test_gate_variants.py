@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from gsa_eval.convert.hf_config import to_hf_config
-from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.checks import check_config
+from gsa_train.config import Config
 from gsa_train.model.flops import count_parameters, flops_per_token
-from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
     DENSE,
@@ -57,7 +52,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SiLU without a gate": {**NONE, "output_transform": "silu"},
     "SiLU without a gate, G2": {"output_gate": False, "output_transform": "silu"},
 }
-QK_NORM = {"qk_norm": True}
 
 
 def config_of(gsa: dict[str, Any], model: dict[str, Any] | None = None, sparse: bool = False) -> Config:
@@ -72,21 +66,16 @@ def config_of(gsa: dict[str, Any], model: dict[str, Any] | None = None, sparse: 
     )
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    **{name: (gsa, {}, False) for name, gsa in VARIANTS.items()},
+    "keys and queries after their norms": ({**NONE, **ON_HEADS, **HEADWISE}, {"qk_norm": True}, False),
+    **{f"sparse, {name}": (VARIANTS[name], {}, True) for name in ("G5", "headwise", "RMSNorm")},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_its_equations(name: str) -> None:
-    compare(config_of(VARIANTS[name]))
-
-
-def test_gates_of_keys_and_queries_act_after_their_norms() -> None:
-    compare(config_of({**NONE, **ON_HEADS, **HEADWISE}, QK_NORM))
-
-
-@pytest.mark.parametrize("name", ["G5", "headwise", "RMSNorm"])
-def test_sparse_attention_too(name: str) -> None:
-    compare(config_of(VARIANTS[name], sparse=True))
-
-
-def compare(config: Config) -> None:
+    config = config_of(*LAYERS[name])
     model = tiny_model(config)
     layer = model.attentions[0].double()
     generator = torch.Generator().manual_seed(3)
@@ -218,14 +207,10 @@ def test_sandwich_norm_norms_what_the_residual_stream_gets() -> None:
 # --- what counts, starts, decays and leaves ----------------------------------------------------------------
 
 
-def built(name: str, **model: Any) -> tuple[Config, Model]:
-    config = config_of(VARIANTS[name], model)
-    return config, tiny_model(config)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_are_counted(name: str) -> None:
-    config, model = built(name, sandwich_norm=True)
+    config = config_of(VARIANTS[name], {"sandwich_norm": True})
+    model = tiny_model(config)
     count = count_parameters(config.model, config.gsa, config.moe)
     assert count.total == sum(parameter.numel() for parameter in model.gpt.parameters())
     gates = [p for p in model.gpt.parameters() if getattr(p, "gsa_gate", False)]
@@ -246,25 +231,6 @@ def test_gates_start_at_their_bias_and_norms_at_one(name: str) -> None:
             assert parameter.std() > 0.2  # init_std of these tests is 0.4
 
 
-@pytest.mark.parametrize("name", ["input-independent", "head-shared", "all five"])
-def test_gates_have_their_rate_and_vectors_no_weight_decay(name: str) -> None:
-    config, model = built(name)
-    phase = PhaseConfig(
-        name="p", steps=2, attention="dense", train="base", lr=1e-2, min_lr=1e-3, gate_lr_mult=3
-    )
-    optimizer = build_optimizer(model, phase, config)
-    wanted: dict[tuple[float, float], int] = {}
-    for parameter in model.gpt.parameters():
-        key = (3.0 if hasattr(parameter, "gsa_gate") else 1.0, 0.0 if parameter.dim() == 1 else 1.0)
-        wanted[key] = wanted.get(key, 0) + parameter.numel()
-    found = dict.fromkeys(wanted, 0)
-    for group in optimizer.optimizer.param_groups:
-        found[group["lr_mult"], group["wd_mult"]] += sum(each.numel() for each in group["params"])
-    assert found == wanted
-    assert (3.0, 0.0) in wanted
-    close_optimizer(model, optimizer)
-
-
 def test_statistics_of_bounded_gates_alone() -> None:
     for activation, low in (("ns_sigmoid", 0.0), ("silu", None)):
         config = tiny_config([DENSE], gsa={"attention": "dense", "gate_activation": activation, **HEADWISE})
@@ -277,27 +243,3 @@ def test_statistics_of_bounded_gates_alone() -> None:
         else:
             assert stats["output_gate_low"] == [low, low]
             assert all(0.5 < mean < 1 for mean in stats["value_gate_mean"])
-
-
-def test_what_transformers_has_not_is_refused_by_name() -> None:
-    config = config_of({}, {})
-    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=1.5))
-    wrong = r"moe\.capacity_factor = 1\.5: the model of transformers \(gsa_hf\) does not have it"
-    with pytest.raises(ValueError, match=wrong):
-        to_hf_config(config)
-
-
-@pytest.mark.parametrize(
-    ("gsa", "problem"),
-    [
-        ({**NONE, **HEADWISE}, "gsa.gate_granularity = headwise: without effect, for no gate is on"),
-        ({**ALL, **HEADWISE}, "gsa.gate_granularity = headwise: the output of W_O has no heads"),
-        ({**ALL, **SHARED}, "gsa.gate_sharing = head_shared: the output of W_O has no heads"),
-        ({"output_transform": "silu"}, "gsa.output_transform = silu: stands in the place of G1"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(gsa: dict[str, Any], problem: str) -> None:
-    config = config_of({})
-    config = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, **gsa))
-    (line,) = check_config(config, world_size=1)
-    assert line.startswith(problem)

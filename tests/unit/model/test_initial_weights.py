@@ -1,4 +1,4 @@
-"""Tests the size of initial weights by kind; tests/distributed/test_many_layouts.py compares layouts."""
+"""Tests the size of initial weights by kind; tests/distributed/test_many_layouts.py compares ranks that shard them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,6 @@ from gsa_train.model.mcore.init import _full_matrix
 from helpers.single_rank import named_weights, single_rank, tiny_config, tiny_model
 
 CONFIG = tiny_config(model={"hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 128, "init_std": 0.02})
-
-# Dimension and stride by which tensor parallelism splits each matrix.
-SPLITS = {
-    "word_embeddings.weight": (0, 1),
-    "output_layer.weight": (0, 1),
-    "linear_qkv.weight": (0, 1),
-    "linear_gate.weight": (0, 1),
-    "linear_gate.bias": (0, 1),
-    "linear_proj.weight": (1, 1),
-    "linear_fc1.weight": (0, 2),
-    "linear_fc2.weight": (1, 1),
-}
-
-
-def split_of(name: str) -> tuple[int, int] | None:
-    return next((split for ending, split in SPLITS.items() if name.endswith(ending)), None)
-
-
-def test_megatron_marks_what_tensor_parallelism_splits() -> None:
-    for name, parameter in tiny_model(CONFIG).gpt.named_parameters():
-        split = split_of(name)
-        assert getattr(parameter, "tensor_model_parallel", False) == (split is not None), name
-        if split is not None:
-            assert (parameter.partition_dim, parameter.partition_stride) == split, name
 
 
 def test_tied_last_stage_draws_the_embedding_for_its_output_layer() -> None:

@@ -15,17 +15,11 @@ from gsa_train.model.moe.router import update_routers
 from helpers.single_rank import single_rank, tiny_config, tiny_model
 
 SIZES = {"experts": 8, "expert_ffn_hidden_size": 8}
+BIASED = {"router_score": "sigmoid", "balancing": "aux_free"}
 CASES: dict[str, dict[str, Any]] = {
     "softmax, balanced": {"top_k": 2, "balance_coeff": 0.5, "z_loss_coeff": 0.25},
-    "sigmoid, biased": {
-        "top_k": 3,
-        "router_score": "sigmoid",
-        "balancing": "aux_free",
-        "routed_scale": 2.5,
-        "z_loss_coeff": 0.0,
-    },
+    "sigmoid, biased": {"top_k": 3, **BIASED, "routed_scale": 2.5, "z_loss_coeff": 0.0},
     "sigmoid, balanced, shared": {
-        "top_k": 2,
         "router_score": "sigmoid",
         "balance_coeff": 0.5,
         "shared_expert_ffn_hidden_size": 16,
@@ -164,9 +158,7 @@ def test_grouped_experts_are_those_one_by_one(name: str, fused: bool) -> None:
 
 def test_an_expert_without_tokens_gets_a_gradient_of_zero() -> None:
     for implementation in ("grouped", "sequential"):
-        layer, config = layer_of(
-            {"experts_impl": implementation, "router_score": "sigmoid", "balancing": "aux_free"}
-        )
+        layer, config = layer_of({"experts_impl": implementation, **BIASED})
         layer.router.expert_bias.copy_(torch.tensor([-9.0] * 6 + [0, 0]))
         made = run(layer, *inputs_of(config, torch.float32))
         assert made.counts == [0] * 6 + [64, 64]
@@ -197,7 +189,7 @@ def test_loads_are_the_shares_of_the_choices_and_biases_move_against_them() -> N
     balanced.router.counts.copy_(counts)
     update_routers([balanced.router], group, applied)
     assert balanced.router.loads.tolist() == (counts / 32).tolist()
-    biased, _ = layer_of({"balancing": "aux_free", "router_score": "sigmoid", "bias_update_rate": 0.5})
+    biased, _ = layer_of({**BIASED, "bias_update_rate": 0.5})
     before = biased.router.expert_bias.clone()
     biased.router.counts.copy_(counts)
     update_routers([biased.router], group, applied)
@@ -212,24 +204,14 @@ def test_loads_are_the_shares_of_the_choices_and_biases_move_against_them() -> N
         assert not layer.router.counts.any()
 
 
-def test_buffers_stay_exact_in_a_model_of_bf16() -> None:
-    for moe in ({}, {"balancing": "aux_free", "router_score": "sigmoid"}):
-        layer, _ = layer_of(moe, precision="bf16")
+def test_buffers_and_routing_stay_exact_in_a_model_of_bf16() -> None:
+    for moe in (BIASED, {}):
+        layer, config = layer_of(moe, precision="bf16")
         assert layer.router.weight.dtype == torch.bfloat16
         assert [each.dtype for each in layer.router.balance()] == [torch.float32]
         assert layer.router.counts.dtype == torch.int64
-
-
-def test_routing_is_in_fp32_whatever_the_weights_are() -> None:
-    layer, config = layer_of({}, precision="bf16")
     hidden, _ = inputs_of(config, torch.bfloat16)
     routing = layer.router(hidden)
     assert routing.weights.dtype == torch.float32
     logits = hidden.flatten(0, 1).float() @ layer.router.weight.float().T
     assert torch.equal(routing.experts, logits.softmax(-1).topk(2).indices)
-
-
-def test_the_first_layers_and_those_between_stay_dense() -> None:
-    config = tiny_config(model={"num_layers": 6}, moe={**SIZES, "first_dense_layers": 1, "layer_interval": 2})
-    layers = tiny_model(config).gpt.decoder.layers
-    assert [isinstance(layer.mlp, MixtureOfExperts) for layer in layers] == [False, True] * 3

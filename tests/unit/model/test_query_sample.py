@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gsa_train.config import PhaseConfig
-from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 from gsa_train.model.probes import query_sample
 from gsa_train.model.probes.query_sample import sample_queries, sampled_stretches
 from gsa_train.phases import enter_phase
@@ -38,32 +37,6 @@ def test_long_sequences_have_a_run_in_each_eighth(length: int) -> None:
         middle = (part + 0.5) * length / 8
         assert abs((run.start + run.stop) / 2 - middle) <= 64
     assert [run.start for run in sampled_stretches(4096)] == [192, 704, 1216, 1728, 2240, 2752, 3264, 3776]
-
-
-@pytest.mark.parametrize(("length", "size"), [(4096, 1), (4096, 2), (4096, 8), (4096, 16), (1200, 3)])
-def test_context_parallel_ranks_share_the_sample_out(length: int, size: int) -> None:
-    whole = sample_queries(length, 0, length, CPU)
-    positions: list[int] = []
-    sparse: list[int] = []
-    pairs: list[tuple[int, int]] = []
-    groups: list[list[int]] = []
-    for rank in range(size):
-        for run in query_chunks(length // size, ContextSharding(rank, size)):
-            sample = sample_queries(length, run.start, run.end, CPU)
-            held = sample.rows + run.start
-            positions += held.tolist()
-            sparse += (sample.sparse + run.start).tolist()
-            pairs += zip(held[sample.neighbours].tolist(), held[sample.neighbours + 1].tolist(), strict=True)
-            groups += held[sample.grouped].view(-1, sample.group).tolist() if len(sample.grouped) else []
-    assert sorted(positions) == whole.rows.tolist()
-    assert sorted(sparse) == whole.sparse.tolist() == whole.rows[whole.rows % 16 == 8].tolist()
-    assert whole.rows[whole.sparse_rows].tolist() == whole.sparse.tolist()
-    assert len(sparse) == 32
-    assert all(second == first + 1 for first, second in pairs)
-    assert all(group == list(range(group[0], group[0] + 32)) for group in groups)
-    if length == 4096:  # no border of a chunk splits a run
-        assert len(pairs) == len(whole.neighbours) == 8 * 63
-        assert len(groups) == 16
 
 
 def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.distributed.loss_injection import inject_loss
-from gsa_train.losses import indexer_kl_grad_scale
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -31,24 +29,6 @@ def gradients(phase: PhaseConfig, config: Config = CONFIG) -> dict[str, torch.Te
 
 def is_indexer(name: str) -> bool:
     return ".indexer." in name
-
-
-def test_injected_loss_leaves_value_and_gradient_of_the_activations_and_adds_its_own() -> None:
-    activations = torch.tensor([1.5, -2.0], requires_grad=True)
-    weight = torch.tensor(3.0, requires_grad=True)
-    out = inject_loss(activations, weight * weight, 0.25)
-    assert torch.equal(out, activations)
-    (out * torch.tensor([7.0, 11.0])).sum().backward()
-    assert activations.grad is not None
-    assert activations.grad.tolist() == [7.0, 11.0]
-    assert weight.grad == 0.25 * 6.0
-
-
-def test_scale_is_lambda_over_layers_and_rows_and_undoes_the_average_over_replicas() -> None:
-    assert (
-        indexer_kl_grad_scale(0.5, 4, rows_per_step=torch.tensor(100.0), data_parallel_size=2)
-        == 0.5 * 2 / 400
-    )
 
 
 def test_language_model_loss_does_not_reach_the_indexer() -> None:
