@@ -44,8 +44,6 @@ def head_sum_probs_lists(
     lse: torch.Tensor,
     lists: KeyLists,
     tiles: torch.Tensor,
-    *,
-    selection_block: int = 1,
 ) -> torch.Tensor:
     """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of these tiles.
 
@@ -55,27 +53,22 @@ def head_sum_probs_lists(
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         lse: fp32 [B, H, L], from attention over the same lists, so that each head's row sums to 1
-        tiles: int32 [N], numbers of tiles; with `selection_block` > 1, numbers of blocks
-        selection_block: queries that share a selection: 1, or a multiple of the tile. All tiles of a block have the
-            same keys
+        tiles: int32 [N], numbers of tiles
 
     Returns:
-        fp32 [B, N, max_count, queries]; with `selection_block` > 1 [B, N, max_count], summed over the queries of
-        a block, for the entries of the block's first tile
+        fp32 [B, N, max_count, queries]
     """
     scale = checked_inputs(q, k, k, None, lists.query_start).scale
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
-    tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
+    check_lists(lists, batch, length)
     check_tile_numbers(tiles, lists)
     shape = gathered_probs_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()
-    sizes = (batch, len(tiles), lists.max_count)
-    out = torch.empty(
-        sizes if selection_block > 1 else (*sizes, lists.queries), dtype=torch.float32, device=q.device
-    )
+    sizes = (batch, len(tiles), lists.max_count, lists.queries)
+    out = torch.empty(sizes, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(lists.max_count, shape.entries), len(tiles), batch)
     _gathered_probs_kernel[grid](
         q,
@@ -93,7 +86,6 @@ def head_sum_probs_lists(
         *k.stride()[:3],
         length,
         lists.counts.shape[1],
-        tiles_per_unit,
         lists.max_count,
         scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
@@ -104,7 +96,6 @@ def head_sum_probs_lists(
         ENTRIES=shape.entries,
         # Longer loops are not unrolled, because unrolling would hold all tiles of queries in shared memory.
         UNROLLED=triton.cdiv(group, members) * head_size <= 256,
-        SUM_QUERIES=selection_block > 1,
         PRECISION=input_precision(q.dtype),
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -112,17 +103,11 @@ def head_sum_probs_lists(
     return out
 
 
-def count_tiles_per_block(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
-    """Return the tiles per block, 1 without blocks. Raises ValueError if the lists are not for `length` queries, or if
-    a tile crosses the end of a block."""
+def check_lists(lists: KeyLists, batch: int, length: int) -> None:
+    """Raise ValueError if the lists are not for `length` queries."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))
-    if selection_block != 1 and (selection_block < 1 or selection_block % lists.queries != 0):
-        raise ValueError(
-            f"selection_block is {selection_block} and a tile {lists.queries} queries; pass 1 or a multiple of it"
-        )
-    return max(1, selection_block // lists.queries)
 
 
 def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
@@ -167,15 +152,14 @@ def _gathered_probs_kernel(
     q, k, lse, keys, words, key_starts, word_starts, full, counts, tiles, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
-    length, list_tiles, tiles_per_unit, max_count, scale_log2,
+    length, list_tiles, max_count, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
-    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, SUM_QUERIES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ENTRIES entries and the queries of a tile or block. Grid: (ceil(max_count / ENTRIES), N, B)."""
+    """One program takes ENTRIES entries and the queries of a tile. Grid: (ceil(max_count / ENTRIES), N, B)."""
     batch = tl.program_id(2).to(tl.int64)
     unit = tl.program_id(1)
-    tile = tl.load(tiles + unit) * tiles_per_unit
+    tile = tl.load(tiles + unit)
     list_index = batch * list_tiles + tile
     count = tl.load(counts + list_index)
     if tl.program_id(0) * ENTRIES < count:
@@ -187,43 +171,29 @@ def _gathered_probs_kernel(
         columns = tl.arange(0, MEMBERS * QUERIES)
         member = columns // QUERIES
         rows = tl.arange(0, QUERIES)
-        sums = tl.zeros([ENTRIES], tl.float32)
-        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * (1 if SUM_QUERIES else QUERIES)
-        for part in range(tl.minimum(tiles_per_unit, list_tiles - tile)):
-            start = (tile + part) * QUERIES
-            query = start + columns % QUERIES
-            q_rows = q + batch * stride_qb + query.to(tl.int64)[:, None] * stride_ql + dims[None, :]
-            total = tl.zeros([ENTRIES, QUERIES], tl.float32)
-            for kv_head in range(KV_HEADS):
-                k_tile = tl.load(k_rows + tl.cast(kv_head, tl.int64) * stride_kh)
-                if UNROLLED:
-                    for first_member in tl.static_range(0, GROUP, MEMBERS):
-                        total += _sum_of_heads(
-                            k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
-                            scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
-                        )  # fmt: skip
-                else:
-                    for first_member in range(0, GROUP, MEMBERS):
-                        total += _sum_of_heads(
-                            k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
-                            scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
-                        )  # fmt: skip
-            _, word = load_entries(
-                keys,
-                words,
-                key_start,
-                tl.load(word_starts + list_index + part),
-                entries,
-                tl.load(full + list_index + part),
-                tl.load(counts + list_index + part),
-            )
-            hit = ((word[:, None] >> rows[None, :]) & 1) != 0
-            # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
-            total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
-            if SUM_QUERIES:
-                sums += tl.sum(total, 1)
+        start = tile * QUERIES
+        query = start + columns % QUERIES
+        q_rows = q + batch * stride_qb + query.to(tl.int64)[:, None] * stride_ql + dims[None, :]
+        total = tl.zeros([ENTRIES, QUERIES], tl.float32)
+        for kv_head in range(KV_HEADS):
+            k_tile = tl.load(k_rows + tl.cast(kv_head, tl.int64) * stride_kh)
+            if UNROLLED:
+                for first_member in tl.static_range(0, GROUP, MEMBERS):
+                    total += _sum_of_heads(
+                        k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
+                        scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
+                    )  # fmt: skip
             else:
-                target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
-                tl.store(target, total, mask=(entries < count)[:, None])
-        if SUM_QUERIES:
-            tl.store(out_unit + entries, sums, mask=entries < count)
+                for first_member in range(0, GROUP, MEMBERS):
+                    total += _sum_of_heads(
+                        k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
+                        scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
+                    )  # fmt: skip
+        word_start, num_full = tl.load(word_starts + list_index), tl.load(full + list_index)
+        _, word = load_entries(keys, words, key_start, word_start, entries, num_full, count)
+        hit = ((word[:, None] >> rows[None, :]) & 1) != 0
+        # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
+        total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
+        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * QUERIES
+        target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
+        tl.store(target, total, mask=(entries < count)[:, None])

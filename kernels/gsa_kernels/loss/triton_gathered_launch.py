@@ -14,8 +14,6 @@ from gsa_kernels.loss.triton_gathered_reduce import gathered_reduce_kernel
 from gsa_kernels.loss.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.loss.triton_launch import FP32_WARPS, scratch
 
-_MIN_COLUMNS = 16
-"""Smallest number of columns of a product on the matrix units."""
 _WIDTH = 128 * 64
 """Elements of the queries of a tile: four heads of 64."""
 
@@ -45,11 +43,6 @@ class GatheredInputs:
     beta: torch.Tensor
     lists: KeyLists
     kind: int
-    tiles_per_unit: int
-    """Tiles that share a row of the loss; 1 without blocks."""
-
-    rows: int
-    """Rows of the loss per unit: the tile's queries, or 1 for a block."""
 
     @property
     def block_d(self) -> int:
@@ -57,7 +50,7 @@ class GatheredInputs:
 
     @property
     def padded_heads(self) -> int:
-        return max(triton.next_power_of_2(self.q_idx.shape[2]), _MIN_COLUMNS // self.rows)
+        return int(triton.next_power_of_2(self.q_idx.shape[2]))
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
     """Return block shapes that fit registers and shared memory. The bf16 shapes are the fastest of five measured
     (docs/kernels.md, Tuning). The others are chosen by their shared memory."""
     dtype = inputs.q_idx.dtype
-    size = inputs.padded_heads * inputs.rows * inputs.block_d
+    size = inputs.padded_heads * inputs.lists.queries * inputs.block_d
     if dtype == torch.float32:
         return GatheredBlocks(32, FP32_WARPS, 32, FP32_WARPS, segment=256, stats_stages=1)
     if size <= _WIDTH:
@@ -91,12 +84,12 @@ def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
 
 def bytes_per_tile(inputs: GatheredInputs, with_gradients: bool) -> int:
     """Return the approximate scratch memory of one tile: its target and the partial rows of its keys."""
-    row = inputs.rows + (inputs.block_d if with_gradients else 0)
+    row = inputs.lists.queries + (inputs.block_d if with_gradients else 0)
     return 4 * inputs.lists.max_count * row
 
 
 def lists_of_chunk(inputs: GatheredInputs, tiles: torch.Tensor) -> KeyLists:
-    """Return only the lists of these tiles, or of the first tile of these blocks, [B, N].
+    """Return only the lists of these tiles, [B, N].
 
     Args:
         tiles: int32 [N], ascending
@@ -104,7 +97,7 @@ def lists_of_chunk(inputs: GatheredInputs, tiles: torch.Tensor) -> KeyLists:
     lists = inputs.lists
     if len(tiles) == lists.counts.shape[1]:  # all tiles, in order
         return replace(lists, host_counts=None)
-    index = tiles.long() * inputs.tiles_per_unit
+    index = tiles.long()
     return replace(
         lists,
         key_starts=lists.key_starts.index_select(1, index),
@@ -125,7 +118,7 @@ def run_gathered_chunk(
     """Run all kernels for the tiles `tiles` [N].
 
     Args:
-        target: fp32 [B, N, max_count, rows], contiguous
+        target: fp32 [B, N, max_count, queries], contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
@@ -146,8 +139,9 @@ def gathered_chunk_launches(
     """Return the steps of `run_gathered_chunk` by name, in the order in which they must run."""
     batch, num_rows, heads, dim = inputs.q_idx.shape
     device, fp32 = inputs.q_idx.device, torch.float32
-    rows, block_d, padded_heads = inputs.rows, inputs.block_d, inputs.padded_heads
+    block_d, padded_heads = inputs.block_d, inputs.padded_heads
     lists = lists_of_chunk(inputs, tiles)
+    rows = lists.queries
     max_count = lists.max_count
     segments = max(1, triton.cdiv(max_count, blocks.segment))
     parts = (batch, len(tiles), segments)
