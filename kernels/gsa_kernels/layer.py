@@ -30,8 +30,8 @@ class LayerOutput(NamedTuple):
     output: torch.Tensor
     """[B, L, d]"""
     indexer_loss: torch.Tensor
-    """fp32, 0-d: mean KL over the queries with two candidates or more, to be added to the loss of the model; its gradient
-    reaches the indexer alone."""
+    """fp32, 0-d: mean KL over the queries with two candidates or more, to be added to the loss of the model; its
+    gradient reaches the indexer alone."""
     selection: Selection
     """The keys that the queries selected. In dense attention the queries attend to more keys."""
 

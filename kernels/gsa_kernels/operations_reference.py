@@ -19,7 +19,7 @@ from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.pool import earlier_groups, keys_of_groups, sum_over_groups
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
-from gsa_kernels.limits import Kernel
+from gsa_kernels.limits import TILE_QUERIES, Kernel
 from gsa_kernels.loss.reference import indexer_kl, renormalise_target
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import sample_rows, systematic
@@ -281,11 +281,8 @@ def _taken_rows(
     if not by_lists:
         sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
         return (None if sample.every == 1 else sample.rows()), factor
-    assert selection is not None
-    assert selection.key_lists is not None
-    unit = selection.key_lists.queries
-    first, factor = systematic(-(-num_rows // unit), rows.fraction, rows.seed)
+    first, factor = systematic(-(-num_rows // TILE_QUERIES), rows.fraction, rows.seed)
     if factor * size == 1:
         return None, factor
     numbers = torch.arange(num_rows)
-    return numbers[numbers // unit % (factor * size) == first + rank * factor], factor
+    return numbers[numbers // TILE_QUERIES % (factor * size) == first + rank * factor], factor

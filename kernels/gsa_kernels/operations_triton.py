@@ -77,7 +77,9 @@ def indexer_loss(
             return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
         if selection is not None and selection.key_lists is not None:
             lists = selection.key_lists
-            return gathered_indexer_loss(indexer, partial(head_sum_probs_lists, q, k, lse, lists), lists, rows)
+            return gathered_indexer_loss(
+                indexer, partial(head_sum_probs_lists, q, k, lse, lists), lists, rows
+            )
         return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
 
 

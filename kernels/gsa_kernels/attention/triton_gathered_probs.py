@@ -14,6 +14,7 @@ from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -67,7 +68,7 @@ def head_sum_probs_lists(
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()
-    sizes = (batch, len(tiles), lists.max_count, lists.queries)
+    sizes = (batch, len(tiles), lists.max_count, TILE_QUERIES)
     out = torch.empty(sizes, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(lists.max_count, shape.entries), len(tiles), batch)
     _gathered_probs_kernel[grid](
@@ -76,9 +77,7 @@ def head_sum_probs_lists(
         lse,
         lists.keys,
         lists.words,
-        lists.key_starts,
-        lists.word_starts,
-        lists.full,
+        lists.starts,
         lists.counts,
         tiles,
         out,
@@ -92,7 +91,7 @@ def head_sum_probs_lists(
         GROUP=group,
         MEMBERS=members,
         D=head_size,
-        QUERIES=lists.queries,
+        QUERIES=TILE_QUERIES,
         ENTRIES=shape.entries,
         # Longer loops are not unrolled, because unrolling would hold all tiles of queries in shared memory.
         UNROLLED=triton.cdiv(group, members) * head_size <= 256,
@@ -107,7 +106,7 @@ def check_lists(lists: KeyLists, batch: int, length: int) -> None:
     """Raise ValueError if the lists are not for `length` queries."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
-    check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))
+    check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // TILE_QUERIES)))
 
 
 def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
@@ -120,13 +119,10 @@ def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
 
 
 @triton.jit
-def load_entries(keys, words, key_start, word_start, entries, full, count):
+def load_entries(keys, words, list_start, entries, count):
     """Load keys and membership words of entries [ENTRIES] of a list; both are 0 at or beyond `count`."""
-    inside = entries < count
-    key = tl.load(keys + key_start + entries, mask=inside, other=0)
-    masked = inside & (entries >= full)
-    word = tl.load(words + word_start + (entries - full), mask=masked, other=0)
-    return key, tl.where(inside & (entries < full), -1, word)
+    key = tl.load(keys + list_start + entries, mask=entries < count, other=0)
+    return key, tl.load(words + list_start + entries, mask=entries < count, other=0)
 
 
 @triton.jit
@@ -149,7 +145,7 @@ def _sum_of_heads(
 
 @triton.jit(do_not_specialize=["max_count"])
 def _gathered_probs_kernel(
-    q, k, lse, keys, words, key_starts, word_starts, full, counts, tiles, out,
+    q, k, lse, keys, words, starts, counts, tiles, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     length, list_tiles, max_count, scale_log2,
@@ -164,8 +160,8 @@ def _gathered_probs_kernel(
     count = tl.load(counts + list_index)
     if tl.program_id(0) * ENTRIES < count:
         entries = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-        key_start = tl.load(key_starts + list_index)
-        key = tl.load(keys + key_start + entries, mask=entries < count, other=0)
+        list_start = tl.load(starts + list_index)
+        key = tl.load(keys + list_start + entries, mask=entries < count, other=0)
         dims = tl.arange(0, D)
         k_rows = k + batch * stride_kb + key.to(tl.int64)[:, None] * stride_kl + dims[None, :]
         columns = tl.arange(0, MEMBERS * QUERIES)
@@ -189,8 +185,7 @@ def _gathered_probs_kernel(
                         k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
                         scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
                     )  # fmt: skip
-        word_start, num_full = tl.load(word_starts + list_index), tl.load(full + list_index)
-        _, word = load_entries(keys, words, key_start, word_start, entries, num_full, count)
+        word = tl.load(words + list_start + entries, mask=entries < count, other=0)
         hit = ((word[:, None] >> rows[None, :]) & 1) != 0
         # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
         total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)

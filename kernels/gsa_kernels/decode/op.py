@@ -198,9 +198,7 @@ def _attend(
 def _checked_groups(keys: torch.Tensor, group_keys: torch.Tensor | None, pool: int) -> torch.Tensor:
     """The mean keys that fit the cache of keys."""
     if pool != next_power_of_2(pool):
-        raise ValueError(
-            f"indexer_pool is {pool}; pass a power of two, or use implementation='reference'"
-        )
+        raise ValueError(f"indexer_pool is {pool}; pass a power of two, or use implementation='reference'")
     if group_keys is None:
         raise ValueError(f"cache.group_keys is None with indexer_pool {pool}; pass group_means of the keys")
     batch, max_length, dim = keys.shape

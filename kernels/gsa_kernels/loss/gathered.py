@@ -12,7 +12,7 @@ import torch
 from gsa_kernels.attention.triton_gathered_probs import check_lists
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import GATHERED_LOSS_BYTES
+from gsa_kernels.limits import GATHERED_LOSS_BYTES, TILE_QUERIES
 from gsa_kernels.loss.autograd import (
     Gradients,
     LossWithGradients,
@@ -134,7 +134,7 @@ def _value_and_gradients(
     chunk = max(1, scratch_bytes // max(1, batch * bytes_per_tile(inputs, with_gradients)))
     for part in tiles.split(chunk) if len(tiles) > 0 else ():
         target = target_tiles(part).detach()
-        _check_target(target, (batch, len(part), lists.max_count, lists.queries), q_idx.device)
+        _check_target(target, (batch, len(part), lists.max_count, TILE_QUERIES), q_idx.device)
         run_gathered_chunk(inputs, outputs, target, part, chosen_blocks)
 
     # The sum is fp64, because it has tens of thousands of rows, some of both signs.
@@ -142,7 +142,7 @@ def _value_and_gradients(
     tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]
     if every != 1:
-        row_tiles = torch.arange(num_rows, device=q_idx.device) // lists.queries
+        row_tiles = torch.arange(num_rows, device=q_idx.device) // TILE_QUERIES
         kl_rows = kl_rows.masked_fill(row_tiles % every != first, float("nan"))
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6

@@ -34,9 +34,9 @@ from gsa_kernels.sampling import SampledRows, sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
-"""Maps rows to fp32 or fp16 [B, count, Lk]: attention probabilities of these rows, summed over the heads. The result may
-also be [B, parts, count, Lk], whose sum over parts is the target, or the parts in blocks, [B, parts, row blocks, key
-blocks, 1024] (target_blocks.py)."""
+"""Maps rows to fp32 or fp16 [B, count, Lk]: attention probabilities of these rows, summed over the heads. The result
+may also be [B, parts, count, Lk], whose sum over parts is the target, or the parts in blocks, [B, parts, row blocks,
+key blocks, 1024] (target_blocks.py)."""
 
 ALL_ROWS = RowSample()
 

@@ -171,9 +171,7 @@ def _reduce_keys(
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, STRETCH, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only causal keys of a tile's rows were written.
-        written = (
-            columns <= query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING)
-        )
+        written = columns <= query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING)
         if HAS_STARTS:
             written = written & (columns >= tl.load(first_keys + b * num_tiles + tile))
         pointers = dk_parts + (b * num_tiles + tile) * tile_size + places
