@@ -8,8 +8,7 @@ are deterministic.
 On Hopper each kernel starts before the previous one ends, and then waits for it; row_product/op.py has the rules. The
 scores kernel starts early after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before
 the wait. With `cache.settled`, the indexer's keys are also read before the wait, except for each sequence's newest
-token. If the selection is kept, it is read before the wait instead, with the keys and values of the selection and the
-window.
+token.
 
 With `indexer_pool` p the selection names groups of p keys, which attention reads with the query's own group. Each step
 that selects writes the mean key of the newest token's group into `cache.group_keys`.
