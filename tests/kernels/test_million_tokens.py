@@ -25,7 +25,6 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.indexer.triton_scores import score_inputs, write_scores
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.key_lists.triton_block_lists import empty_block_lists, fill_block_lists
 from gsa_kernels.key_lists.triton_reduce_keys import KeyHits, TileRows, add_partials_by_key, find_key_hits
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.reference import indexer_scores
@@ -85,11 +84,8 @@ def last_list() -> KeyLists:
     return KeyLists(
         keys=keys,
         words=keys,
-        key_starts=starts,
-        word_starts=starts,
-        full=counts,
+        starts=starts,
         counts=counts,
-        queries=QUERIES,
         length=LENGTH,
         max_count=len(KEYS),
     )
@@ -267,20 +263,6 @@ def test_candidates() -> None:
         packed, reserved(1, LENGTH, dtype=torch.int32), reserved(1, LENGTH, dtype=torch.float32), rows.start
     )
     select_by_candidates(selector.criteria, sample_keys(selector.inputs), rows, outputs)
-
-
-def test_lists_of_blocks() -> None:
-    packed, rows = reserved(1, 100, TILES, dtype=torch.int32), range(TILES - 100, TILES)
-    packed[0, -1, 0], packed[0, -1, 40000 // 32] = 1 << 5, 1 << 3
-    geometry = Geometry(None, 0, 32, 64)
-    lists = empty_block_lists(1, LENGTH, 4096, geometry, packed.device)
-    fill_block_lists(packed, rows, lists, geometry)
-    start = int(lists.key_starts[0, -1])
-    assert start > 2**27
-    first = LENGTH - 32 - 63
-    assert lists.keys[start : start + 3].tolist() == [5, 40003, first]
-    assert lists.keys[start + int(lists.counts[0, -1]) - 1] == LENGTH - 1
-    assert lists.full[0, -1] == 2
 
 
 def test_the_loss_of_the_last_tile() -> None:
