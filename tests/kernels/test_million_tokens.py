@@ -77,13 +77,13 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 def last_list() -> KeyLists:
     """Return key lists of only the last tile; its words follow 2^31 others, which take no memory."""
     far = 2**31 + 7
-    keys = reserved(far + len(KEYS), dtype=torch.int32)
-    keys[far:] = KEYS
+    keys, words = (reserved(far + len(KEYS), dtype=torch.int32) for _ in range(2))
+    keys[far:], words[far:] = KEYS, -1
     counts, starts = reserved(1, TILES, dtype=torch.int32), reserved(1, TILES, dtype=torch.int64)
     counts[0, -1], starts[0, -1] = len(KEYS), far
     return KeyLists(
         keys=keys,
-        words=keys,
+        words=words,
         starts=starts,
         counts=counts,
         length=LENGTH,
@@ -237,16 +237,15 @@ def test_scores() -> None:
 
 def test_a_row_of_a_million_scores() -> None:
     rule = BudgetRule(2048, 256, 4096, "off")
-    selector = Selector(make_indexer(TILES), rule, torch.zeros(()), Geometry(None, 0, 32, 64), 2**20, None)
-    rows = range(TILES - 1, TILES)
+    selector = Selector(make_indexer(LENGTH), rule, torch.zeros(()), Geometry(), 2**20, None)
+    rows = range(LENGTH - 1, LENGTH)
     packed = torch.zeros(1, 1, TILES, dtype=torch.int32)
     outputs = Outputs(
-        packed, torch.zeros(1, TILES, dtype=torch.int32), torch.zeros(1, TILES), first_row=rows.start
+        packed, reserved(1, LENGTH, dtype=torch.int32), reserved(1, LENGTH, dtype=torch.float32), rows.start
     )
     scores = torch.randn(1, 1, LENGTH)
     select_long_rows(selector.criteria, scores, rows.start, rows, LENGTH, outputs)
-    visible = LENGTH - 31
-    wanted = scores[0, 0, :visible].topk(2048).indices.sort().values
+    wanted = scores[0, 0].topk(2048).indices.sort().values
     bits = (packed[0, 0, :, None] >> torch.arange(32)) & 1
     assert torch.equal(bits.flatten().nonzero()[:, 0], wanted)
 
