@@ -86,14 +86,6 @@ return the log-sum that saves the indexer loss a pass."""
 GROUP_KEYS = 8
 """Group size of longer rows, whose search first compares the maxima of groups (selection/triton_select_long.py)."""
 
-
-def long_row_bytes(num_keys: int, most_keys: int) -> int:
-    """Return the scratch memory of a row that is too long for registers. The memory holds the maxima of groups, the
-    maxima of clusters of groups if there are many groups, and the numbers of the best groups."""
-    groups = ceil_div(num_keys, GROUP_KEYS)
-    return 4 * (groups + ceil_div(groups, GROUP_KEYS) + next_power_of_2(most_keys))
-
-
 CANDIDATES_FROM = 8192
 """Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""
 
