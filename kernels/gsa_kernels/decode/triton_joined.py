@@ -37,7 +37,7 @@ class Sections(NamedTuple):
     """Queries, keys and values."""
     gate: bool
     """G1"""
-    index: bool
+    indexer: bool
     """Key, queries and head weights of the indexer."""
 
 
@@ -130,8 +130,8 @@ def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int,
         (sizes.q + sizes.k) // 2 * wanted.heads,
         values * wanted.heads,
         sizes.gate // 2 * wanted.gate,
-        of_indexer // 2 * wanted.index,
-        (heads + 1) // 2 * wanted.index,
+        of_indexer // 2 * wanted.indexer,
+        (heads + 1) // 2 * wanted.indexer,
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
