@@ -33,7 +33,7 @@ SAMPLE = harness.ROOT / "data" / "sample"
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--model", default="GSA", choices=("standard", "GSA", "GSA shared"))
+    parser.add_argument("--model", default="GSA", choices=("standard", "GSA"))
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences at once")
     parser.add_argument("--every", type=int, default=10, help="one batch in this number is timed by itself")

@@ -3,12 +3,10 @@
     python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B heads-256 heads-128]
                                         [--ratios 1 4 8] [--selection FILE ...]
 
-The lists are synthetic: each query has k = 2048 keys, and each tile of 32 queries has r * 2048 keys. A `block`
-list has one selection for 32 queries and a window of 64 keys. Almost all of its keys need no membership words (bits
-that say which queries attend to the key). TFLOP/s count the executed work, which is every query of a tile times every
-key in the list of the tile. The forward pass has 2 products and the backward pass has 5. The backward pass has three
-parts. walk_ms is the loop over the lists. add_ms is the addition of the loop's partial rows per key. turn_ms is the
-transposition of the lists for these sums.
+The lists are synthetic: each query has k = 2048 keys, and each tile of 32 queries has r * 2048 keys. TFLOP/s count the
+executed work, which is every query of a tile times every key in the list of the tile. The forward pass has 2 products
+and the backward pass has 5. The backward pass has three parts. walk_ms is the loop over the lists. add_ms is the
+addition of the loop's partial rows per key. turn_ms is the transposition of the lists for these sums.
 
 `--selection` measures selections of a trained model's layers in real text. It takes files that launch/export_indexer.py
 wrote. Each file is measured at its own length. These results go to bench_gathered_trained.json.
@@ -23,20 +21,20 @@ import cases
 import harness
 import torch
 from cases import AttentionInputs, Shape
-from lists_for_bench import block_lists, random_lists
+from lists_for_bench import random_lists
 from torch.profiler import ProfilerActivity, profile
 from trained_indexers import read_all, union_ratio
 
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
+from gsa_kernels.limits import TILE_QUERIES
 
 CHECKED_LENGTH = 2048
 TOLERANCE = 1e-2
-BLOCK, WINDOW = 32, 64
 
-FORWARD_PROMISES = {("token", 4, 131072): 24.6, ("block", 1, 131072): 6.8}
-BACKWARD_PROMISES = {("token", 4, 131072): 100.0, ("block", 1, 131072): 40.0}
+FORWARD_PROMISES = {("token", 4, 131072): 24.6}
+BACKWARD_PROMISES = {("token", 4, 131072): 100.0}
 """Maps (selection, r, length) to the largest allowed ms, for the 1.7B shape."""
 
 PARTS = {
@@ -47,18 +45,12 @@ PARTS = {
 """Maps a column to the kernels that it counts."""
 
 
-def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE) -> KeyLists:
-    if selection == "block":
-        return block_lists(1, length, k, BLOCK, WINDOW, cases.DEVICE, 0)
-    return random_lists(1, length, k, ratio, cases.DEVICE, 0)
-
-
 def attend(x: AttentionInputs, lists: KeyLists) -> torch.Tensor:
     return gathered_attention(x.q, x.k, x.v, lists, x.output_gate)[0]
 
 
-def check(report: harness.Report, shape: Shape, selection: str) -> None:
-    lists = make_lists(selection, CHECKED_LENGTH, 4, 256)
+def check(report: harness.Report, shape: Shape) -> None:
+    lists = random_lists(1, CHECKED_LENGTH, 256, 4, cases.DEVICE, 0)
     x = cases.attention_inputs(shape, 1, CHECKED_LENGTH)
     leaves = [x.q, x.k, x.v, x.output_gate]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -72,7 +64,7 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
     ):
         error = harness.relative_error(value, want)
         if not error < TOLERANCE:
-            report.fail(f"{shape.name} {selection}, {name}: relative error {error:.1e}")
+            report.fail(f"{shape.name}, {name}: relative error {error:.1e}")
 
 
 def time_parts(run: harness.Run) -> dict[str, float]:
@@ -101,7 +93,7 @@ def run(
     times = harness.measure({"forward": forward, "backward": backward})
     peak, _ = harness.peak_bytes(backward)
     entries = int(lists.counts.sum())
-    product = 2 * entries * lists.queries * shape.heads * shape.head_size
+    product = 2 * entries * TILE_QUERIES * shape.heads * shape.head_size
     report.row(
         shape=shape.name,
         selection=selection,
@@ -136,8 +128,7 @@ def main() -> int:
         parser.error(str(error))
     report = harness.Report("bench_gathered_trained" if trained else "bench_gathered", args)
     for name in args.shapes:
-        for selection in ("token", "block"):
-            check(report, cases.SHAPES[name], selection)
+        check(report, cases.SHAPES[name])
     for name in args.shapes:
         shape = cases.SHAPES[name]
         for length in trained or args.lengths:
@@ -149,8 +140,8 @@ def main() -> int:
                     run(report, shape, f"layer {layer}", length, ratio, found.key_lists)
                 continue
             for ratio in args.ratios:
-                run(report, shape, "token", length, ratio, make_lists("token", length, ratio))
-            run(report, shape, "block", length, 1, make_lists("block", length, 1))
+                lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, 0)
+                run(report, shape, "token", length, ratio, lists)
     cases.judge_wide_heads(report, "selection", "length", "r")
     return report.finish()
 

@@ -4,7 +4,7 @@
 
 target_ms is the time for attention probabilities of all entries, summed over heads. both_ms is the time for the target,
 the loss and its gradients in chunks, as in training. quarter_ms is both_ms for a quarter of the tiles (row_fraction = 1
-/ 4). `block` is one selection for 32 queries and a window of 64 keys.
+/ 4).
 
 Before timing, target, value and gradients are compared with torch in fp64 at CHECKED_LENGTH.
 """
@@ -16,20 +16,19 @@ import cases
 import harness
 import torch
 from cases import IndexerInputs, Shape
-from lists_for_bench import block_lists, random_lists
+from lists_for_bench import random_lists
 
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 from gsa_kernels.loss.gathered import TargetTiles, gathered_indexer_loss
-from gsa_kernels.reference import indexer_kl, indexer_scores, renormalise_target, sum_over_blocks
+from gsa_kernels.reference import indexer_kl, indexer_scores, renormalise_target
 from gsa_kernels.types import RowSample
 
 CHECKED_LENGTH = 2048
 TOLERANCE = 1e-2
-BLOCK, WINDOW = 32, 64
 
-PROMISES = {("token", 4, 131072): 60.0, ("block", 1, 131072): 15.0}
-"""Maps (selection, r, length) to the largest allowed ms of both stages, for the 1.7B shape."""
+PROMISES = {(4, 131072): 60.0}
+"""Maps (r, length) to the largest allowed ms of both stages, for the 1.7B shape."""
 
 
 class Attention:
@@ -41,28 +40,22 @@ class Attention:
         keys = torch.arange(1, length + 1, device="cuda").clamp(max=selected)
         self.lse = (keys.log() + 0.5).float().expand(1, shape.heads, length).contiguous()
 
-    def target(self, lists: KeyLists, block: int, tiles: torch.Tensor) -> torch.Tensor:
-        return head_sum_probs_lists(self.q, self.k, self.lse, lists, tiles, selection_block=block)
+    def target(self, lists: KeyLists, tiles: torch.Tensor) -> torch.Tensor:
+        return head_sum_probs_lists(self.q, self.k, self.lse, lists, tiles)
 
 
 def loss_of(
-    x: IndexerInputs, lists: KeyLists, block: int, target_tiles: TargetTiles, row_fraction: float = 1.0
+    x: IndexerInputs, lists: KeyLists, target_tiles: TargetTiles, row_fraction: float = 1.0
 ) -> tuple[torch.Tensor, ...]:
-    loss, _ = gathered_indexer_loss(x.of_kernels, target_tiles, lists, block, RowSample(row_fraction, seed=0))
+    loss, _ = gathered_indexer_loss(x.of_kernels, target_tiles, lists, RowSample(row_fraction, seed=0))
     return loss, *torch.autograd.grad(loss, x.leaves)
 
 
-def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE) -> KeyLists:
-    if selection == "block":
-        return block_lists(1, length, k, BLOCK, WINDOW, "cuda", 0)
-    return random_lists(1, length, k, ratio, "cuda", 0)
-
-
-def check(report: harness.Report, shape: Shape, selection: str) -> None:
-    length, block = CHECKED_LENGTH, BLOCK if selection == "block" else 1
-    lists = make_lists(selection, length, 4, 256)
-    attention, x = Attention(shape, length, 256), cases.indexer_inputs(1, length, block=block)
-    loss, *gradients = loss_of(x, lists, block, partial(attention.target, lists, block))
+def check(report: harness.Report, shape: Shape) -> None:
+    length = CHECKED_LENGTH
+    lists = random_lists(1, length, 256, 4, "cuda", 0)
+    attention, x = Attention(shape, length, 256), cases.indexer_inputs(1, length)
+    loss, *gradients = loss_of(x, lists, partial(attention.target, lists))
 
     mask = mask_from_key_lists(lists)
     target = torch.zeros(1, length, length, device="cuda", dtype=torch.float64)
@@ -70,10 +63,9 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
         keys = attention.k[0, :, head * shape.kv_heads // shape.heads].double()
         logits = attention.q[0, :, head].double() @ keys.T * shape.head_size**-0.5
         target[0] += torch.where(mask[0], (logits - attention.lse[0, head, :, None].double()).exp(), 0)
-    attended = mask[:, ::block]
     leaves = [leaf.detach().double().requires_grad_() for leaf in x.leaves]
     scores = indexer_scores(*leaves[:3], score_bias=leaves[3], weight_bias=leaves[4])
-    wanted = indexer_kl(scores, renormalise_target(sum_over_blocks(target, block), attended), attended).sum()
+    wanted = indexer_kl(scores, renormalise_target(target, mask), mask).sum()
     for name, value, want in zip(
         ("loss", "q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias"),
         (loss, *gradients),
@@ -82,32 +74,29 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
     ):
         error = harness.relative_error(value, want)
         if not error < TOLERANCE:
-            report.fail(f"{shape.name} {selection}, {name}: relative error {error:.1e}")
+            report.fail(f"{shape.name}, {name}: relative error {error:.1e}")
 
 
-def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: int) -> None:
-    block = BLOCK if selection == "block" else 1
-    lists = make_lists(selection, length, ratio)
-    attention, x = Attention(shape, length, cases.K_BASE), cases.indexer_inputs(1, length, block=block)
-    target = partial(attention.target, lists, block)
-    units = -(-length // max(block, lists.queries))
-    chunk = 128 if block == 1 else 1024  # the target of all tiles would take gigabytes
+def run(report: harness.Report, shape: Shape, length: int, ratio: int) -> None:
+    lists = random_lists(1, length, cases.K_BASE, ratio, "cuda", 0)
+    attention, x = Attention(shape, length, cases.K_BASE), cases.indexer_inputs(1, length)
+    target = partial(attention.target, lists)
 
     def all_targets() -> None:
-        for tiles in torch.arange(units, device="cuda", dtype=torch.int32).split(chunk):
+        every = torch.arange(lists.counts.shape[1], device="cuda", dtype=torch.int32)
+        for tiles in every.split(128):  # the target of all tiles would take gigabytes
             target(tiles)
 
     times = harness.measure(
         {
             "target": all_targets,
-            "both": lambda: loss_of(x, lists, block, target),
-            "quarter": lambda: loss_of(x, lists, block, target, 0.25),
+            "both": lambda: loss_of(x, lists, target),
+            "quarter": lambda: loss_of(x, lists, target, 0.25),
         }
     )
-    peak, _ = harness.peak_bytes(lambda: loss_of(x, lists, block, target))
+    peak, _ = harness.peak_bytes(lambda: loss_of(x, lists, target))
     report.row(
         shape=shape.name,
-        selection=selection,
         length=length,
         r=ratio,
         entries=int(lists.counts.sum()),
@@ -116,9 +105,9 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
         quarter_ms=times["quarter"].ms,
         peak_gib=peak / 2**30,
     )
-    limit = PROMISES.get((selection, ratio, length))
+    limit = PROMISES.get((ratio, length))
     if limit is not None and shape.name == "1.7B":
-        report.bar(f"{selection}, r = {ratio}, {length}: ms", times["both"].ms, at_most=limit)
+        report.bar(f"r = {ratio}, {length}: ms", times["both"].ms, at_most=limit)
 
 
 def main() -> int:
@@ -130,13 +119,11 @@ def main() -> int:
     harness.require_cuda()
     report = harness.Report("bench_gathered_kl", args)
     for name in args.shapes:
-        for selection in ("token", "block"):
-            check(report, cases.SHAPES[name], selection)
+        check(report, cases.SHAPES[name])
     for name in args.shapes:
         for length in args.lengths:
             for ratio in args.ratios:
-                run(report, cases.SHAPES[name], "token", length, ratio)
-            run(report, cases.SHAPES[name], "block", length, 1)
+                run(report, cases.SHAPES[name], length, ratio)
     return report.finish()
 
 

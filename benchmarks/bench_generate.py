@@ -1,21 +1,20 @@
-"""Measures tokens per second of decoding and prefill in a whole 1.7B model: GSA, GSA with shared selections, standard.
+"""Measures tokens per second of decoding and prefill in a whole 1.7B model: GSA, GSA with groups of keys, standard.
 
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...] [--timeline]
 
 The models have the sizes in configs/gsa_1.7b.yaml and run in bf16. Weights and cache contents are random. The script
-compares the standard model (dense, no gates, no indexer), GSA, GSA whose selection 32 tokens share, and GSA that
-selects groups of 16 keys. All models decode with `gsa_hf.decoding.FusedDecoder` and joined projections. Each step runs
-as a CUDA graph. All models take turns in one run.
+compares the standard model (dense, no gates, no indexer), GSA, and GSA that selects groups of 16 keys. All models
+decode with `gsa_hf.decoding.FusedDecoder` and joined projections. Each step runs as a CUDA graph. All models take turns
+in one run.
 
 `standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
 with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
 backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
 `products`), unless --products names them. `standard, our products` is the standard model with our kernels for few
-rows. In `GSA shared`, one of 32 steps selects, and the time is the mean of the 32 steps.
+rows.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
-all steps are at the same position. The position is the first of a block of 32 tokens, because only there a selecting
-step does all of its work. Lengths are therefore multiples of 32.
+all steps are at the same position.
 
 `bound` is the time to read the required weights and keys at the bandwidth of a device copy. A model that does not fit
 is cut to the layers that fit, and its time is scaled to all layers (column `layers`). The output layer is timed
@@ -46,12 +45,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
 from gsa_hf.decoding import PRODUCTS, FusedDecoder
-from gsa_hf.generation import DecodingGraphs
+from gsa_hf.generation import DecodingGraph
 
-BLOCK, WINDOW, POOL = 32, 64, 16
+POOL = 16
 STANDARD, OUR_STANDARD = "standard", "standard, our products"
 PROMISED_LENGTH = 131072
-PROMISES = {"GSA": 2.0, "GSA shared": 3.0, "GSA groups": 2.0}
+PROMISES = {"GSA": 2.0, "GSA groups": 2.0}
 """Times the standard model's tokens per second, batch 1."""
 SPARE_BYTES = 8e9
 """Memory not used for weights and caches: it is left for workspaces, logits, torch.compile and graphs."""
@@ -64,7 +63,7 @@ TOLERANCE = 2e-2
 ROOM_TOKENS = 64
 """Slots after the filled ones. Steps write into the first one; the timeline's last step writes into the second."""
 
-Steps = dict[str, Callable[[], object]]
+Step = Callable[[], object]
 Place = Callable[[int], object]
 """Sets a decoder's counters to this number of tokens after the position at which steps are measured."""
 
@@ -83,7 +82,7 @@ class Sdpa:
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
     """`standard`, also with our products, or one of PROMISES."""
     model, gsa = shapes["model"], shapes["gsa"]
-    sparse, shared = name not in (STANDARD, OUR_STANDARD), name == "GSA shared"
+    sparse = name not in (STANDARD, OUR_STANDARD)
     return GSAConfig(
         vocab_size=model["vocab_size"],
         hidden_size=model["hidden_size"],
@@ -101,10 +100,8 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
         index_topk=gsa["k_base"],
         k_min=gsa["k_min"],
         k_max=gsa["k_max"],
-        selection_block=BLOCK if shared else 1,
         indexer_pool=POOL if name == "GSA groups" else 1,
         indexer_rope=name == "GSA groups",
-        local_window=WINDOW if shared else 0,
     )
 
 
@@ -133,7 +130,7 @@ def fill(decoder: FusedDecoder) -> None:
 def set_averages(decoder: FusedDecoder) -> None:
     """Set each layer's V̄ to the current variance of its scores, so that k_t is near k_base."""
     filled = int(decoder.slot)
-    decoder.step(refresh=True)
+    decoder.step()
     for place, selection in decoder._selections.items():
         decoder.model.model.layers[place].self_attn.indexer.variance_ema.copy_(selection.variance.mean())
     decoder.place(filled, decoder.starts.clone())
@@ -161,8 +158,6 @@ def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
         row = config.index_head_dim
         if config.indexer_pool > 1:
             row += config.index_head_dim // config.indexer_pool
-        if config.selection_block > 1:
-            row += config.index_n_heads * (config.index_head_dim + 1) + 16
     weights = 2 * hidden * (3 * config.intermediate_size + 4 * heads * config.head_dim)
     cache = batch * room * (2 * config.num_key_value_heads * config.head_dim + row)
     return 2 * (layers * (weights + cache) + 2 * config.vocab_size * hidden)
@@ -231,22 +226,21 @@ def capture(
     what: str,
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
-) -> tuple[Steps, Place]:
-    """Capture the step at the decoder's position, with and without selection, and return it with a `Place`. The step
-    advances the counters, and the `Place` resets them."""
+) -> tuple[Step, Place]:
+    """Capture the step at the decoder's position, and return it with a `Place`. The step advances the counters, and the
+    `Place` resets them."""
     filled = int(decoder.slot)
     with attends():
-        wanted = decoder.step(refresh=True).clone()
+        wanted = decoder.step().clone()
         decoder.place(filled, decoder.starts.clone())
-        graphs = DecodingGraphs(decoder)
-    check(report, what, wanted, graphs.step(refresh=True))
+        graph = DecodingGraph(decoder)
+    check(report, what, wanted, graph.step())
 
     def place(tokens: int) -> None:
         decoder.slot.fill_(filled + tokens)
         decoder.lengths.fill_(filled + 1 + tokens)
 
-    kinds = (True, False) if decoder.config.selection_block > 1 else (True,)
-    return {"select" if kind else "keep": partial(graphs.step, kind) for kind in kinds}, place
+    return graph.step, place
 
 
 def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
@@ -255,14 +249,6 @@ def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.
     error = harness.relative_error(found, wanted)
     if not error < TOLERANCE:
         report.fail(f"{what}: logits of the graph have relative error {error:.1e}")
-
-
-def step_ms(times: dict[str, harness.Timing], name: str) -> float:
-    """Return the mean time of a step over a block."""
-    select = times[f"{name} select"].ms
-    if f"{name} keep" not in times:
-        return select
-    return (select + (BLOCK - 1) * times[f"{name} keep"].ms) / BLOCK
 
 
 def measure(
@@ -294,7 +280,7 @@ def measure(
     facts: dict[str, dict[str, Any]] = {}
     for group in groups:
         decoders: dict[str, FusedDecoder] = {}
-        steps: Steps = {}
+        steps: dict[str, Step] = {}
         places: dict[str, Place] = {}
         for name in group:
             started = time.perf_counter()
@@ -304,9 +290,8 @@ def measure(
                 assert sdpa is not None
                 decoder.visible_from_mask = sdpa.masked
                 attends = partial(sdpa_kernel, sdpa.backend)
-            captured, place = capture(report, f"{name}, batch {batch} at {length}", decoder, attends)
-            steps |= {f"{name} {kind}": step for kind, step in captured.items()}
-            places |= {f"{name} {kind}": place for kind in captured}
+            what = f"{name}, batch {batch} at {length}"
+            steps[name], places[name] = capture(report, what, decoder, attends)
             decoders[name] = decoder
             head = decoder.model.lm_head.weight
             hidden = head.new_zeros(batch, head.shape[1])
@@ -321,12 +306,12 @@ def measure(
         for name, decoder in decoders.items():
             facts[name] = {"products": decoder.products}
             facts[name] |= {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
-        del decoders, steps, places, back, decoder, captured, place, head, hidden
+        del decoders, steps, places, back, decoder, head, hidden
         gc.collect()
         torch.cuda.empty_cache()
     per_token = {}
     for name in names:
-        head_ms, ms = times[f"{name} head"].ms, step_ms(times, name)
+        head_ms, ms = times[f"{name} head"].ms, times[name].ms
         scale = all_layers / layers
         per_token[name] = head_ms + (ms - head_ms) * scale
         head_bytes = 2 * shapes["model"]["vocab_size"] * shapes["model"]["hidden_size"]
@@ -360,8 +345,7 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
     token = 4 * config.num_key_value_heads * config.head_dim
     per_layer = float(batch * filled * token)
     if decoder._selections:
-        shared = config.selection_block * config.indexer_pool
-        indexed = batch * filled * 2 * config.index_head_dim / shared
+        indexed = batch * filled * 2 * config.index_head_dim / config.indexer_pool
         per_layer = batch * (selected(decoder) + config.local_window) * token + indexed
     return weight_bytes(decoder) + config.num_hidden_layers * per_layer
 
@@ -412,8 +396,6 @@ def main() -> int:
     parser.add_argument("--timeline", action="store_true", help="of one layer's kernels, by our products")
     parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
     arguments = parser.parse_args()
-    if any(length % BLOCK for length in arguments.lengths):
-        parser.error(f"--lengths {arguments.lengths}: pass multiples of {BLOCK}, where GSA shared selects")
     arguments.until = time.perf_counter() + arguments.seconds
     harness.require_cuda()
     torch.manual_seed(0)

@@ -9,7 +9,6 @@ GSA token: each query has its own selection, k = 2048. forward and both (forward
     select: indexer scores, budget, top-k and lists, on random indexer inputs that are similar for neighbours.
     attend: G2, attention over the lists and G1, on random lists of a given union ratio r.
 GSA token selected: select and attend together. Attention reads the keys that were selected, at their own r.
-GSA block, GSA block selected: the same with one selection for 32 queries and a window of 64 keys.
 GSA groups of 16: each query selects groups of 16 neighbouring keys (gsa.indexer_pool), 512 or 1024 keys in total, and
     a window of 64 keys. The indexer inputs are also random.
 forward_reuse_ms: a quarter of the time of four layers that share one selection (gsa.selection_reuse).
@@ -35,7 +34,7 @@ import cases
 import harness
 import torch
 from cases import AttentionInputs, Shape
-from lists_for_bench import block_lists, random_lists
+from lists_for_bench import random_lists
 from trained_indexers import Indexer, read_all, union_ratio
 
 from gsa_kernels.attention.gathered import gathered_attention
@@ -47,20 +46,15 @@ from gsa_kernels.loss.gathered import gathered_indexer_loss
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
-BLOCK, WINDOW = 32, 64
-POOL, POOL_BUDGETS, REUSE = 16, (512, 1024), 4
+POOL, POOL_BUDGETS, WINDOW, REUSE = 16, (512, 1024), 64, 4
 LIKENESS = 0.9
 """Similarity of neighbouring queries' indexer inputs, which gives r near 4 at 128K tokens and k = 2048."""
 
 PROMISES = (
-    # Fields: attention, r (None: as selected), length, column, slower attention, promised ratio per shape. Shared
-    # selections are timed with their attention, because their launch alone takes longer than their kernels.
+    # Fields: attention, r, length, column, slower attention, promised ratio per shape.
     ("GSA token", 4, 131072, "forward_ms", "torch cuDNN", {"1.7B": 2.0, "7B": 3.0}),
     ("GSA token", 4, 131072, "forward_ms", "torch flash", {"1.7B": 3.5, "7B": 5.0}),
     ("GSA token", 4, 131072, "both_ms", "torch cuDNN", {"1.7B": 2.2, "7B": 2.6}),
-    ("GSA block selected", None, 131072, "forward_ms", "torch cuDNN", {"1.7B": 9.0, "7B": 11.0}),
-    ("GSA block selected", None, 131072, "both_ms", "torch cuDNN", {"1.7B": 6.0, "7B": 7.0}),
-    ("GSA block selected", None, 32768, "forward_ms", "torch cuDNN", {"1.7B": 3.0, "7B": 4.0}),
 )
 CHEAPER_PROMISES = {
     (False, "forward_reuse_ms"): 4.0,
@@ -69,19 +63,17 @@ CHEAPER_PROMISES = {
 """Maps (groups of keys, column) to the promised speed relative to cuDNN, at 131072 tokens, for the 1.7B shape."""
 PEAK_LENGTH, PEAK_OVER_FLASH = 131072, 1.3
 LONGEST_IN_FULL = 131072
-LONG_PROMISES = {("GSA block selected", 524288, "both_ms"): 17.0}
-"""Promised speed relative to cuDNN for the 1.7B shape: Lighthouse attention's figure for a whole step on a B200."""
 
 
-def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: int = 1) -> Indexer:
+def random_indexer(length: int, budget: tuple[int, int, int], pool: int = 1) -> Indexer:
     """Build an indexer whose moving average is the mean variance of its own scores, as in a trained layer."""
-    inputs = cases.indexer_inputs(1, length, LIKENESS, block)
+    inputs = cases.indexer_inputs(1, length, LIKENESS)
     if pool > 1:
         # Means of independent keys are smaller than keys; a trained indexer's would not be.
         keys = pool_keys(inputs.k_idx.detach(), pool) * pool**0.5
         inputs = replace(inputs, k_idx=keys.requires_grad_())
-    window = WINDOW if block > 1 or pool > 1 else 0
-    first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget, block, window, pool=pool)
+    window = WINDOW if pool > 1 else 0
+    first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget, window, pool=pool)
     return replace(first, ema=first.select().variance.mean())
 
 
@@ -118,9 +110,8 @@ def kl_backward(
     """Return gradients of the indexer loss over the lists; `lse` is from attention over the same lists."""
     loss, _ = gathered_indexer_loss(
         indexer.inputs.of_kernels,
-        lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles, selection_block=indexer.block),
+        lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles),
         lists,
-        indexer.block,
     )
     return torch.autograd.grad(loss, indexer.inputs.leaves)
 
@@ -138,7 +129,7 @@ class Case:
     """Size of the lists if a pass makes them."""
     pool: int = 1
     reused: Gathered | None = None
-    """One selection and REUSE layers."""
+    """One selection and REUSE layers, of cases that select."""
 
 
 def check(report: harness.Report, shape: Shape) -> None:
@@ -146,12 +137,11 @@ def check(report: harness.Report, shape: Shape) -> None:
     length = CHECKED_LENGTH
     inputs = cases.attention_inputs(shape, 1, length)
     wanted = cases.gated_dense(inputs)
-    for name, block in (("GSA token", 1), ("GSA block", BLOCK)):
-        got = Gathered(inputs, random_indexer(length, (length, length, length), block)).both()
-        error = max(map(harness.relative_error, got, wanted))
-        report.row(check=f"{name} of all keys = dense", shape=shape.name, length=length, relative_error=error)
-        if not error < TOLERANCE:
-            report.fail(f"{name} of all keys differs from dense attention by {error:.1e}, {shape.name}")
+    got = Gathered(inputs, random_indexer(length, (length, length, length))).both()
+    error = max(map(harness.relative_error, got, wanted))
+    report.row(check="GSA token of all keys = dense", shape=shape.name, length=length, relative_error=error)
+    if not error < TOLERANCE:
+        report.fail(f"GSA token of all keys differs from dense attention by {error:.1e}, {shape.name}")
 
 
 def constructed_case(name: str, inputs: AttentionInputs, lists: KeyLists, r: float, indexer: Indexer) -> Case:
@@ -171,9 +161,9 @@ def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
         union_ratio(selection, indexer),
         name,
         mean_k=mean_k,
-        lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.key_starts, lists.word_starts)),
+        lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.starts)),
         pool=indexer.pool,
-        reused=Gathered(inputs, indexer, REUSE) if indexer.block == 1 else None,
+        reused=Gathered(inputs, indexer, REUSE),
     )
 
 
@@ -189,18 +179,16 @@ def make_cases(
         indexers = {f"GSA layer {layer}": indexer for layer, indexer in trained.items()}
     else:
         budget = (cases.K_BASE, cases.K_MIN, cases.K_MAX)
-        token, block = (random_indexer(length, budget, size) for size in (1, BLOCK))
+        token = random_indexer(length, budget)
         pooled = {
-            f"GSA groups of {POOL}, {keys} keys": random_indexer(length, (keys, keys // 2, 2 * keys), 1, POOL)
+            f"GSA groups of {POOL}, {keys} keys": random_indexer(length, (keys, keys // 2, 2 * keys), POOL)
             for keys in POOL_BUDGETS
         }
         if length <= LONGEST_IN_FULL:
             for seed, ratio in enumerate(ratios):
                 lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
                 table.append(constructed_case("GSA token", inputs, lists, ratio, token))
-            lists = block_lists(1, length, cases.K_BASE, BLOCK, WINDOW, cases.DEVICE, seed=0)
-            table.append(constructed_case("GSA block", inputs, lists, 1, block))
-        indexers = {"GSA token": token, "GSA block": block, **pooled}
+        indexers = {"GSA token": token, **pooled}
     table += [selected_case(name, inputs, indexer) for name, indexer in indexers.items()]
     return table, {name: indexer.select for name, indexer in indexers.items()}
 
@@ -262,13 +250,10 @@ def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str
     for attention, r, at_length, column, slower, factors in PROMISES:
         if length == at_length and shape.name in factors and (attention, r) in found:
             factor = found[slower, None][column] / found[attention, r][column]
-            name = attention if r is None else f"{attention} r={r}"
-            what = f"{name}, {shape.name} at {length}: {slower} / GSA, {column.removesuffix('_ms')}"
+            what = (
+                f"{attention} r={r}, {shape.name} at {length}: {slower} / GSA, {column.removesuffix('_ms')}"
+            )
             report.bar(what, factor, at_least=factors[shape.name])
-    for (attention, at_length, column), factor in LONG_PROMISES.items():
-        if (length, shape.name) == (at_length, "1.7B") and (attention, None) in found:
-            ratio = found["torch cuDNN", None][column] / found[attention, None][column]
-            report.bar(f"{attention} at {length}: cuDNN / GSA, {column}", ratio, at_least=factor)
     if (length, shape.name) == (131072, "1.7B"):
         dense = found["torch cuDNN", None]["forward_ms"]
         for row in (row for row in rows if row["forward_reuse_ms"] is not None):

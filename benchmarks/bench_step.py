@@ -1,7 +1,7 @@
 """Measures a training step of whole models on one CUDA device: time, MFU, memory, and the time of its parts.
 
     python benchmarks/bench_step.py [key=value ...] [--configs standard_1.7b gsa_1.7b] [--micro-batch 1 4]
-    python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard shared] [key=value ...]
+    python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard gsa] [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` fields
@@ -11,9 +11,9 @@ temperature. `ratio` is the median ratio of neighbouring steps, with its standar
 thousandths between devices of one kind. The table by part is one profiled step, in ms per sequence: the kernels of each
 part, and `idle`, the time without any kernel.
 
---lengths (`make bench-step`) measures standard models (cuDNN) and GSA, per query and with a selection for 32 queries,
-over lengths (whole_steps/step_sweep.py). The models have few layers, but their real embedding and head. Each row is
-saved at once in bench_step_lengths.json. A later call measures only cases that have no row for its device and commit.
+--lengths (`make bench-step`) measures standard models (cuDNN) and GSA over lengths (whole_steps/step_sweep.py). The
+models have few layers, but their real embedding and head. Each row is saved at once in bench_step_lengths.json. A later
+call measures only cases that have no row for its device and commit.
 
 The columns: `speed_up` is the standard model's time divided by this model's, in turns. `host_ms` is the time that the
 host needs to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which

@@ -4,8 +4,7 @@
 
 The grid is benchmark/sparse_attention_training of github.com/NVIDIA/cudnn-frontend. A case of the grid has
 one sequence in bf16, a given selection and no indexer. The grid draws a random selection for each query. We
-add selections that 32 queries share, as in training with gsa.selection_block=32. We also add dense attention
-by cuDNN.
+add dense attention by cuDNN.
 
 The first columns of the table are the columns of cudnn-frontend's grid. `flops` and `tflops` count two matrix
 products over the selected entries, as the grid does. `r` is the number of keys that any of 32 neighbouring
@@ -39,7 +38,6 @@ from gsa_kernels.key_lists.triton_build import FilledLists, count_keys, fill_lis
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
-SHARED = 32
 CHECKED_LENGTH = 1024
 TOLERANCE = 1e-2
 CHUNK_NUMBERS = 2**24
@@ -68,26 +66,19 @@ VARIANTS = {
 }
 
 
-def random_rows(variant: Variant, rows: range, share: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw packed masks [1, rows, ceil(rows.stop / 32)] of random entries that begin at or before the query.
-
-    Args:
-        share: number of queries, from a multiple of it on, that select the same earlier entries
-    """
+def random_rows(variant: Variant, rows: range, generator: torch.Generator) -> torch.Tensor:
+    """Draw packed masks [1, rows, ceil(rows.stop / 32)] of random entries that begin at or before the query."""
     size, device = variant.granularity, generator.device
     positions = torch.arange(rows.start, rows.stop, device=device)
-    leaders = positions[::share] // share * share
     entries = torch.arange(-(-rows.stop // size), device=device)
-    chance = torch.rand(len(leaders), len(entries), generator=generator, device=device)
-    chance = chance.masked_fill(entries > (leaders // size)[:, None], -1.0)
+    chance = torch.rand(len(rows), len(entries), generator=generator, device=device)
+    chance = chance.masked_fill(entries > (positions // size)[:, None], -1.0)
     if variant.forced_tail:
-        chance[torch.arange(len(leaders), device=device), leaders // size] = 2.0
+        chance[torch.arange(len(rows), device=device), positions // size] = 2.0
     best = chance.topk(min(variant.entries, len(entries)), -1)
     chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, best.indices, best.values >= 0)
     keys = torch.arange(rows.stop, device=device)
-    selected = chosen.repeat_interleave(size, 1)[:, : rows.stop].repeat_interleave(share, 0)[: len(rows)]
-    if share > 1:  # the entries since the selection was made
-        selected = selected | (keys >= (positions // share * share)[:, None])
+    selected = chosen.repeat_interleave(size, 1)[:, : rows.stop]
     return pack_mask(selected[None] & (keys <= positions[:, None]))
 
 
@@ -116,7 +107,7 @@ class Selected:
         return "gsa masked" if self.lists is None else "gsa lists"
 
 
-def select(variant: Variant, length: int, share: int, seed: int = 0) -> Selected:
+def select(variant: Variant, length: int, seed: int = 0) -> Selected:
     generator = torch.Generator(device=cases.DEVICE).manual_seed(seed)
     step = max(CHUNK_NUMBERS // -(-length // variant.granularity) // 32, 1) * 32
     masks: list[torch.Tensor] = []
@@ -124,14 +115,14 @@ def select(variant: Variant, length: int, share: int, seed: int = 0) -> Selected
     selected = 0
     for start in range(0, length, step):
         rows = range(start, min(start + step, length))
-        mask = random_rows(variant, rows, share, generator)
+        mask = random_rows(variant, rows, generator)
         selected += int(sum(((mask >> bit) & 1).sum() for bit in range(32)))
         filled.append(fill_lists(count_keys(mask, rows).wait()))
         if length <= limits.PACKED_MASK_MAX_TOKENS:
             masks.append(torch.nn.functional.pad(mask, (0, -(-length // 32) - mask.shape[2])))
     lists = join_lists(filled, length)
     r = lists.keys.numel() / lists.counts.numel() / (selected / length)
-    measured = share > 1 or length >= limits.MEASURED_FROM_TOKENS
+    measured = length >= limits.MEASURED_FROM_TOKENS
     if masks and not (measured and union_density(lists) < limits.GATHERED_BELOW_DENSITY):
         return Selected(torch.cat(masks, 1), None, r)
     return Selected(None, lists, r)
@@ -144,9 +135,9 @@ def count_flops(variant: Variant, length: int) -> int:
     return 2 * tokens * variant.shape.heads * 2 * variant.shape.head_size
 
 
-def check(report: harness.Report, name: str, share: int) -> None:
+def check(report: harness.Report, name: str) -> None:
     variant = VARIANTS[name]
-    chosen = select(variant, CHECKED_LENGTH, share)
+    chosen = select(variant, CHECKED_LENGTH)
     x = cases.attention_inputs(variant.shape, 1, CHECKED_LENGTH)
     mask = chosen.mask(CHECKED_LENGTH)
     exact = [each.detach().double().requires_grad_() for each in (x.q, x.k, x.v)]
@@ -156,31 +147,25 @@ def check(report: harness.Report, name: str, share: int) -> None:
     got = [out, *torch.autograd.grad(out, [x.q, x.k, x.v], x.grad)]
     wanted_all = [wanted, *torch.autograd.grad(wanted, exact, x.grad.double())]
     error = max(map(harness.relative_error, got, wanted_all))
-    report.row(check=f"{name}, {share} queries a selection", length=CHECKED_LENGTH, relative_error=error)
+    report.row(check=name, length=CHECKED_LENGTH, relative_error=error)
     if not error < TOLERANCE:
-        report.fail(f"{name}, {share} queries a selection: relative error {error:.1e}")
+        report.fail(f"{name}: relative error {error:.1e}")
 
 
 def measure(report: harness.Report, name: str, length: int) -> None:
     variant = VARIANTS[name]
     shape = variant.shape
     x = cases.attention_inputs(shape, 1, length)
-    kinds: dict[str, Selected] = {
-        "random": select(variant, length, 1),
-        f"shared by {SHARED}": select(variant, length, SHARED),
-    }
-    dense = cases.cudnn(x)
-    runs: dict[str, harness.Run] = {}
-    for kind, chosen in kinds.items():
+    chosen, dense = select(variant, length), cases.cudnn(x)
 
-        def forward(chosen: Selected = chosen) -> torch.Tensor:
-            with torch.no_grad():
-                return chosen.attend(x)
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return chosen.attend(x)
 
-        def both(chosen: Selected = chosen) -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(chosen.attend(x), [x.q, x.k, x.v], x.grad)
+    def both() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(chosen.attend(x), [x.q, x.k, x.v], x.grad)
 
-        runs |= {f"{kind} forward": forward, f"{kind} both": both}
+    runs: dict[str, harness.Run] = {"random forward": forward, "random both": both}
     refused = {}
     for part, run in (("forward", dense.forward), ("both", dense.both)):
         try:
@@ -190,9 +175,8 @@ def measure(report: harness.Report, name: str, length: int) -> None:
             refused[part] = str(refusal).splitlines()[0]
     times = {key: timing.ms for key, timing in harness.measure(runs).items()}
     flops = count_flops(variant, length)
-    for kind in (*kinds, "dense"):
+    for kind, found in (("random", chosen), ("dense", None)):
         ms = times.get(f"{kind} forward")
-        found = kinds.get(kind)
         cells: dict[str, Any] = {
             "variant": name,
             "seqlen": length,
@@ -233,7 +217,7 @@ def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -
         f"`make bench-table` writes this page. {harness.describe(environment)}.",
         "",
         "An entry is a group of neighbouring keys. `random` means that each query has its own random entries.",
-        "`shared by 32` means that 32 queries share one random selection. `dense` is cuDNN with all keys.",
+        "`dense` is cuDNN with all keys.",
         "r is the number of keys that any of 32 neighbouring queries selects, divided by the keys of one query.",
         "The number in parentheses is the dense time divided by this time.",
         "",
@@ -282,8 +266,7 @@ def main() -> int:
     torch.manual_seed(0)
     report = harness.Report("bench_table", arguments)
     for name in arguments.variants:
-        for share in (1, SHARED):
-            check(report, name, share)
+        check(report, name)
     for name in arguments.variants:
         for length in arguments.lengths:
             measure(report, name, length)

@@ -97,19 +97,18 @@ class IndexerInputs:
         return {"score_bias": self.score_bias, "weight_bias": self.weight_bias}
 
 
-def indexer_inputs(batch: int, length: int, likeness: float = 0.0, block: int = 1) -> IndexerInputs:
+def indexer_inputs(batch: int, length: int, likeness: float = 0.0) -> IndexerInputs:
     """Draw inputs that require gradients.
 
     Args:
         likeness: similarity of the 32 queries of a tile, 0 (independent) to 1 (equal). Similar queries select more keys
             in common.
-        block: queries that share a selection
     """
 
     def alike(*inner: int) -> torch.Tensor:
         own = normal(batch, length, *inner)
         shared = normal(batch, -(-length // 32), *inner).repeat_interleave(32, 1)[:, :length]
-        return (likeness**0.5 * shared + (1 - likeness) ** 0.5 * own)[:, ::block].contiguous()
+        return likeness**0.5 * shared + (1 - likeness) ** 0.5 * own
 
     inputs = IndexerInputs(
         alike(INDEXER_HEADS, INDEXER_SIZE),

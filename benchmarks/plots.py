@@ -24,9 +24,7 @@ COLORS = {
     "torch cuDNN": "#1f5fa8",
     "torch flash": "#7a7a7a",
     "GSA token": "#d1661f",
-    "GSA block": "#3b8c4f",
     "GSA token selected": "#8a4fa3",
-    "GSA block selected": "#b03060",
 }
 TRAINED_COLOR = "#111111"
 R = 4

@@ -11,7 +11,6 @@ import cases
 import torch
 from cases import IndexerInputs
 
-from gsa_kernels.selection.block_op import select_block_lists, select_block_mask
 from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
@@ -27,12 +26,9 @@ class Indexer:
     """Holds the selections of one layer."""
 
     inputs: IndexerInputs
-    """Queries and weights of each block's first query."""
     ema: torch.Tensor
     budget: tuple[int, int, int]
     """k_base, k_min and k_max"""
-    block: int = 1
-    """Queries that share a selection."""
     window: int = 0
     """Number of latest keys that each query always selects."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
@@ -44,48 +40,45 @@ class Indexer:
         arguments = self._arguments
         if self.pool > 1:
             return select_groups(*arguments, kernel="gathered")
-        return select_block_lists(*arguments) if self.block > 1 else select_key_lists(*arguments)
+        return select_key_lists(*arguments)
 
     def packed_mask(self) -> torch.Tensor:
         """Select as a packed mask, int32 [1, L, ceil(L / 32)]."""
         arguments = self._arguments
-        if self.pool > 1:
-            packed = select_groups(*arguments, kernel="masked").packed_mask
-        else:
-            select = select_block_mask if self.block > 1 else select_keys
-            packed = select(*arguments).packed_mask
+        selection = select_groups(*arguments, "masked") if self.pool > 1 else select_keys(*arguments)
+        packed = selection.packed_mask
         assert packed is not None
         return packed
 
     @property
     def _arguments(self) -> tuple[SelectionInputs, BudgetRule, torch.Tensor, Geometry]:
         indexer = replace(self.inputs.of_kernels, activation=self.activation)
-        geometry = Geometry(selection_block=self.block, local_window=self.window, indexer_pool=self.pool)
+        geometry = Geometry(local_window=self.window, indexer_pool=self.pool)
         return indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry
 
 
 def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
-    """Return the length and the indexers by layer from a file of launch/export_indexer.py."""
+    """Return the length and the indexers by layer from a file of launch/export_indexer.py.
+
+    Raises:
+        ValueError: queries share selections, which only release studies-0.1 has.
+    """
     content = torch.load(path, map_location=cases.DEVICE, weights_only=True)
     gsa = content["gsa"]
-    block = gsa["selection_block"]
+    if gsa.get("selection_block", 1) != 1:
+        raise ValueError(f"{path}: selection_block is {gsa['selection_block']}; use release studies-0.1")
     indexers = {}
     for layer, x in content["layers"].items():
         own: dict[str, Any] = {
             name: None if tensor is None else tensor.to(cases.DTYPE) for name, tensor in x.items()
         }
         inputs = IndexerInputs(
-            own["queries"][:, ::block].contiguous(),
-            own["keys"],
-            own["weight_logits"][:, ::block].contiguous(),
-            own["score_bias"],
-            own["weight_bias"],
+            own["queries"], own["keys"], own["weight_logits"], own["score_bias"], own["weight_bias"]
         )
         indexers[layer] = Indexer(
             inputs,
             x["variance_ema"].float(),
             (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
-            block,
             gsa["local_window"],
             WITHOUT_HEAD_WEIGHTS.get(gsa["indexer_activation"], gsa["indexer_activation"]),
             gsa["adaptive_k"],

@@ -49,7 +49,7 @@ def parts(selects: bool, gated: bool) -> Parts:
     """
     if selects:
         return Parts(("index",), ("heads",), ("gate",) if gated else ())
-    return Parts(("heads",), (), ("gate", "index key")) if gated else Parts(("heads", "index key"), (), ())
+    return Parts(("heads",), (), ("gate",) if gated else ())
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:

@@ -52,39 +52,33 @@ SHAPES = {
 }
 
 STANDARD = "standard"
-_SHARED = ("gsa.selection_block=32", "gsa.local_window=64")
 MODELS: dict[str, tuple[str, ...]] = {
     STANDARD: ("gsa.dense_attention=cudnn",),
     "gsa": (),
     "gsa_rope": ("gsa.indexer_rope=true",),
-    "shared": _SHARED,
-    "shared_rope": (*_SHARED, "gsa.indexer_rope=true"),
 }
 """Overrides that each model applies to its shape's config, which is standard or GSA."""
 
 REUSE = 4
 """Layers with one selection, in the models of that name."""
-MODELS |= {
-    f"{name}_reuse": (*MODELS[name], f"gsa.selection_reuse={REUSE}") for name in ("gsa_rope", "shared_rope")
-}
+MODELS["gsa_rope_reuse"] = (*MODELS["gsa_rope"], f"gsa.selection_reuse={REUSE}")
 
 BUDGETS = (512, 1024)
 """Selected keys, `k_base`, in the models of these names; the shipped configs of 1.7B and 7B have 2048."""
 MODELS |= {
-    f"{name}_k{budget}": (
-        *MODELS[name],
+    f"gsa_rope_reuse_k{budget}": (
+        *MODELS["gsa_rope_reuse"],
         f"gsa.k_base={budget}",
         f"gsa.k_min={budget // 8}",
         f"gsa.k_max={2 * budget}",
     )
-    for name in ("gsa_rope_reuse", "shared_rope", "shared_rope_reuse")
     for budget in BUDGETS
 }
 
 _GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in MODELS if not name.startswith("gsa_rope")}
 
-BY_DEFAULT = (STANDARD, "gsa", "shared", "shared_rope")
+BY_DEFAULT = (STANDARD, "gsa", "gsa_rope")
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 

@@ -21,11 +21,11 @@ from whole_steps.step_bench import OurTrainee, random_batches
 PARTS = (
     (
         "selection",
-        r"^_?(scores_kernel|select|best_groups|candidates|guess|narrow|block_lists_kernel|fill_kernel)",
+        r"^_?(scores_kernel|select|best_groups|candidates|guess|narrow|fill_kernel)",
     ),
     (
         "indexer KL",
-        r"^_?(stacked_|gathered_|block_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|totals_kernel)",
+        r"^_?(stacked_|gathered_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|totals_kernel)",
     ),
     (
         "attention",

@@ -11,10 +11,9 @@ With infinite inputs only the size and the causality of the selection are guaran
 bit for bit, with one exception in the last bits, which the next paragraph describes.
 
 The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. Over a
-packed mask this holds bit for bit. Over key lists it holds bit for bit if blocks of queries share a selection. If each
-query selects for itself, the limits.TILE_QUERIES neighbouring queries of a tile share one list, and sums follow the
-order of that list. The last bits (1e-7 of a value in fp32) then depend on the keys that the neighbours select,
-including later queries.
+packed mask this holds bit for bit. Over key lists the limits.TILE_QUERIES neighbouring queries of a tile share one
+list, and sums follow the order of that list. The last bits (1e-7 of a value in fp32) then depend on the keys that the
+neighbours select, including later queries.
 """
 
 from __future__ import annotations
@@ -50,16 +49,15 @@ def select(
     the scores of the kernels, which differ from the reference by rounding.
 
     Args:
-        indexer: queries [B, R, HI, DI] of the R = ceil(L / selection_block) queries that select; all Lk keys
+        indexer: queries [B, L, HI, DI]; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
         kernel: the attention kernel that will read the selection. `masked`: packed mask. `gathered`: key lists (for
             each tile of queries, the keys that any of them selects). `auto` with the reference: packed mask. `auto`
-            with Triton: key lists above limits.PACKED_MASK_MAX_TOKENS keys. For shorter sequences `auto` compares the
-            density of the selection with a limit. The density of shared selections follows from k_base. The density of
-            individual selections is measured from limits.MEASURED_FROM_TOKENS keys on; shorter ones get a packed mask.
-            Key lists of individual selections synchronise the host with the device: their length depends on the data.
-        with_log_sum: also return `Selection.log_sum`, which saves the indexer loss one pass; needs a packed mask,
-            selection_block 1 and indexer_pool 1
+            with Triton: key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask below
+            limits.MEASURED_FROM_TOKENS keys. In between `auto` measures the density of the selection and compares it
+            with a limit. Key lists synchronise the host with the device: their length depends on the data.
+        with_log_sum: also return `Selection.log_sum`, which saves the indexer loss one pass; needs a packed mask and
+            indexer_pool 1
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.
@@ -121,10 +119,9 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows: GSA, equations 14 and 15.
 
-    The target p_t is the attention of query t, averaged over the heads. If a block of queries shares a selection, p_t
-    is also averaged over the queries of the block. With `indexer_pool`, p_t is summed over each group of keys, and S_t
-    contains the groups that the query selects. Gradients reach only the tensors of the indexer, including
-    the inverse temperature.
+    The target p_t is the attention of query t, averaged over the heads. With `indexer_pool`, p_t is summed over each
+    group of keys, and S_t contains the groups that the query selects. Gradients reach only the tensors of the indexer,
+    including the inverse temperature.
 
     Args:
         q, k: all heads
@@ -134,7 +131,7 @@ def indexer_loss(
 
     Returns:
         loss: fp32, 0-d
-        kl_of_rows: fp32 [B, R], without gradient; NaN for rows not sampled
+        kl_of_rows: fp32 [B, L], without gradient; NaN for rows not sampled
     """
     _check_rows(indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -210,10 +207,8 @@ def decode_step(
 ) -> torch.Tensor:
     """Decode one token per sequence. Select keys from the cache, attend to them, and apply the gate, without gradient.
 
-    With `selection_block` b, the first token of each aligned block of b tokens selects. `cache.selection` keeps the
-    selected keys for the rest of the block. Sequences may be at different offsets in their blocks. With Triton the host
-    does not synchronise with the device. A CUDA graph can therefore capture the step and replay it while
-    `cache.lengths` grows.
+    With Triton the host does not synchronise with the device. A CUDA graph can therefore capture the step and replay it
+    while `cache.lengths` grows.
 
     Args:
         q: [B, H, D], of the token at position lengths - 1
@@ -221,7 +216,7 @@ def decode_step(
             cache of single tokens' keys. With `indexer_pool` each key has the rotary angle of its group's first token
         cache: this layer's; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
-        geometry: `selection_block`, `local_window` and `indexer_pool` of training, other fields at their defaults
+        geometry: `local_window` and `indexer_pool` of training, other fields at their defaults
         gate_logits: [B, H, D], G1 before its sigmoid
 
     Returns:
@@ -229,8 +224,8 @@ def decode_step(
     """
     if geometry.document_starts is not None or geometry.query_start != 0:
         raise ValueError(
-            f"geometry has document_starts or query_start {geometry.query_start}; pass selection_block, "
-            "local_window and indexer_pool alone: a cache holds one document"
+            f"geometry has document_starts or query_start {geometry.query_start}; pass local_window and indexer_pool "
+            "alone: a cache holds one document"
         )
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (len(q), 1, None, None))
     sizes = tuple(cache.k.shape[:2])
@@ -247,7 +242,7 @@ def _operations(implementation: Implementation) -> ModuleType:
 
 
 def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
-    """Check that the indexer has one row per query that selects."""
+    """Check that the indexer has one row per query."""
     batch, num_rows = indexer.queries.shape[:2]
     length = indexer.keys.shape[1] - geometry.query_start
     if length < 1:
@@ -255,11 +250,10 @@ def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
             f"query_start is {geometry.query_start} with {indexer.keys.shape[1]} keys; pass the keys up to the last "
             "query's own"
         )
-    wanted = -(-length // geometry.selection_block)
-    if num_rows != wanted:
+    if num_rows != length:
         raise ValueError(
-            f"indexer.queries has {num_rows} rows; pass {wanted}: the first of each {geometry.selection_block} of the "
-            f"{length} queries from position {geometry.query_start} to the last key"
+            f"indexer.queries has {num_rows} rows; pass {length}: the queries from position {geometry.query_start} to "
+            "the last key"
         )
     if geometry.document_starts is not None:
         check_shape("document_starts", geometry.document_starts, "[B, L]", (batch, length))

@@ -91,17 +91,12 @@ def check_budget_rule(k_base: int, k_min: int, k_max: int, adaptive_k: str, dens
         raise ValueError(f"adaptive_k is {adaptive_k!r}; pass 'inverse', 'direct' or 'off'")
 
 
-def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:
-    """Count the queries at positions query_start .. num_keys - 1, in whole blocks from the first query on."""
+def count_queries(query_start: int, num_keys: int) -> int:
+    """Count the queries at positions query_start .. num_keys - 1."""
     if not 0 <= query_start < num_keys:
         raise ValueError(
             f"query_start is {query_start} with {num_keys} keys; pass 0 <= query_start < {num_keys}, and the keys up "
             "to the last query's own"
-        )
-    if query_start % block != 0:
-        raise ValueError(
-            f"query_start is {query_start} with selection_block {block}; pass a multiple of {block}, so that no "
-            "block is cut"
         )
     return num_keys - query_start
 

@@ -30,8 +30,8 @@ class LayerOutput(NamedTuple):
     output: torch.Tensor
     """[B, L, d]"""
     indexer_loss: torch.Tensor
-    """fp32, 0-d: mean KL over the rows with two candidates or more, to be added to the loss of the model; its gradient
-    reaches the indexer alone."""
+    """fp32, 0-d: mean KL over the queries with two candidates or more, to be added to the loss of the model; its
+    gradient reaches the indexer alone."""
     selection: Selection
     """The keys that the queries selected. In dense attention the queries attend to more keys."""
 
@@ -141,7 +141,7 @@ class GatedSparseAttention(nn.Module):
             total, _ = indexer_loss(
                 indexer, heads.q, heads.k, lse, attended, geometry, implementation=implementation
             )  # eqs. 14 and 15
-        # A row with one candidate has a KL of 0.
+        # A query with one candidate has a KL of 0.
         count = _has_choice(selection.variance, geometry).sum().clamp(min=1)
         return LayerOutput(self.o_proj(out.flatten(2)), total / count, selection)
 
@@ -172,7 +172,7 @@ class GatedSparseAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.training:
             raise ValueError("cache is given in training mode; call eval() first, or pass cache=None")
-        heads, indexer = self._heads(x, positions, cache.length), self._index(x, every_query=True)
+        heads, indexer = self._heads(x, positions, cache.length), self._index(x)
         with _own_precision(x):
             out, weights = attend_with_cache(
                 cache, heads, indexer, self.config, self.variance_ema, attention, need_weights
@@ -199,14 +199,13 @@ class GatedSparseAttention(nn.Module):
         gate = None if self.output_gate is None else self.output_gate(x).unflatten(-1, size)
         return Heads(q, k, v.unflatten(-1, size), gate)
 
-    def _index(self, x: torch.Tensor, every_query: bool = False) -> Indexer:
+    def _index(self, x: torch.Tensor) -> Indexer:
         """Compute queries, keys and head weights of equation 7 from detached x: only the indexer loss trains them."""
         config, x = self.config, x.detach()
-        leaders = x if every_query else x[:, :: config.selection_block]
         return Indexer(
-            self.indexer_query(leaders).unflatten(-1, (config.indexer_heads, config.indexer_dim)),
+            self.indexer_query(x).unflatten(-1, (config.indexer_heads, config.indexer_dim)),
             self.indexer_key(x),
-            self.indexer_head_weight(leaders),
+            self.indexer_head_weight(x),
             self.indexer_score_bias,
             self.indexer_head_weight_bias,
             config.indexer_activation,
@@ -272,12 +271,10 @@ def _own_precision(x: torch.Tensor) -> torch.autocast:
 
 
 def _has_choice(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """bool [B, R]: rows of the indexer with at least two causal keys, or groups of keys before their own."""
-    batch, rows = variance.shape
-    place, pool = torch.arange(rows, device=variance.device) * geometry.selection_block, geometry.indexer_pool
-    starts = geometry.document_starts
-    first = 0 if starts is None else starts[:, :: geometry.selection_block]
-    return (place // pool - first // pool >= min(pool, 2)).expand(batch, rows)
+    """bool [B, L]: queries with at least two causal keys, or groups of keys before their own."""
+    place, pool = torch.arange(variance.shape[1], device=variance.device), geometry.indexer_pool
+    first = 0 if geometry.document_starts is None else geometry.document_starts
+    return (place // pool - first // pool >= min(pool, 2)).expand_as(variance)
 
 
 def rotate(

@@ -1,8 +1,7 @@
 """What `GatedSparseAttention` keeps of the tokens it has seen, and the attention of new tokens over them.
 
 New tokens come in any number: a single one is decoded (`api.decode_step`), several are the last queries of all keys so
-far. While a block of queries that share a selection, or a group of keys, is open, its tokens are decoded one after the
-other.
+far. While a group of keys is open, its tokens are decoded one after the other.
 """
 
 from __future__ import annotations
@@ -107,9 +106,8 @@ def attend_with_cache(
         weights = heads.q.new_zeros(shape, dtype=compute_dtype(q=heads.q))
     first = 0
     while first < num_new:
-        unit = max(config.selection_block, config.indexer_pool)
-        in_open_block = attention == "sparse" and cache.length % unit > 0
-        last = first + 1 if in_open_block else num_new
+        in_open_group = attention == "sparse" and cache.length % config.indexer_pool > 0
+        last = first + 1 if in_open_group else num_new
         part, rows = heads.part(first, last), _rows(indexer, first, last)
         _append(cache, part, rows)
         if attention == "sparse" and last - first == 1:
@@ -130,7 +128,6 @@ def attend_with_cache(
                 implementation=config.implementation_on(k.device),
             )
             attended = attended_keys(selection, geometry, part.q, k) if need_weights else None
-            _select_for_open_block(cache, part, rows, config, variance_ema)
         if weights is not None and attended is not None:
             keys = cache.decode.k[:, : cache.length]
             weights[:, :, first:last, : cache.length] = attention_probs(part.q, keys, attended)
@@ -206,30 +203,14 @@ def _select(
     if attention == "dense":
         return Geometry(query_start=start), None
     geometry = config.geometry(None, start)
-    leaders = replace(indexer, keys=cache.indexer_keys[:, : cache.length])
+    with_all_keys = replace(indexer, keys=cache.indexer_keys[:, : cache.length])
     return geometry, select(
-        pooled(leaders, geometry).of_block_leaders(config.selection_block),
+        pooled(with_all_keys, geometry),
         config.rule,
         variance_ema,
         geometry,
         implementation=config.implementation_on(indexer.keys.device),
     )
-
-
-def _select_for_open_block(
-    cache: GSACache, heads: Heads, indexer: Indexer, config: GSAConfig, variance_ema: torch.Tensor
-) -> None:
-    """Where the cache's last block is open and its first query among these, keep what that query selects.
-
-    It is decoded once more, with the keys up to its own, which leaves its selection in the cache.
-    """
-    leader = cache.length - cache.length % config.selection_block
-    row = leader - (cache.length - heads.q.shape[1])
-    if leader == cache.length or row < 0:
-        return
-    lengths = torch.full_like(cache.decode.lengths, leader + 1)
-    as_it_was = replace(cache, decode=replace(cache.decode, lengths=lengths))
-    _decode(as_it_was, heads.part(row, row + 1), _rows(indexer, row, row + 1), config, variance_ema)
 
 
 def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:

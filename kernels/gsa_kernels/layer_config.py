@@ -59,10 +59,7 @@ class GSAConfig:
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
-    """Number of latest keys that are always selected. The paper has 0; `selection_block` > 1 needs at least its
-    value."""
-    selection_block: int = 1
-    """Queries in aligned blocks of this many share a selection; 1 in the paper."""
+    """Number of latest keys that are always selected. The paper has 0."""
     indexer_pool: int = 1
     """Neighbouring keys that are selected together, by their mean; 1 in the paper. Above 1, k_min is at least this."""
     rope_base: float = 10000.0
@@ -129,8 +126,7 @@ class GSAConfig:
         return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     def geometry(self, document_starts: torch.Tensor | None, query_start: int = 0) -> Geometry:
-        shared = (self.selection_block, self.local_window, self.indexer_pool)
-        return Geometry(document_starts, query_start, *shared)
+        return Geometry(document_starts, query_start, self.local_window, self.indexer_pool)
 
     def implementation_on(self, device: torch.device) -> Implementation:
         """Return the implementation that runs on a device.
@@ -151,11 +147,6 @@ class GSAConfig:
             "head_dim": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
             "indexer_heads": (self.indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
             "indexer_dim": (self.indexer_dim, sizes, f"{sizes[0]} to {sizes[-1]}"),
-            "selection_block": (
-                self.selection_block,
-                limits.SELECTION_BLOCKS,
-                f"one of {limits.SELECTION_BLOCKS}",
-            ),
             "indexer_pool": (self.indexer_pool, limits.KEY_POOLS, f"one of {limits.KEY_POOLS}"),
         }
         for name, (value, taken, words) in fields.items():

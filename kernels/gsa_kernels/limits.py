@@ -33,13 +33,6 @@ DECODE_INDEXER_HEADS = range(1, 17)
 TILE_QUERIES = 32
 """Queries whose selections share a list of keys: one query per bit of a word (key_lists/triton_build.py)."""
 
-TILE_SIZES = (16, TILE_QUERIES)
-"""Queries of a tile of key lists. Blocks of 16 queries that share a selection have tiles of 16."""
-
-SELECTION_BLOCKS = (1, 16, 32, 64, 128)
-"""Queries that share a selection. A block above 1 is one tile of the key lists, or several tiles of 32. The kernel of
-the loss target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
-
 KEY_POOLS = (1, 2, 4, 8, 16, 32, 64)
 """Neighbouring keys that are selected together. A power of two, so that a word of a packed mask holds whole groups, or
 a group whole words (selection/triton_group_keys.py)."""
@@ -74,34 +67,13 @@ GATHERED_BELOW_DENSITY = 2 / 3
 attention over key lists is faster than attention under a packed mask. The work over lists grows with their length; the
 work under a mask does not. benchmarks/bench_attention.py and bench_gathered.py measure both."""
 
-SHARED_GATHERED_BELOW_DENSITY = 2 / 3
-"""The same limit for selections that blocks of queries share. Training does not measure their density; `shared_density`
-computes it from k_base. Under a packed mask attention's backward pass also computes the indexer loss."""
-
 Kernel = Literal["auto", "masked", "gathered"]
 
 
-def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int, keys_per_query: int) -> bool:
-    """Return whether a selection becomes key lists whatever it contains.
-
-    With "auto", the measured density of individual selections may also decide for key lists. The density of shared
-    selections is known beforehand.
-
-    Args:
-        seq_len_tokens: Lk, the number of keys up to the last query
-        keys_per_query: sum of k_base and the local window
-    """
-    if kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS:
-        return True
-    if kernel == "masked" or selection_block == 1:
-        return False
-    return shared_density(seq_len_tokens, keys_per_query) < SHARED_GATHERED_BELOW_DENSITY
-
-
-def shared_density(seq_len_tokens: int, keys_per_query: int) -> float:
-    """Divide the selected pairs of query and key in one document by its causal pairs, with equal budgets."""
-    selected = min(keys_per_query / seq_len_tokens, 1.0)
-    return 2 * selected - selected**2
+def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
+    """Return whether a selection of keys up to position `seq_len_tokens` becomes key lists whatever it contains. With
+    "auto", the measured density may also decide for key lists."""
+    return kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS
 
 
 # ---- selection
@@ -113,14 +85,6 @@ return the log-sum that saves the indexer loss a pass."""
 
 GROUP_KEYS = 8
 """Group size of longer rows, whose search first compares the maxima of groups (selection/triton_select_long.py)."""
-
-
-def long_row_bytes(num_keys: int, most_keys: int) -> int:
-    """Return the scratch memory of a row that is too long for registers. The memory holds the maxima of groups, the
-    maxima of clusters of groups if there are many groups, and the numbers of the best groups."""
-    groups = ceil_div(num_keys, GROUP_KEYS)
-    return 4 * (groups + ceil_div(groups, GROUP_KEYS) + next_power_of_2(most_keys))
-
 
 CANDIDATES_FROM = 8192
 """Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""

@@ -19,12 +19,12 @@ from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.pool import earlier_groups, keys_of_groups, sum_over_groups
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
-from gsa_kernels.limits import Kernel
-from gsa_kernels.loss.reference import indexer_kl, renormalise_target, sum_over_blocks
+from gsa_kernels.limits import TILE_QUERIES, Kernel
+from gsa_kernels.loss.reference import indexer_kl, renormalise_target
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import sample_rows, systematic
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
-from gsa_kernels.selection.reference import expand_block_selection, local_window_mask, select_top_k
+from gsa_kernels.selection.reference import local_window_mask, select_top_k
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
 
 
@@ -40,11 +40,11 @@ def select(
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
-    block, window, pool = geometry.selection_block, geometry.local_window, geometry.indexer_pool
-    scores, of_rows = _scores(indexer, pool), causal[:, ::block]
-    candidates = of_rows if pool == 1 else _candidates(geometry, positions, num_keys)
+    window, pool = geometry.local_window, geometry.indexer_pool
+    scores = _scores(indexer, pool)
+    candidates = causal if pool == 1 else _candidates(geometry, positions, num_keys)
     _, variance = score_moments(scores, candidates)
-    budget_of, visible = partial(adaptive_budget, variance, variance_ema), of_rows.sum(-1)
+    budget_of, visible = partial(adaptive_budget, variance, variance_ema), causal.sum(-1)
     budget = number = budget_of(visible, **asdict(rule))
     if pool > 1:  # a document may begin inside a group: a query with few keys chooses all groups
         selectable, of_rule = candidates.sum(-1), asdict(replace(rule, dense_below=0))
@@ -53,17 +53,16 @@ def select(
     groups = chosen = select_top_k(scores, candidates, number)
     if pool > 1:
         chosen = keys_of_groups(groups, positions, pool, num_keys)
-    chosen = expand_block_selection(chosen, block, len(positions))
     chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
     log_sum = None
     if with_log_sum and pool == 1:
-        logits = (scores * indexer.inverse_temperature).masked_fill(~chosen[:, ::block], float("-inf"))
+        logits = (scores * indexer.inverse_temperature).masked_fill(~chosen, float("-inf"))
         log_sum = logits.logsumexp(-1).float()
     statistics = (budget.to(torch.int32), variance)
     if kernel != "gathered":
         group_mask = None if pool == 1 else pack_mask(groups)
         return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum, group_mask=group_mask)
-    lists, group_lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32), None
+    lists, group_lists = key_lists_from_mask(chosen), None
     if pool > 1:
         at_firsts = groups.repeat_interleave(pool, -1)[..., :num_keys]
         at_firsts &= torch.arange(num_keys, device=device) % pool == 0
@@ -167,21 +166,18 @@ def decode_step(
         k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
     lengths = cache.lengths.clamp(max=max_length)
     found = decode_top_k(indexer, lengths, rule, variance_ema, geometry.indexer_pool)
-    selected = torch.zeros_like(found.selected)
-    for sequence, length in enumerate(lengths.tolist()):
-        state = cache.selection
-        if (length - 1) % geometry.selection_block == 0 or length == 0:
-            keys = found.selected[sequence].nonzero()[:, 0]
-            state.indices[sequence, : len(keys)] = keys.to(torch.int32)
-            state.counts[sequence] = len(keys)
-            state.variance[sequence] = found.variance[sequence]
-        selected[sequence, state.indices[sequence, : int(state.counts[sequence])].long()] = True
+    state = cache.selection
+    for sequence, selected in enumerate(found.selected):
+        keys = selected.nonzero()[:, 0]
+        state.indices[sequence, : len(keys)] = keys.to(torch.int32)
+        state.counts[sequence] = len(keys)
+    state.variance[: len(found.variance)] = found.variance
     return decode_attention(
         q,
         k,
         v,
         lengths,
-        selected,
+        found.selected,
         local_window=geometry.local_window,
         pool=geometry.indexer_pool,
         output_gate_logits=gate_logits,
@@ -217,7 +213,7 @@ def kl_of_rows(
     selection: Selection | None,
     geometry: Geometry,
 ) -> torch.Tensor:
-    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each row, [B, R] (eqs. 14, 15).
+    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each query, [B, L] (eqs. 14, 15).
 
     With groups of keys p is summed over each group, and the set holds the groups that the query chose.
 
@@ -225,15 +221,14 @@ def kl_of_rows(
         probs: [B, L, Lk], p of all queries at any scale
         attended: bool [B or 1, L, Lk], `attended_keys`
     """
-    block, pool, num_keys = geometry.selection_block, geometry.indexer_pool, probs.shape[-1]
-    rows = attended[:, ::block]
+    pool, num_keys, rows = geometry.indexer_pool, probs.shape[-1], attended
     if pool > 1 and selection is None:
         rows = _candidates(
             geometry, torch.arange(geometry.query_start, num_keys, device=probs.device), num_keys
         )
     elif selection is not None and pool > 1:
         rows = _chosen_groups(selection, -(-num_keys // pool), pool)
-    target = sum_over_blocks(probs, block) if pool == 1 else sum_over_groups(probs, pool)
+    target = probs if pool == 1 else sum_over_groups(probs, pool)
     return indexer_kl(_scores(indexer, pool), renormalise_target(target, rows), rows, _temperature(indexer))
 
 
@@ -251,7 +246,7 @@ def _candidates(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> t
 
 
 def _scores(indexer: Indexer, pool: int = 1) -> torch.Tensor:
-    """I of each row against all keys, or groups, causal or not: [B, R, Lk or G]."""
+    """I of each row against all keys, or groups, causal or not: [B, L, Lk or G]."""
     return indexer_scores(
         indexer.queries,
         indexer.keys[:, ::pool],
@@ -284,13 +279,10 @@ def _taken_rows(
         queries = (first + sample.rows()[:, None] * pool + torch.arange(pool)).flatten()
         return queries[queries < num_rows], factor
     if not by_lists:
-        sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, geometry.selection_block)
+        sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
         return (None if sample.every == 1 else sample.rows()), factor
-    assert selection is not None
-    assert selection.key_lists is not None
-    unit = selection.key_lists.queries if geometry.selection_block == 1 else 1
-    first, factor = systematic(-(-num_rows // unit), rows.fraction, rows.seed)
+    first, factor = systematic(-(-num_rows // TILE_QUERIES), rows.fraction, rows.seed)
     if factor * size == 1:
         return None, factor
     numbers = torch.arange(num_rows)
-    return numbers[numbers // unit % (factor * size) == first + rank * factor], factor
+    return numbers[numbers // TILE_QUERIES % (factor * size) == first + rank * factor], factor

@@ -9,7 +9,6 @@ import torch
 
 from gsa_kernels import limits
 from gsa_kernels.attention.op import sampled_lse, sparse_attention
-from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode.op import decode_step
@@ -20,7 +19,6 @@ from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.groups import group_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.sampling import SampledRows
-from gsa_kernels.selection.block_op import select_block_lists, select_block_mask
 from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
@@ -48,11 +46,6 @@ def select(
     num_keys = indexer.keys.shape[1]
     if geometry.indexer_pool > 1:
         return select_groups(indexer, rule, variance_ema, geometry, kernel)
-    if geometry.selection_block > 1:
-        keys_per_query = rule.k_base + geometry.local_window
-        as_lists = limits.takes_key_lists(kernel, num_keys, geometry.selection_block, keys_per_query)
-        select_shared = select_block_lists if as_lists else select_block_mask
-        return select_shared(indexer, rule, variance_ema, geometry)
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
         listed = select_key_lists(indexer, rule, variance_ema, geometry)
         assert listed.key_lists is not None
@@ -83,9 +76,10 @@ def indexer_loss(
         if geometry.indexer_pool > 1:
             return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
         if selection is not None and selection.key_lists is not None:
-            lists, block = selection.key_lists, geometry.selection_block
-            target = partial(head_sum_probs_lists, q, k, lse, lists, selection_block=block)
-            return gathered_indexer_loss(indexer, target, lists, block, rows)
+            lists = selection.key_lists
+            return gathered_indexer_loss(
+                indexer, partial(head_sum_probs_lists, q, k, lse, lists), lists, rows
+            )
         return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
 
 
@@ -99,21 +93,15 @@ def _loss_by_rows(
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the loss in chunks of rows, for which the target [B, rows, Lk] is computed."""
-    block = geometry.selection_block
     packed_mask = None if selection is None else selection.packed_mask
-    log_sum = None if selection is None or block > 1 else selection.log_sum
+    log_sum = None if selection is None else selection.log_sum
     # fp16 probabilities have a relative error of 2^-12, similar to the scores from the hardware's tanh.
     dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
 
     def target(chunk: SampledRows) -> torch.Tensor:
-        if block == 1:
-            return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
-        return block_sum_probs_rows(q, k, lse, chunk, geometry, packed_mask)
+        return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
 
-    # Each head's probabilities sum to 1 over the keys of its log-sum-exp. In shared selections the later queries of a
-    # block attend to other keys than the first query. The loss covers the keys of the first query, so the sum is then
-    # unknown.
-    row_sum = float(q.shape[2]) if block == 1 else None
-    of_rows = packed_mask if packed_mask is None or block == 1 else packed_mask[:, ::block]
-    attended = Attended(of_rows, log_sum, geometry)
+    # Each head's probabilities sum to 1 over the keys of its log-sum-exp.
+    row_sum = float(q.shape[2])
+    attended = Attended(packed_mask, log_sum, geometry)
     return masked_indexer_loss(indexer, Target(target, row_sum), attended, rows)

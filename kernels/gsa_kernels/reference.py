@@ -8,10 +8,10 @@ from gsa_kernels.attention.reference import AttentionOutput, sparse_attention
 from gsa_kernels.decode.reference import DecodeTopK, decode_attention, decode_top_k
 from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import indexer_scores
-from gsa_kernels.loss.reference import indexer_kl, renormalise_target, sum_over_blocks
+from gsa_kernels.loss.reference import indexer_kl, renormalise_target
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.causal_mask import causal_mask
-from gsa_kernels.selection.reference import expand_block_selection, local_window_mask, select_top_k
+from gsa_kernels.selection.reference import local_window_mask, select_top_k
 from gsa_kernels.selection.statistics import adjacent_overlap, union_ratio
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "causal_mask",
     "decode_attention",
     "decode_top_k",
-    "expand_block_selection",
     "indexer_kl",
     "indexer_scores",
     "local_window_mask",
@@ -31,6 +30,5 @@ __all__ = [
     "select_top_k",
     "sigmoid_gate",
     "sparse_attention",
-    "sum_over_blocks",
     "union_ratio",
 ]

@@ -48,14 +48,14 @@ def sample_rows(
     """Choose a systematic sample: evenly spaced stretches, so that each part of the sequence is represented in every
     draw.
 
-    An estimate takes or skips stretches of STRETCH_ROWS queries, however many of them share a row. If all rows are
-    computed, ranks divide them in stretches of STRETCH_ROWS rows, which are whole tiles of the kernels.
+    An estimate takes or skips stretches of STRETCH_ROWS queries. If all rows are computed, ranks divide them in
+    stretches of STRETCH_ROWS rows, which are whole tiles of the kernels.
 
     Args:
         fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows
         seed: chooses the first stretch, each of n with the same probability
         share: (rank, size): this rank takes every size-th of the chosen stretches, from number `rank` on
-        queries_per_row: queries that share a selection, or a group
+        queries_per_row: queries of a group of keys (loss/groups.py), or 1
 
     Returns:
         The rows, possibly none, and the factor for the sum over all shares of the sample.

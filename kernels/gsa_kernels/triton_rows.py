@@ -47,7 +47,6 @@ def rows_of_program(
     query_start,
     row_start,
     num_rows,
-    STRIDE: tl.constexpr,
     BM: tl.constexpr,
     STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
@@ -68,7 +67,7 @@ def rows_of_program(
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
     in_sequence = rows_of(tile * BM, row_start, BM, STRETCH, SPACING)
-    positions = tl.where(valid, query_start + in_sequence * STRIDE, -1)
+    positions = tl.where(valid, query_start + in_sequence, -1)
     row_index = b.to(tl.int64) * R + in_sequence
-    last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING)
     return tile, b, local, valid, positions, row_index, last

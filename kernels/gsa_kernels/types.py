@@ -1,14 +1,14 @@
 """Defines the types that the operations take: frozen dataclasses, validated on construction.
 
 Letters in shapes: B sequences, each with L queries and Lk keys; H query heads and Hkv key-value heads of size D; HI
-indexer heads of size DI. R is the number of indexer rows: R = L, or one row per block of queries that share a
-selection. Query i is at position t = query_start + i of its sequence, key s is at position s, and Lk = query_start + L.
+indexer heads of size DI. Query i is at position t = query_start + i of its sequence, key s is at position s, and
+Lk = query_start + L.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,11 +30,11 @@ class Indexer:
     """
 
     queries: torch.Tensor
-    """q, [B, R, HI, DI]: row r belongs to the first query of block r, query r * selection_block."""
+    """q, [B, L, HI, DI]."""
     keys: torch.Tensor
     """k, [B, Lk, DI]: one key for all indexer heads, in the dtype of the queries."""
     head_weight_logits: torch.Tensor
-    """w, [B, R, HI]."""
+    """w, [B, L, HI]."""
     score_bias: torch.Tensor | None = None
     """b, [HI]; 0 if None."""
     head_weight_bias: torch.Tensor | None = None
@@ -45,10 +45,10 @@ class Indexer:
     gradient."""
 
     def __post_init__(self) -> None:
-        check_shape("queries", self.queries, "[B, R, HI, DI]", (None, None, None, None))
-        batch, rows, heads, dim = self.queries.shape
+        check_shape("queries", self.queries, "[B, L, HI, DI]", (None, None, None, None))
+        batch, length, heads, dim = self.queries.shape
         check_shape("keys", self.keys, "[B, Lk, DI]", (batch, None, dim))
-        check_shape("head_weight_logits", self.head_weight_logits, "[B, R, HI]", (batch, rows, heads))
+        check_shape("head_weight_logits", self.head_weight_logits, "[B, L, HI]", (batch, length, heads))
         biases = {"score_bias": self.score_bias, "head_weight_bias": self.head_weight_bias}
         check_activation(self.activation, heads, **biases)
         beta = self.inverse_temperature
@@ -56,17 +56,6 @@ class Indexer:
             raise ValueError(f"inverse_temperature has shape {tuple(beta.shape)}; pass one element")
         if not isinstance(beta, torch.Tensor) and not beta > 0:
             raise ValueError(f"inverse_temperature is {beta}; pass a positive number")
-
-    def of_block_leaders(self, selection_block: int) -> Indexer:
-        """Return the rows of each aligned block's first query, from an indexer with a row per query."""
-        check_at_least("selection_block", selection_block, 1)
-        if selection_block == 1:
-            return self
-        return replace(
-            self,
-            queries=self.queries[:, ::selection_block],
-            head_weight_logits=self.head_weight_logits[:, ::selection_block],
-        )
 
 
 @dataclass(frozen=True)
@@ -94,15 +83,13 @@ class BudgetRule:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Describes positions of the queries, keys that they may select, and queries that share a selection."""
+    """Describes positions of the queries and keys that they may select."""
 
     document_starts: torch.Tensor | None = None
     """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of query t are
     document_starts[b, i] <= s <= t. Default: one document per sequence."""
     query_start: int = 0
-    """Position of the first query, a multiple of `selection_block`; only context parallelism needs values above 0."""
-    selection_block: int = 1
-    """Each aligned block of this number of queries shares the top-k of its first query; 1 in the paper."""
+    """Position of the first query, a multiple of `indexer_pool`; only context parallelism needs values above 0."""
     local_window: int = 0
     """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
     indexer_pool: int = 1
@@ -112,23 +99,12 @@ class Geometry:
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
-        check_at_least("selection_block", self.selection_block, 1)
         check_at_least("local_window", self.local_window, 0)
         check_at_least("indexer_pool", self.indexer_pool, 1)
-        if self.indexer_pool > 1 and (self.selection_block > 1 or self.query_start % self.indexer_pool):
+        if self.query_start % self.indexer_pool:
             raise ValueError(
-                f"indexer_pool is {self.indexer_pool} with selection_block {self.selection_block} and query_start "
-                f"{self.query_start}; pass selection_block 1 and a multiple of {self.indexer_pool}"
-            )
-        if self.query_start % self.selection_block:
-            raise ValueError(
-                f"query_start is {self.query_start} with selection_block {self.selection_block}; pass a multiple of "
-                f"{self.selection_block}, so that no block is cut"
-            )
-        if 1 < self.selection_block > self.local_window:
-            raise ValueError(
-                f"local_window is {self.local_window}, below selection_block {self.selection_block}; pass at least "
-                f"{self.selection_block}, so that each query attends to the keys of its own block"
+                f"query_start is {self.query_start} with indexer_pool {self.indexer_pool}; pass a multiple of "
+                f"{self.indexer_pool}"
             )
         starts = self.document_starts
         if starts is not None:
@@ -167,13 +143,13 @@ class Selection:
     key_lists: KeyLists | None
     """For each tile of neighbouring queries, the keys that any of them attends to (CSR)."""
     budget: torch.Tensor
-    """int32 [B, R]: k_t. The local window may add keys."""
+    """int32 [B, L]: k_t. The local window may add keys."""
     variance: torch.Tensor
-    """[B, R], fp32 (fp64 for fp64 inputs): population variance of the row's scores over its causal keys."""
+    """[B, L], fp32 (fp64 for fp64 inputs): population variance of the query's scores over its causal keys."""
     density: float | None = None
-    """Number of keys in the lists divided by the causal keys of their tiles; None for lists of a fixed length."""
+    """Number of keys in the lists divided by the causal keys of their tiles; None if it was not measured."""
     log_sum: torch.Tensor | None = None
-    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
+    """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
     request, for packed masks only."""
     group_mask: torch.Tensor | None = None
     """int32 [B, L, ceil(G / 32)], with `Geometry.indexer_pool` and a packed mask: a bit for each of the G groups that
@@ -213,4 +189,4 @@ class FusedLoss:
     """Derivative of the trained objective with respect to the indexer loss, which is the sum of the rows' KL. A tensor
     is fp32 with one element, and the host does not read it."""
     on_rows: Callable[[torch.Tensor], None] | None = None
-    """Called in the backward pass with the KL of each row, fp32 [B, R]. The KL is computed only if this is set."""
+    """Called in the backward pass with the KL of each row, fp32 [B, L]. The KL is computed only if this is set."""

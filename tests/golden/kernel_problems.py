@@ -52,8 +52,6 @@ class Problem:
     k_max: int = 512
     window: int = 0
     """Keys of the local window."""
-    block: int = 1
-    """Queries that share a selection."""
     lists: bool = False
     """The selection is key lists instead of a packed mask."""
     dense: bool = False
@@ -69,10 +67,6 @@ class Problem:
     def num_keys(self) -> int:
         return self.query_start + self.length
 
-    @property
-    def rows(self) -> int:
-        return -(-self.length // self.block)
-
 
 def _table() -> tuple[Problem, ...]:
     large = {"length": 4096, "heads": 16, "kv_heads": 4, "head_dim": 128, "k_base": 1024, "k_max": 2048}
@@ -81,7 +75,6 @@ def _table() -> tuple[Problem, ...]:
     fp32 = {"dtype": torch.float32}
     relu = {"activation": "relu", "biases": False}
     late = {"length": 1024, "query_start": 1024}
-    shared = {"block": 32, "window": 64, "lists": True}
     settings: dict[str, dict[str, dict[str, Any]]] = {
         "selection": {
             "inverse": {"length": 2048, "batch": 2},
@@ -104,10 +97,6 @@ def _table() -> tuple[Problem, ...]:
             "lists": {"length": 2048, "lists": True, "documents": True},
             "lists-long": {**long, "lists": True},
             "lists-query-start": {**late, "lists": True},
-            "shared-32": {**shared, "length": 2048, "batch": 2},
-            "shared-64-documents": {**shared, "block": 64, "length": 2048, "documents": True},
-            "shared-16-query-start": {**shared, **late, "block": 16, "window": 16},
-            "shared-32-long": {**long, **shared},
         },
         "attention": {
             "dense": {"dense": True, "batch": 2},
@@ -127,15 +116,12 @@ def _table() -> tuple[Problem, ...]:
             "lists-128": {**large, "lists": True},
             "lists-query-start": {**late, "lists": True},
             "lists-fp32": {**fp32, "length": 512, "lists": True},
-            "shared-32": {**shared, "batch": 2},
-            "shared-64-128-long": {**long, **shared, "block": 64},
         },
         "indexer_loss": {
             "dense": {"dense": True, "batch": 2},
             "dense-relu-documents": {"dense": True, "documents": True, **relu},
             "dense-long": {**long, "dense": True},
             "dense-sampled": {"dense": True, "length": 2048, "row_fraction": 0.25},
-            "dense-shared-32": {"dense": True, "block": 32},
             "dense-fp32": {"dense": True, **fp32, "length": 512},
             "bits": {"batch": 2, "beta": 1.7},
             "bits-log-sum": {"length": 2048, "beta": 1.7, "variant": "log-sum"},
@@ -148,8 +134,6 @@ def _table() -> tuple[Problem, ...]:
             "lists-relu-documents": {"lists": True, "documents": True, **relu},
             "lists-sampled": {"length": 2048, "lists": True, "row_fraction": 0.25},
             "lists-128": {**large, "lists": True},
-            "shared-32": {**shared, "batch": 2},
-            "shared-64-long": {**long, **shared, "block": 64},
         },
         "distilling_attention": {
             "bits": {"batch": 2},
@@ -164,7 +148,6 @@ def _table() -> tuple[Problem, ...]:
             "4-uneven": {"length": 4096, "batch": 4, "window": 64},
             "4-direct-relu": {"length": 3000, "batch": 4, "mode": "direct", **relu},
             "1-128-long": {**long, "length": 16384},
-            "4-shared": {"length": 2048, "batch": 4, "block": 32, "window": 64},
             "1-ties-no-gate": {"length": 2048, "ties": True, "gate": False},
             "2-fp32": {**fp32, "length": 1024, "batch": 2},
         },
@@ -218,9 +201,9 @@ def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
         "v": normal(batch, keys, p.kv_heads, p.head_dim),
         "gate": normal(batch, length, p.heads, p.head_dim),
         "grad": normal(batch, length, p.heads, p.head_dim),
-        "q_idx": normal(batch, p.rows, p.indexer_heads, p.indexer_dim),
+        "q_idx": normal(batch, length, p.indexer_heads, p.indexer_dim),
         "k_idx": normal(batch, keys, p.indexer_dim),
-        "weight_logits": normal(batch, p.rows, p.indexer_heads),
+        "weight_logits": normal(batch, length, p.indexer_heads),
         "score_bias": normal(p.indexer_heads, dtype=torch.float32) * 0.5,
         "weight_bias": normal(p.indexer_heads, dtype=torch.float32) * 0.5,
         # This is near the middle of the rows' variances, so that budgets lie between both limits.
@@ -240,12 +223,10 @@ def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
 
 
 def _decode_inputs(p: Problem, normal: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    caches = inputs_of(replace(p, operation="attention", block=1))
+    caches = inputs_of(replace(p, operation="attention"))
     one = {name: caches[name][:, 0].contiguous() for name in ("q", "gate", "q_idx", "weight_logits")}
-    # The last sequence fills the cache; the others end at odd lengths. Shared selections begin a block.
+    # The last sequence fills the cache; the others end at odd lengths.
     lengths = [p.length - (p.batch - 1 - number) * (p.length // 5 + 1) for number in range(p.batch)]
-    if p.block > 1:
-        lengths = [length // p.block * p.block - p.block + 1 for length in lengths]
     return {**caches, **one, "lengths": torch.tensor(lengths, dtype=torch.int32)}
 
 

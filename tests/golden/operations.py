@@ -14,10 +14,8 @@ import torch
 from golden.kernel_problems import Problem
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention
-from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.decode.op import decode_attend
 from gsa_kernels.decode.op import decode_step as decode
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.fused.adamw.op import squared_updates
@@ -31,7 +29,6 @@ from gsa_kernels.indexer.split_op import split_projection as split
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
@@ -50,7 +47,7 @@ def selection(p: Problem, x: Tensors) -> Tensors:
     if p.lists:
         lists = chosen.key_lists
         bits = packed_mask_of_rows(lists, torch.arange(p.length, device=x["k_idx"].device))
-        found = {"bits": bits, "entries": lists.counts, "entries_of_all_queries": lists.full}
+        found = {"bits": bits, "entries": lists.counts}
     else:
         found = {"bits": chosen.packed_mask}
         if p.variant == "log-sum":
@@ -76,20 +73,18 @@ def indexer_loss(p: Problem, x: Tensors) -> Tensors:
     if p.lists:
 
         def of_tiles(tiles: torch.Tensor) -> torch.Tensor:
-            return head_sum_probs_lists(q, k, lse, chosen.key_lists, tiles, selection_block=p.block)
+            return head_sum_probs_lists(q, k, lse, chosen.key_lists, tiles)
 
-        loss, rows = gathered_indexer_loss(indexer, of_tiles, chosen.key_lists, p.block, sample)
+        loss, rows = gathered_indexer_loss(indexer, of_tiles, chosen.key_lists, sample)
     else:
         words, geometry = None if chosen is None else chosen.packed_mask, _geometry(p, x)
         log_sum = chosen.log_sum if p.variant == "log-sum" else None
 
         def of_rows(rows: Any) -> torch.Tensor:
-            if p.block > 1:
-                return block_sum_probs_rows(q, k, lse, rows, geometry)
             dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
             return head_sum_probs_rows(q, k, lse, words, rows, geometry, dtype=dtype, fill=False)
 
-        target = Target(of_rows, float(p.heads) if p.block == 1 else None)
+        target = Target(of_rows, float(p.heads))
         loss, rows = masked_indexer_loss(indexer, target, Attended(words, log_sum, geometry), sample)
     loss.backward()
     return {"loss": loss, "rows": rows, **_gradients(leaves)}
@@ -120,19 +115,15 @@ def decode_step(p: Problem, x: Tensors) -> Tensors:
     gate = x["gate"] if p.gate else None
     cache = LayerCache(x["k"], x["v"], x["lengths"], chosen, workspace)
     newest = {**x, "q_idx": x["q_idx"][:, None], "weight_logits": x["weight_logits"][:, None]}
-    geometry = Geometry(selection_block=p.block, local_window=p.window)
+    geometry = Geometry(local_window=p.window)
     out = decode(x["q"], _indexer(p, newest), cache, _rule(p), x["variance_ema"], geometry, gate)
     place = torch.arange(p.k_max, device=device)
-    found = {
+    return {
         "out": out,
         "indices": torch.where(place < chosen.counts[:, None], chosen.indices, -1),
         "counts": chosen.counts,
         "variance": chosen.variance,
     }
-    if p.block > 1:  # a later token of the same block attends to the same selection
-        later = replace(cache, lengths=x["lengths"] + p.block // 2)
-        found["out_later"] = decode_attend(x["q"], later, p.window, gate)
-    return found
 
 
 def prologue(p: Problem, x: Tensors) -> Tensors:
@@ -212,8 +203,6 @@ def statistics(p: Problem, x: Tensors) -> Tensors:
 def _select(p: Problem, x: Tensors) -> Selection:
     """Select with key lists or with a packed mask, as the problem says."""
     arguments = (_indexer(p, x), _rule(p), x["variance_ema"], _geometry(p, x))
-    if p.block > 1:
-        return select_block_lists(*arguments)
     if p.lists:
         return select_key_lists(*arguments)
     return select_keys(
@@ -232,8 +221,7 @@ def _attend(p: Problem, x: Tensors, chosen: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _geometry(p: Problem, x: Tensors) -> Geometry:
-    window = max(p.window, p.block) if p.block > 1 else p.window
-    return Geometry(x.get("document_starts"), p.query_start, p.block, window)
+    return Geometry(x.get("document_starts"), p.query_start, p.window)
 
 
 def _indexer(p: Problem, x: Tensors) -> Indexer:

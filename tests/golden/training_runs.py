@@ -40,13 +40,6 @@ CPU_RUNS = (
     TrainingRun("cpu-tp2-pp2", ("parallel.tensor=2", "parallel.pipeline=2"), ranks=4),
     TrainingRun("cpu-cp2", ("parallel.context=2",), ranks=2),
     TrainingRun("cpu-1-rank"),
-    TrainingRun(
-        "cpu-shared-selection",
-        (
-            *("gsa.selection_block=32", "gsa.local_window=64", "gsa.indexer_rope=true"),
-            *("phases.0.steps=3", "phases.1.steps=4", CONSTANT),
-        ),
-    ),
 )
 
 _GPU = (
@@ -68,7 +61,6 @@ _TWO_STEPS_EACH = tuple(
 GPU_RUNS = (
     TrainingRun("gpu-gsa", _GPU),
     TrainingRun("gpu-gsa-key-lists", (*_GPU, "gsa.attention_kernel=gathered")),
-    TrainingRun("gpu-shared-selection", (*_GPU, "gsa.selection_block=32", "gsa.local_window=64")),
     TrainingRun("gpu-sparse-only", (*_GPU, *_NO_GATES, *_TWO_STEPS_EACH)),
     TrainingRun("gpu-gated-only", (*_GPU, *_NO_INDEXER)),
     TrainingRun("gpu-standard", (*_GPU, *_NO_INDEXER, *_NO_GATES)),

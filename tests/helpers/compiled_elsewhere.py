@@ -120,9 +120,7 @@ def gathered_attention_of_256(group: int, segments: int) -> None:
     tiles = q.shape[1] // 32
     starts = torch.zeros(1, tiles, dtype=torch.int64)
     counts = torch.ones(1, tiles, dtype=torch.int32)
-    lists = KeyLists(
-        counts[0], counts[0], starts, starts, counts, counts, 32, q.shape[1], 64, host_counts=counts
-    )
+    lists = KeyLists(counts[0], counts[0], starts, counts, q.shape[1], 64, host_counts=counts)
     inputs = AttentionInputs(q, k, k, gate)
     gathered_forward(inputs, lists)
     with mock.patch.object(triton_gathered_backward, "count_segments", return_value=segments):

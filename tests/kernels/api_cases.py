@@ -24,7 +24,6 @@ class Case:
     kernel: limits.Kernel = "auto"
     query_start: int = 0
     documents: bool = False
-    selection_block: int = 1
     local_window: int = 0
     activation: str = "sigmoid"
     dense: bool = False
@@ -38,24 +37,11 @@ CASES = {
     "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),
     "key lists, documents, relu": Case("gathered", 16, documents=True, activation="relu"),
     "key lists, half of the rows": Case("gathered", rows=HALF),
-    "shared": Case("gathered", selection_block=16, local_window=16),
-    "shared, documents, later queries": Case("gathered", 16, True, selection_block=16, local_window=20),
-    "shared, packed mask": Case("masked", selection_block=16, local_window=16),
-    "shared, packed mask, documents, later queries": Case(
-        "masked", 16, True, selection_block=16, local_window=20
-    ),
     "dense": Case(dense=True, documents=True),
     "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
-    "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
     "heads of 256, packed mask": Case("masked", 16, documents=True, local_window=3, heads=WIDE),
     "heads of 256, key lists": Case("gathered", documents=True, local_window=3, heads=(8, 1, 256)),
-    "heads of 256, shared": Case(
-        "gathered", 16, True, selection_block=16, local_window=20, heads=(8, 1, 256)
-    ),
-    "heads of 256, shared, packed mask": Case(
-        "masked", 0, True, selection_block=32, local_window=40, heads=(8, 1, 256)
-    ),
-    "heads of 256, dense, blocks": Case(dense=True, selection_block=16, local_window=16, heads=(12, 1, 256)),
+    "heads of 256, dense": Case(dense=True, heads=(12, 1, 256)),
 }
 
 
@@ -83,13 +69,12 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
         return values.to(DEVICE, dtype).requires_grad_()
 
     keys = case.query_start + LENGTH
-    rows = -(-LENGTH // case.selection_block)
     heads, kv_heads, size = case.heads
     gated = case.activation == "sigmoid"
     indexer = Indexer(
-        leaf(BATCH, rows, 2, 16),
+        leaf(BATCH, LENGTH, 2, 16),
         leaf(BATCH, keys, 16),
-        leaf(BATCH, rows, 2),
+        leaf(BATCH, LENGTH, 2),
         leaf(2) if gated else None,
         leaf(2) if gated else None,
         case.activation,  # type: ignore[arg-type]
@@ -106,7 +91,7 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
         leaf(BATCH, keys, kv_heads, size),
         leaf(BATCH, LENGTH, heads, size),
         indexer,
-        Geometry(starts, case.query_start, case.selection_block, case.local_window),
+        Geometry(starts, case.query_start, case.local_window),
     )
 
 

@@ -56,10 +56,8 @@ class Case:
         """Return bool [B, L_max]."""
         return torch.arange(self.max_length, device=self.q.device) < self.lengths[:, None]
 
-    def step(
-        self, rule: BudgetRule = RULE, window: int = 0, block: int = 1, out: Any = None, pool: int = 1
-    ) -> torch.Tensor:
-        geometry = Geometry(selection_block=block, local_window=window, indexer_pool=pool)
+    def step(self, rule: BudgetRule = RULE, window: int = 0, out: Any = None, pool: int = 1) -> torch.Tensor:
+        geometry = Geometry(local_window=window, indexer_pool=pool)
         return op.decode_step(self.q, self.indexer, self.cache, rule, self.ema, geometry, self.gate, out)
 
     def selected(self) -> torch.Tensor:
@@ -88,7 +86,6 @@ def make_case(
     seed: int = 0,
     k_max: int = RULE.k_max,
     splits: int | None = None,
-    kept_splits: int | None = None,
     pool: int = 1,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed + max_length)
@@ -117,7 +114,6 @@ def make_case(
             head_size=dim,
             device=device,
             splits=splits,
-            kept_splits=kept_splits,
         ),
         group_keys=group_means(k_idx, pool) if pool > 1 else None,
     )

@@ -52,11 +52,9 @@ class Fused:
         return replace(self, problem=problem, v=tensors["v"], gate_logits=tensors.get("gate_logits"))
 
 
-def make_case(length: int, device: str, *, sharing: int = 1, gated: bool = True, **options: Any) -> Fused:
-    """Create a case in which `sharing` queries have one selection."""
+def make_case(length: int, device: str, *, gated: bool = True, **options: Any) -> Fused:
     options = {"dtype": torch.bfloat16, "batch": 1, "indexer": (2, 16), **options}
-    form = "packed mask" if sharing == 1 else f"packed mask {sharing}"
-    problem = make_problem(form, length, device, **options)
+    problem = make_problem("packed mask", length, device, **options)
     rng = torch.Generator().manual_seed(length)
     v, gate, grad = (
         torch.randn(like.shape, generator=rng).to(device, torch.bfloat16)

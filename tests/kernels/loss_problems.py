@@ -14,19 +14,8 @@ from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.reference import indexer_scores
 from gsa_kernels.types import Geometry, Indexer, RowSample, Selection
 
-FORMS = {
-    "dense": 1,
-    "dense 16": 16,
-    "dense 64": 64,
-    "packed mask": 1,
-    "packed mask 16": 16,
-    "packed mask 32": 32,
-    "packed mask 64": 64,
-    "key lists": 1,
-    "shared 16": 16,
-    "shared 64": 64,
-}
-"""The attended keys, and the number of queries that share a selection."""
+FORMS = ("dense", "packed mask", "key lists")
+"""Forms of the attended keys."""
 
 Loss = Callable[[Indexer, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Maps indexer, q and k to the loss and the KL of its rows."""
@@ -56,14 +45,9 @@ class Problem:
         found = {name: getattr(self.indexer, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    @property
-    def attended(self) -> torch.Tensor:
-        """Return bool [B, R, Lk]: the attended set of each row."""
-        return self.mask[:, :: self.geometry.selection_block]
-
     def attending_to(self, mask: torch.Tensor) -> Problem:
         """Return the same problem with another mask, and what follows from it."""
-        scores = self.scores().masked_fill(~mask[:, :: self.geometry.selection_block], float("-inf"))
+        scores = self.scores().masked_fill(~mask, float("-inf"))
         logits = torch.einsum("bthd,bshd->bhts", self.q.double(), _per_head(self.q, self.k))
         logits = (logits * self.q.shape[-1] ** -0.5).masked_fill(~mask[:, None], float("-inf"))
         selection = self.selection
@@ -71,9 +55,7 @@ class Problem:
             log_sum = None if selection.log_sum is None else scores.logsumexp(-1).float()
             selection = replace(selection, packed_mask=pack_mask(mask), log_sum=log_sum)
         elif selection is not None:
-            block = self.geometry.selection_block
-            queries = min(block, 32) if block > 1 else 32
-            selection = replace(selection, key_lists=lists_of(mask, queries, max(1, block // queries)))
+            selection = replace(selection, key_lists=lists_of(mask))
         return replace(self, mask=mask, selection=selection, lse=logits.logsumexp(-1).float())
 
     def scores(self) -> torch.Tensor:
@@ -108,8 +90,6 @@ def make_problem(
 ) -> Problem:
     """Let every query attend to itself and a random part of its causal keys.
 
-    Queries that share a selection attend to the same part, and to a window.
-
     Args:
         heads: of the queries, and of the keys
         indexer: heads, and their size
@@ -118,8 +98,7 @@ def make_problem(
         size: scale of the indexer's tensors
     """
     rng = torch.Generator().manual_seed(length)
-    block, num_keys = FORMS[form], query_start + length
-    rows = -(-length // block)
+    num_keys = query_start + length
 
     def normal(*shape: int, size: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
         return (size * torch.randn(*shape, generator=rng)).to(device, dtype)
@@ -128,10 +107,10 @@ def make_problem(
         return normal(indexer[0], size=size, dtype=torch.float32) if activation == "sigmoid" else None
 
     mask, starts = _attended_set(form, batch, length, query_start, documents, rng)
-    nothing = torch.zeros(batch, rows, device=device)
+    nothing = torch.zeros(batch, length, device=device)
     selection = None
-    if not form.startswith("dense"):  # `attending_to` completes it
-        masked = form.startswith("packed mask")
+    if form != "dense":  # `attending_to` completes it
+        masked = form == "packed mask"
         packed = nothing.int()[..., None] if masked else None
         lists: Any = None if masked else "later"
         selection = Selection(packed, lists, nothing.int(), nothing, log_sum=nothing if log_sum else None)
@@ -140,9 +119,9 @@ def make_problem(
         normal(batch, num_keys, heads[1], head_size),
         nothing,
         Indexer(
-            normal(batch, rows, *indexer, size=size),
+            normal(batch, length, *indexer, size=size),
             normal(batch, num_keys, indexer[1], size=size),
-            normal(batch, rows, indexer[0], size=size),
+            normal(batch, length, indexer[0], size=size),
             bias(),
             bias(),
             "relu" if activation == "relu" else "sigmoid",
@@ -150,7 +129,7 @@ def make_problem(
         ),
         mask,
         selection,
-        Geometry(starts.to(device) if documents else None, query_start, block, block if block > 1 else 0),
+        Geometry(starts.to(device) if documents else None, query_start),
     )
     return problem.attending_to(mask.to(device))
 
@@ -159,18 +138,18 @@ def _attended_set(
     form: str, batch: int, length: int, query_start: int, documents: bool, rng: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bool [B, L, Lk], and the documents' starts, int32 [B, L]."""
-    block, num_keys = FORMS[form], query_start + length
+    num_keys = query_start + length
     keys = torch.arange(num_keys)
-    positions, leader = keys[query_start:, None], torch.arange(length) // block * block
+    positions = keys[query_start:, None]
     first = torch.rand(batch, num_keys, generator=rng) < 0.05
     starts = torch.where(first, keys, 0).cummax(1).values[:, query_start:]
     causal = (keys <= positions).expand(batch, length, num_keys)
     if documents:
         causal = causal & (keys >= starts[..., None])
-    if form.startswith("dense"):
+    if form == "dense":
         return causal, starts.int()
-    chosen = (torch.rand(batch, length, num_keys, generator=rng) < 0.4)[:, leader] & causal[:, leader]
-    return (chosen | (positions - keys < block)) & causal, starts.int()
+    chosen = torch.rand(batch, length, num_keys, generator=rng) < 0.4
+    return (chosen | (positions == keys)) & causal, starts.int()
 
 
 @dataclass(frozen=True)

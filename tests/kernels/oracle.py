@@ -50,9 +50,7 @@ class LayerOptions:
     yarn: "Yarn | None" = None
     indexer_rope: bool = False
     local_window: int = 0
-    selection_block: int = 1
     indexer_pool: int = 1
-    """Above 1, selection_block must be 1."""
     inverse_temperature: float = 1.0
 
 
@@ -72,9 +70,8 @@ def gsa_layer(
         document_ids: one per token; one document if None
 
     Returns:
-        out [L, d]; kl [R] and, as numbers without gradient, budget [R] and variance [R], one per query that selects (R
-        =
-        ceil(L / selection_block)); selected bool [L, L], S_t of every query.
+        out [L, d]; kl [L] and, as numbers without gradient, budget [L] and variance [L]; selected bool [L, L], S_t of
+        every query.
     """
     length = h.shape[0]
     o = options
@@ -95,42 +92,37 @@ def gsa_layer(
     def sees(t: int, s: int) -> bool:
         return s <= t and documents[s] == documents[t]
 
-    # The first query of every block selects.
-    leaders = list(range(0, length, o.selection_block))
     scores: dict[int, dict[int, torch.Tensor]] = {}
     top_k: dict[int, set[int]] = {}
     groups: dict[int, list[list[int]]] = {}
     """With indexer_pool: the groups of the loss."""
     budgets, variances = [], []
-    for t0 in leaders:
-        keys = visible = [s for s in range(length) if sees(t0, s)]
+    for t in range(length):
+        keys = visible = [s for s in range(length) if sees(t, s)]
         before_own = _groups_before(visible, o)
         if o.indexer_pool > 1:  # groups, each named by its first key
             keys = [group[0] for group in before_own]
-        scores[t0] = _indexer_row(h.detach(), weights, o, t0, keys)
-        values = {s: score.item() for s, score in scores[t0].items()}
+        scores[t] = _indexer_row(h.detach(), weights, o, t, keys)
+        values = {s: score.item() for s, score in scores[t].items()}
         number = max(1, len(keys))
         mean = math.fsum(values.values()) / number
         variance = math.fsum((x - mean) ** 2 for x in values.values()) / number
         budget = len(visible) if len(visible) < o.dense_below else min(_budget(o, variance), len(visible))
         ranking = sorted(keys, key=lambda s: (-values[s], s))
-        top_k[t0] = set(ranking[:budget])
+        top_k[t] = set(ranking[:budget])
         if o.indexer_pool > 1:
             number = len(keys) if len(visible) < o.dense_below else _budget(o, variance) // o.indexer_pool
             chosen = set(ranking[:number])
-            groups[t0] = [group for group in before_own if o.attention == "dense" or group[0] in chosen]
-            own = {s for s in visible if s // o.indexer_pool == t0 // o.indexer_pool}
-            top_k[t0] = own.union(*(group for group in before_own if group[0] in chosen))
+            groups[t] = [group for group in before_own if o.attention == "dense" or group[0] in chosen]
+            own = {s for s in visible if s // o.indexer_pool == t // o.indexer_pool}
+            top_k[t] = own.union(*(group for group in before_own if group[0] in chosen))
         budgets.append(budget)
         variances.append(variance)
 
-    def window_of(t: int) -> set[int]:
-        return {s for s in range(length) if sees(t, s) and t - s < o.local_window}
-
     selected = []
     for t in range(length):
-        t0 = t - t % o.selection_block
-        selected.append({s for s in top_k[t0] if sees(t, s)} | window_of(t))
+        window = {s for s in range(length) if sees(t, s) and t - s < o.local_window}
+        selected.append(top_k[t] | window)
 
     # This part computes attention, the output gate and W_O.
     out_rows, probs = [], []
@@ -154,25 +146,21 @@ def gsa_layer(
         out_rows.append(weights["w_o"] @ concatenated)
         probs.append(head_probs)
 
-    # This part computes the indexer loss for every query that selects.
+    # This part computes the indexer loss.
     kl_rows = []
-    for t0 in leaders:
-        block = range(t0, min(t0 + o.selection_block, length))
-        read = top_k[t0] | window_of(t0)
-        support = [[s] for s in (sorted(read) if o.attention == "sparse" else sorted(scores[t0]))]
+    for t in range(length):
+        support = [[s] for s in (sorted(selected[t]) if o.attention == "sparse" else sorted(scores[t]))]
         if o.indexer_pool > 1:
-            support = groups[t0]
+            support = groups[t]
         if not support:
             kl_rows.append(h.new_zeros(()))
             continue
         target = []
         for each in support:
-            per_head = [
-                probs[t][head].get(s, 0.0) for t in block for head in range(o.num_heads) for s in each
-            ]
-            target.append(sum(per_head) / (len(block) * o.num_heads))
+            per_head = [probs[t][head].get(s, 0.0) for head in range(o.num_heads) for s in each]
+            target.append(sum(per_head) / o.num_heads)
         total = sum(target)
-        model = _softmax([o.inverse_temperature * scores[t0][each[0]] for each in support])
+        model = _softmax([o.inverse_temperature * scores[t][each[0]] for each in support])
         kl = h.new_zeros(())
         for p, model_p in zip(target, model, strict=True):
             if p > 0:

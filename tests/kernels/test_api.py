@@ -35,9 +35,6 @@ from gsa_kernels import (
     sparse_attention,
     types,
 )
-from gsa_kernels.attention import triton_gathered_backward
-from gsa_kernels.key_lists import triton_reduce_keys
-from gsa_kernels.loss import triton_gathered_launch
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 
@@ -50,7 +47,7 @@ def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_
     assert ours.budget.dtype == wanted.budget.dtype == torch.int32
     if ours.log_sum is not None:
         torch.testing.assert_close(ours.log_sum, wanted.log_sum)
-    if case.kernel == "gathered" and case.selection_block == 1:
+    if case.kernel == "gathered":
         assert ours.density == wanted.density
         assert ours.density is not None
         assert 0 < ours.density <= 1
@@ -95,9 +92,7 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
 
 NEIGHBOURS = {  # For each form: the query whose selection changes, and the queries whose last bits may change, too.
     "packed mask": (Case("masked", 96), 20, range(0)),
-    "packed mask of blocks": (Case("masked", selection_block=16, local_window=16), 16, range(0)),
     "key lists": (Case("gathered", 96), 20, range(32)),
-    "key lists of blocks": (Case("gathered", selection_block=16, local_window=16), 16, range(0)),
 }
 
 
@@ -106,21 +101,18 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
     case: Case, query: int, tile: range
 ) -> None:
     """A query's sums follow the order of its tile's list, which contains the keys of earlier and later queries."""
-    block = case.selection_block
     found = []
     for changed in (False, True):
         given = problem(case)
         if changed:
             with torch.no_grad():
-                given.indexer.queries[:, query // block] *= -3.0
+                given.indexer.queries[:, query] *= -3.0
         selection = select(case, given, "triton")
         mask = mask_of(selection, given.k.shape[1])
         found.append((mask, results(case, given, selection, "triton")))
     (mask, before), (mask_after, after) = found
-    moved = (mask != mask_after).any(-1).any(0).nonzero().flatten().tolist()
-    assert moved
-    assert set(moved) <= set(range(query, query + block))
-    others = [each for each in range(LENGTH) if each not in range(query, query + block)]
+    assert (mask != mask_after).any(-1).any(0).nonzero().flatten().tolist() == [query]
+    others = [each for each in range(LENGTH) if each != query]
     beside = [each for each in others if each in tile]
     elsewhere = [each for each in others if each not in tile]
     rows = {
@@ -132,28 +124,11 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
     rows_after = rows | {name: after[name] for name in ("out", "q", "rows")}
     rows_after["lse"] = after["lse"].transpose(1, 2)
     for name, values in rows.items():
-        of, of_after = values, rows_after[name]
-        if name == "rows":
-            of, of_after = (each.repeat_interleave(block, 1) for each in (of, of_after))
-        assert torch.equal(of[:, elsewhere], of_after[:, elsewhere]), name
-        torch.testing.assert_close(of[:, beside], of_after[:, beside], rtol=1e-5, atol=2e-6)
+        after = rows_after[name]
+        assert torch.equal(values[:, elsewhere], after[:, elsewhere]), name
+        torch.testing.assert_close(values[:, beside], after[:, beside], rtol=1e-5, atol=2e-6)
     if beside:
         assert not torch.equal(rows["out"][:, :query], rows_after["out"][:, :query])
-
-
-@pytest.mark.parametrize(("k_base", "wanted"), [(7, "key_lists"), (8, "packed_mask")])
-def test_the_budget_of_a_shared_selection_decides_its_format(k_base: int, wanted: str) -> None:
-    """k_base plus a window of 16 is just below or above 1 - sqrt(1 / 3) of 56 keys, which is a density of 2/3."""
-    case = Case(selection_block=16, local_window=16, query_start=16)
-    given, ema = problem(case), torch.tensor(EMA, device=DEVICE)
-    rule = BudgetRule(k_base, 1, 40)
-    found = {
-        kernel: api.select(given.indexer, rule, ema, given.geometry, implementation="triton", kernel=kernel)
-        for kernel in ("auto", "masked", "gathered")
-    }
-    assert found["auto"].format == wanted
-    assert [found[kernel].format for kernel in ("masked", "gathered")] == ["packed_mask", "key_lists"]
-    assert torch.equal(*(mask_of(found[kernel], 16 + LENGTH) for kernel in ("masked", "gathered")))
 
 
 def test_the_shares_of_a_loss_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +204,10 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
     ) -> Any:
         return sparse_attention(q, k, v, selection, geometry, implementation=name)
 
-    shared = Geometry(selection_block=16, local_window=16)
     return {
         "another implementation": ("implementation is 'cuda'", lambda: attend(None, name="cuda")),
         "another kernel": ("kernel is 'dense'", lambda: chosen(kernel="dense")),
-        "rows of all queries": ("pass 3: the first of each 16", lambda: chosen(shared)),
+        "rows of all queries": ("has 40 rows; pass 32: the queries", lambda: chosen(Geometry(query_start=8))),
         "queries beyond the keys": ("query_start is 40", lambda: chosen(Geometry(query_start=40))),
         "documents of others": (
             "document_starts has shape",
@@ -265,8 +239,6 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
                 implementation="triton",
             ),
         ),
-        "a cut block": ("query_start is 8", lambda: Geometry(None, 8, 16, 16)),
-        "a window below the block": ("local_window is 8", lambda: Geometry(None, 0, 16, 8)),
         "documents as int64": (
             "document_starts has dtype torch.int64",
             lambda: Geometry(torch.zeros(2, 40).long()),
@@ -338,26 +310,3 @@ def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(ValueError, match=r"activation is 'softplus', which the kernels do not have"):
             call()
-
-
-def test_lists_are_turned_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss transposes them for attention's backward pass, too, and the bits are the same as with separate ones."""
-    case = Case("gathered", selection_block=16, local_window=16)
-    given, calls = problem(case), []
-    for module in (triton_gathered_backward, triton_gathered_launch):
-
-        def noted(*arguments: Any, name: str = module.__name__) -> Any:
-            calls.append(name.rsplit("_", 1)[-1])
-            return triton_reduce_keys.find_key_hits(*arguments)
-
-        monkeypatch.setattr(module, "find_key_hits", noted)
-    selection = select(case, given, "triton")
-    shared = results(case, given, selection, "triton")
-    assert calls == ["launch"]
-    assert selection.key_lists is not None
-    assert selection.key_lists.kept_hits.of_all is None  # taken
-    monkeypatch.setattr(type(selection.key_lists.kept_hits), "take", lambda _: None)
-    alone = results(case, given, selection, "triton")
-    assert calls == ["launch", "launch", "backward"]
-    for name, value in alone.items():
-        assert torch.equal(value.nan_to_num(), shared[name].nan_to_num()), name

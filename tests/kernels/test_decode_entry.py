@@ -22,7 +22,7 @@ def make(
     channels: int,
     index_channels: int,
     norms: bool,
-    wide: bool,
+    keys_apart: bool,
     dtype: torch.dtype,
     size: int = 32,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
@@ -36,9 +36,9 @@ def make(
     sizes = reference.EntrySizes(
         H * size, HKV * size, value_gate * HKV * size, gate * H * size, index_heads, size, DI, eps=1e-5
     )
-    # Groups of keys, whose key has angles of its own, have no wide rows.
-    turned = [normal(batch, index_channels) for _ in range(2 if wide else 4)] if index_channels else []
-    width = (1 + index_heads) * DI + index_heads + 5 if wide else DI
+    # The key of a group has angles of its own.
+    count = (4 if keys_apart else 2) if index_channels else 0
+    turned = [normal(batch, index_channels) for _ in range(count)]
     given = {
         "projected": normal(batch, sizes.width + 5),
         "sizes": sizes,
@@ -46,8 +46,8 @@ def make(
         "slot": torch.tensor([3], device=DEVICE),
         "norms": (normal(size), normal(size)) if norms else None,
     }
-    rows = normal(batch, ROOM, width) if index_heads else None
-    return given, reference.EntryCache(*(normal(batch, HKV, ROOM, size) for _ in range(2)), rows)
+    index_keys = normal(batch, ROOM, DI) if index_heads else None
+    return given, reference.EntryCache(*(normal(batch, HKV, ROOM, size) for _ in range(2)), index_keys)
 
 
 @covered(
@@ -58,7 +58,7 @@ def make(
     channels=[16, 32],
     index_channels=[0, 8, 24],
     norms=[False, True],
-    wide=[False, True],
+    keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     size=[32, 256],
 )
@@ -81,15 +81,15 @@ def test_entry(options: dict[str, Any]) -> None:
     [
         ({"projected": torch.zeros(1, 64)}, "pass at least"),
         ({"slot": torch.tensor([1, 2])}, "slot has shape"),
-        ({"cache": None}, "cache.rows is None with an indexer"),
+        ({"cache": None}, "cache.index_keys is None with an indexer"),
         ({"norms": (torch.zeros(8), torch.zeros(8))}, "norms"),
         ({"angles": reference.Angles(torch.zeros(1, 40), torch.zeros(1, 40))}, "40 channels turn"),
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:
-    given, cache = make(1, (True, True), 2, 32, 0, True, False, torch.float32)
+    given, cache = make(1, (True, True), 2, 32, 0, True, True, torch.float32)
     if "cache" in changes:
-        changes = {"cache": cache._replace(rows=None)}
+        changes = {"cache": cache._replace(index_keys=None)}
     on_device = {
         name: each.to(DEVICE) if isinstance(each, torch.Tensor) else each for name, each in changes.items()
     }

@@ -28,7 +28,7 @@ def make(
     indexer: tuple[int, int],
     channels: tuple[int, int],
     bias: bool,
-    wide: bool,
+    keys_apart: bool,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
     """Return the arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
@@ -54,7 +54,6 @@ def make(
         normal(rows) if bias else None,
     )
     turned, index_turned = channels if index_heads else (channels[0], 0)
-    keys_apart = not wide  # groups of keys have no wide rows
     counts = (turned, turned, *(2 * (1 + keys_apart) * (index_turned,)))
     halves = [normal(ROOM + 1, count // 2) for count in counts]
     table = reference.AngleTable(
@@ -71,9 +70,9 @@ def make(
         "table": table,
         "slot": torch.tensor([SLOT], device=DEVICE),
     }
-    width = sizes.index_width + 5 if wide else index_dim
-    kept = normal(1, ROOM, width) if index_heads else None
-    return given, reference.EntryCache(normal(1, kv_heads, ROOM, dim), normal(1, kv_heads, ROOM, dim), kept)
+    index_keys = normal(1, ROOM, index_dim) if index_heads else None
+    k, v = normal(1, kv_heads, ROOM, dim), normal(1, kv_heads, ROOM, dim)
+    return given, reference.EntryCache(k, v, index_keys)
 
 
 WHOLE = (("heads", "gate", "index"),)
@@ -117,7 +116,7 @@ def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, 
     indexer=[(0, 24), (1, 24), (3, 22)],
     channels=[(16, 0), (32, 8), (32, 22)],
     bias=[False, True],
-    wide=[False, True],
+    keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     tiling=[DEFAULT_TILING, PairTiling(4, 528), TURNS],
 )
@@ -140,45 +139,21 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
         "indexer": (3, 22),
         "channels": (32, 22),
     }
-    check(options | {"bias": True, "wide": True, "dtype": dtype}, TURNS, groups)
+    check(options | {"bias": True, "keys_apart": False, "dtype": dtype}, TURNS, groups)
 
 
 def test_a_counter_starts_again() -> None:
     options: dict[str, Any] = {"hidden": 16, "heads": (4, 2, 32), "gates": (False, False), "indexer": (0, 24)}
-    given, cache = make(**options, channels=(16, 0), bias=False, wide=False, dtype=torch.float32)
+    given, cache = make(**options, channels=(16, 0), bias=False, keys_apart=True, dtype=torch.float32)
     counter = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     joined.enter_row(**given, cache=cache, part=joined.Part(("heads",), restarts=counter))
     assert counter.item() == 0
 
 
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(8, 5)], ids=str)
-def test_the_indexers_key_alone(tiling: PairTiling, wide: bool) -> None:
-    """Eleven pairs of rows make a tile contain rows of the queries, too, which must not be written."""
-    options = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
-    given, cache = make(**options, channels=(32, 22), bias=True, wide=wide, dtype=torch.float32)
-    assert cache.rows is not None
-    copy = reference.EntryCache(cache.k.clone(), cache.v.clone(), cache.rows.clone())
-    wanted = reference.enter_row(**given, cache=copy)
-    assert copy.rows is not None
-    copy.rows[:, SLOT, 22:] = cache.rows[:, SLOT, 22:]
-    found = enter(given, cache, tiling, (("heads",),))
-    assert found.index_queries is not None
-    assert found.index_weights is not None
-    unwritten = (found.index_queries.fill_(7).clone(), found.index_weights.fill_(7).clone())
-    part = joined.Part(("gate", "index key"), found, beside=True)
-    joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
-    for one, other in zip((*found[:2], *cache), (*wanted[:2], *copy), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-5)
-    for one, other in zip(found[2:], unwritten, strict=True):
-        assert one is not None
-        assert torch.equal(one, other)
-
-
 def test_heads_of_256() -> None:
     """A quarter of the channels rotate, as in Qwen3.5."""
     options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
-    check(options | {"channels": (64, 8), "wide": True, "dtype": torch.bfloat16}, PairTiling(16, 528))
+    check(options | {"channels": (64, 8), "keys_apart": False, "dtype": torch.bfloat16}, PairTiling(16, 528))
 
 
 @pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(4, 264)], ids=str)
@@ -191,23 +166,23 @@ def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
         "indexer": (4, 64),
         "channels": (128, 64),
     }
-    check(options | {"bias": False, "wide": True, "dtype": torch.bfloat16}, tiling)
+    check(options | {"bias": False, "keys_apart": False, "dtype": torch.bfloat16}, tiling)
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
-def test_a_chain_of_steps_that_keep_their_selection(marked: None) -> None:
-    """In one graph with early launches, attention reads old keys before it waits, and the new token's key after it. The
-    new token differs in each step. Few keys are selected, so that the new one matters."""
+def test_a_chain_of_steps_that_take_a_selection(marked: None) -> None:
+    """In one graph with early launches. The new token differs in each step. Few keys are selected, so that the new one
+    matters."""
     options: dict[str, Any] = {
         "hidden": 2048,
         "heads": (16, 4, 128),
         "gates": (True, True),
         "indexer": (4, 64),
     }
-    given, cache = make(**options, channels=(128, 0), bias=False, wide=False, dtype=torch.bfloat16)
+    given, cache = make(**options, channels=(128, 0), bias=False, keys_apart=True, dtype=torch.bfloat16)
     room = 3000
     k, v = torch.randn(2, 1, 4, room, 128, device=DEVICE, dtype=torch.bfloat16)
-    cache = cache._replace(k=k, v=v, rows=torch.randn(1, room, 64, device=DEVICE, dtype=torch.bfloat16))
+    cache = cache._replace(k=k, v=v, index_keys=torch.randn(1, room, 64, device=DEVICE, dtype=torch.bfloat16))
     lengths = torch.tensor([room], dtype=torch.int32, device=DEVICE)
     table = given["table"]._replace(values=torch.ones(room + 1, 256, device=DEVICE, dtype=torch.bfloat16))
     given |= {"table": table._replace(lengths=lengths), "slot": torch.tensor([room - 1], device=DEVICE)}
@@ -216,7 +191,7 @@ def test_a_chain_of_steps_that_keep_their_selection(marked: None) -> None:
     selection.counts.fill_(20)
     workspace = state.new_workspace(1, room, heads=16, kv_heads=4, head_size=128, device=DEVICE)
     layer = state.LayerCache(
-        k.transpose(1, 2), v.transpose(1, 2), lengths, selection, workspace, None, settled=True
+        k.transpose(1, 2), v.transpose(1, 2), lengths, selection, workspace, None, in_chain=True
     )
     weights = torch.randn(8, 2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5
 
@@ -247,7 +222,7 @@ def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]
 
 def test_what_it_does_not_take() -> None:
     options: dict[str, Any] = {"hidden": 32, "heads": (4, 2, 32), "gates": (True, True), "indexer": (2, 24)}
-    given, cache = make(**options, channels=(32, 24), bias=False, wide=True, dtype=torch.float32)
+    given, cache = make(**options, channels=(32, 24), bias=False, keys_apart=False, dtype=torch.float32)
     counter = torch.zeros(1, dtype=torch.int32)
     for changes, words in [
         ({"x": torch.zeros(2, 32)}, r"x has shape \(2, 32\)"),
@@ -258,11 +233,10 @@ def test_what_it_does_not_take() -> None:
         (replaced(given, "table", channels=16), "table.values"),
         (replaced(given, "table", channels=40, index_channels=16), "table.channels is 40"),
         ({"slot": torch.tensor([1, 2])}, "slot has shape"),
-        ({"cache": cache._replace(rows=None)}, "cache.rows is None with an indexer"),
+        ({"cache": cache._replace(index_keys=None)}, "cache.index_keys is None with an indexer"),
         ({"cache": cache._replace(k=cache.k.bfloat16())}, "cache.k is torch.bfloat16"),
         ({"part": joined.Part(("q",))}, "part.sections is"),
         ({"part": joined.Part(())}, "part.sections is"),
-        ({"part": joined.Part(("index", "index key"))}, "of the last two one"),
         (
             {"part": joined.Part(("heads",), beside=True, restarts=counter)},
             "restart it in a part that waits first",

@@ -1,4 +1,4 @@
-"""Decoding against the forward pass of training, token by token: keys, shared selections, and groups of keys."""
+"""Decoding against the forward pass of training, token by token: keys, and groups of keys."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def forward_pass(
         keys=case.indexer.keys[kept],
         head_weight_logits=of_tokens["index_weights"],
     )
-    leaders = pooled(indexer, geometry).of_block_leaders(geometry.selection_block)
-    selection = api.select(leaders, rule, case.ema, geometry, implementation="reference")
+    selection = api.select(pooled(indexer, geometry), rule, case.ema, geometry, implementation="reference")
     k, v = case.cache.k[kept], case.cache.v[kept]
     inputs = (of_tokens["q"], k, v, selection, geometry, of_tokens["gate"])
     return api.sparse_attention(*inputs, implementation="reference")[0][0]
@@ -43,10 +42,7 @@ def forward_pass(
 GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
     "keys": (Geometry(), {"starts": [5, 0, 1, 9]}),
     "keys, window": (Geometry(local_window=6), {"settled": True, "mode": "direct"}),
-    "blocks": (
-        Geometry(selection_block=4, local_window=5),
-        {"starts": [0, 7, 3, 0], "steps": 6, "mode": "off"},
-    ),
+    "keys, fixed budget": (Geometry(local_window=5), {"starts": [0, 7, 3, 0], "mode": "off"}),
     "groups, window": (Geometry(local_window=6, indexer_pool=4), {"settled": True}),
     "groups, padding": (Geometry(indexer_pool=4), {"starts": [5, 0, 3, 9], "activation": "relu", "ema": 8.0}),
     "groups, parts": (Geometry(local_window=3, indexer_pool=16), {"mode": "direct", "splits": 4}),
@@ -60,13 +56,12 @@ GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_token_by_token(device: str, name: str, implementation: Implementation) -> None:
-    """A short sequence, an unused slot, and two with a choice, from within a block or group into the next one. Past
-    each sequence's end, and where no group is whole, the caches hold NaN."""
+    """A short sequence, an unused slot, and two with a choice, from within a group into the next one. Past each
+    sequence's end, and where no group is whole, the caches hold NaN."""
     geometry, options = GEOMETRIES[name]
     pool = geometry.indexer_pool
-    unit = max(pool, geometry.selection_block)
     rule = BudgetRule(max(3 * pool, 8), pool, max(5 * pool, 12), options.get("mode", "inverse"))
-    first, steps = torch.tensor([1, 0, 6 * unit + 22, 9 * unit + 23]), options.get("steps", 4)
+    first, steps = torch.tensor([1, 0, 28, 32]), 4
     if pool > 1:
         first = torch.tensor([1, 0, 6 * pool - 2, 9 * pool - 2])
     room = int(first.max()) + steps + 9
@@ -87,7 +82,7 @@ def test_token_by_token(device: str, name: str, implementation: Implementation) 
     wanted = {
         row: forward_pass(whole, rows, row, int(first[row]) + steps, rule, geometry) for row in (0, 2, 3)
     }
-    budgets, compared, has_selected = set(), 0, torch.zeros(4, dtype=torch.bool)
+    budgets = set()
     for step in range(steps):
         lengths = torch.where(first > 0, first + step, 0).int().to(device)
         there = (slots >= starts[:, None]) & (slots < (starts + lengths)[:, None])
@@ -106,16 +101,12 @@ def test_token_by_token(device: str, name: str, implementation: Implementation) 
         out = api.decode_step(
             x["q"], indexer, cache, rule, whole.ema, geometry, x["gate"], implementation=implementation
         )
-        has_selected |= (lengths.cpu() - 1) % geometry.selection_block == 0
         for row, of_row in wanted.items():
-            if has_selected[row]:
-                compared += 1
-                torch.testing.assert_close(out[row], of_row[lengths[row] - 1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(out[row], of_row[lengths[row] - 1], rtol=1e-5, atol=1e-5)
         assert out[1].eq(0).all()
         budgets |= set(cache.selection.counts[2:].tolist()) - {0}
         if implementation == "triton":  # a layer that takes this selection
             attended = op.decode_attend(x["q"], cache, geometry.local_window, x["gate"], pool=pool)
             assert torch.equal(attended, out)
-    assert compared >= 2 * steps
     assert (len(budgets) > 1) == (rule.adaptive_k != "off")
     assert max(budgets) * pool < first[3] - pool  # some keys are left out

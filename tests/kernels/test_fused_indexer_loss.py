@@ -30,7 +30,7 @@ from gsa_kernels import api
 from gsa_kernels.attention import triton_backward, triton_backward_keys, triton_forward, triton_packed_mask
 from gsa_kernels.fused.gates import rows as gate_rows
 from gsa_kernels.hopper import fused_indexer_loss as op
-from gsa_kernels.hopper import target_blocks, triton_block_target
+from gsa_kernels.hopper import target_blocks
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
 from gsa_kernels.loss import op as loss_op
@@ -60,26 +60,6 @@ def test_output_and_gradients(device: str, case: dict[str, Any]) -> None:
 
 
 @devices
-@covered(
-    "case",
-    sharing=[16, 32, 64],
-    length=[1, 33, 150],
-    heads=[(4, 1), (8, 2), (8, 1)],
-    head_size=[32, 64, 256],
-    activation=["sigmoid", "relu"],
-    documents=[False, True],
-    query_start=[0, 64],
-    chunk_bytes=[None, 1],
-)
-def test_shared_selections(device: str, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_buffers(monkeypatch, target_blocks, triton_block_target)
-    options = dict(case)
-    length, chunk_bytes = options.pop("length"), options.pop("chunk_bytes")
-    made = make_case(length, device, **options)
-    assert_attention_is_untouched(made, check(made, chunk_bytes=chunk_bytes))
-
-
-@devices
 def test_a_single_key(device: str) -> None:
     """The key is mostly not the query's own; its probability is 1."""
     case = make_case(70, device, documents=True)
@@ -98,9 +78,6 @@ def test_a_single_key(device: str) -> None:
         (1000, {"heads": (24, 2), "head_size": 256, "documents": True}),
         (2048, {"heads": (16, 2), "head_size": 256, "query_start": 1024}),
         (700, {"query_start": 333, "documents": True, "head_size": 64, "activation": "relu"}),
-        (3000, {"sharing": 16, "documents": True, "batch": 2}),
-        (2048, {"sharing": 32, "query_start": 1024}),
-        (2100, {"sharing": 64, "documents": True, "head_size": 256}),
     ],
     ids=str,
 )
@@ -243,7 +220,6 @@ def test_errors(device: str) -> None:
         return {"selection": replace(selection, **changes)}
 
     lists = make_problem("key lists", 40, device).selection
-    shared = replace(problem.geometry, selection_block=16, local_window=16)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"q": q[:, :, :2]}, "2 heads and k has 1; pass bf16 and 4 heads"),
         ({"k": k.expand(-1, -1, 2, -1), "v": v.expand(-1, -1, 2, -1)}, "4 heads and k has 2; pass bf16"),
@@ -254,8 +230,6 @@ def test_errors(device: str) -> None:
         ({"k": k.half()}, r"k has dtype torch\.float16 and q torch\.bfloat16"),
         ({"v": v[:, 1:]}, "v has shape"),
         ({"geometry": replace(problem.geometry, query_start=1)}, "k has shape"),
-        ({"geometry": shared}, r"indexer\.queries has"),
-        ({"geometry": replace(shared, selection_block=8)}, "selection_block is 8; pass one of"),
         ({"selection": lists}, "selection has key lists"),
         (selected(packed_mask=mask[..., :1]), "packed_mask has shape"),
         (selected(packed_mask=mask.long()), r"packed_mask has dtype torch\.int64; pass int32"),

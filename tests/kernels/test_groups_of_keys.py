@@ -222,7 +222,6 @@ def test_what_the_kernels_do_not_have_is_refused(
         assert word in str(error.value)
 
 
-def test_queries_of_groups_select_alone_from_a_group_on() -> None:
-    for wrong in ({"selection_block": 16, "local_window": 16}, {"query_start": 18}):
-        with pytest.raises(ValueError, match="indexer_pool is 4"):
-            Geometry(indexer_pool=4, **wrong)  # type: ignore[arg-type]
+def test_queries_begin_with_a_group() -> None:
+    with pytest.raises(ValueError, match="query_start is 18 with indexer_pool 4; pass a multiple of 4"):
+        Geometry(query_start=18, indexer_pool=4)

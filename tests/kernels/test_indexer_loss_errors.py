@@ -11,12 +11,10 @@ from kernel_devices import devices
 from loss_problems import make_problem
 
 from gsa_kernels import api
-from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.sampling import SampledRows
-from gsa_kernels.types import Geometry, Indexer, RowSample
+from gsa_kernels.types import Indexer, RowSample
 
 
 def test_errors() -> None:
@@ -37,7 +35,6 @@ def test_errors() -> None:
     def halved(dtype: torch.dtype) -> Indexer:
         return replace(indexer, queries=indexer.queries.to(dtype), keys=indexer.keys.to(dtype))
 
-    shared = Geometry(selection_block=16, local_window=16)
     unread = Attended(mask)
     calls: list[tuple[Indexer, Target, Attended, str]] = [
         (replace(indexer, keys=indexer.keys[:, 1:]), given, unread, "queries has 10 rows; pass 9"),
@@ -56,12 +53,6 @@ def test_errors() -> None:
         (indexer, summed, Attended(mask, log_sum.double()), "log_sum has dtype"),
         (indexer, summed, Attended(mask, log_sum[:, 1:]), "log_sum has shape"),
         (indexer, replace(given, row_sum=0.0), unread, "row_sum is 0.0"),
-        (
-            indexer,
-            given,
-            Attended(geometry=shared),
-            "has 10 rows; pass 1, for the queries .* one for each 16",
-        ),
         *(
             (indexer, of(wrong), unread, r"target\.of_rows\(\.\.\.\)")
             for wrong in (
@@ -75,42 +66,26 @@ def test_errors() -> None:
             masked_indexer_loss(*arguments)
 
 
-def test_errors_of_sums_over_blocks() -> None:
-    q, k, lse = torch.zeros(1, 40, 4, 32), torch.zeros(1, 40, 2, 32), torch.zeros(1, 4, 40)
-    for block, rows, message in (
-        (24, SampledRows(0, 1), "selection_block is 24"),
-        (16, SampledRows(0, 4), "rows end at 3; pass rows of the sequence's 3 blocks"),
-        (16, SampledRows(0, 0), "rows.count is 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            block_sum_probs_rows(q, k, lse, rows, Geometry(selection_block=block, local_window=block))
-
-
 @devices
 def test_errors_of_key_lists(device: str) -> None:
     problem, longer = (make_problem("key lists", length, device) for length in (10, 12))
     assert problem.selection is not None
     lists = problem.selection.key_lists
     assert lists is not None
-    first = problem.indexer.of_block_leaders(48)
 
     def target(tiles: torch.Tensor) -> torch.Tensor:
         return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64, device=device)
 
-    for indexer, block, message in (
-        (longer.indexer, 1, "sequences of 10"),
-        (problem.indexer, 16, "has 10 rows; pass 1"),
-        (first, 48, "selection_block is 48"),
-        (problem.indexer, 1, r"target_tiles\(\.\.\.\) gave torch\.float64"),
+    for indexer, message in (
+        (longer.indexer, "sequences of 10"),
+        (problem.indexer, r"target_tiles\(\.\.\.\) gave torch\.float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            gathered_indexer_loss(indexer, target, lists, block)
+            gathered_indexer_loss(indexer, target, lists)
     tiles = torch.zeros(1, dtype=torch.int32, device=device)
     given = (problem.q, problem.k, problem.lse, lists)
     with pytest.raises(ValueError, match="tiles is"):
         head_sum_probs_lists(*given, tiles.float())
-    with pytest.raises(ValueError, match="selection_block is 48"):
-        head_sum_probs_lists(*given, tiles, selection_block=48)
     for fraction, seed in ((0.0, 1), (0.4, 1), (0.5, None)):
         with pytest.raises(ValueError, match="fraction"):
             api.indexer_loss(

@@ -13,8 +13,3 @@ def test_a_key_named_twice_is_refused() -> None:
     twice = dataclasses.replace(lists, keys=torch.zeros_like(lists.keys))
     with pytest.raises(ValueError, match="names a key twice"):
         mask_from_key_lists(twice)
-
-
-def test_other_tiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="queries is 8"):
-        key_lists_from_mask(torch.ones(1, 8, 8, dtype=torch.bool), 8)

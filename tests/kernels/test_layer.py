@@ -53,14 +53,13 @@ SPARSE_ONLY: dict[str, Any] = {
     ("attention", "choices", "packed"),
     [
         ("sparse", {}, True),
-        ("sparse", {"selection_block": 4, "local_window": 5, "dense_below": 6}, True),
+        ("sparse", {"local_window": 5, "dense_below": 6}, True),
         ("dense", {}, False),
         ("sparse", {"rope_base": 100.0, "rope_scaling": YarnScaling(4.0, 16, 3.0, 0.2)}, True),
         ("sparse", SPARSE_ONLY, False),
         ("dense", {"value_gate": False}, True),
         ("sparse", {"adaptive_k": "direct", "num_kv_heads": 1}, True),
         ("sparse", {"indexer_activation": "relu", "num_kv_heads": 4}, True),
-        ("dense", {"selection_block": 4, "local_window": 4}, True),
         ("sparse", {"indexer_pool": 2, "local_window": 3}, False),
     ],
     ids=str,
@@ -101,8 +100,8 @@ def test_the_layer_equals_the_oracle(
     near: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}  # statistics and log-sum-exps are fp32
     torch.testing.assert_close(ours.output, theirs["out"], **near)
     # Rows with one candidate have neither a variance nor a KL, and do not count in the means.
-    leaders, least = range(0, LENGTH, config.selection_block), 1 if config.indexer_pool == 1 else 4
-    first = [[t - (STARTS[b][t] if packed else 0) < least for t in leaders] for b in range(BATCH)]
+    least = 1 if config.indexer_pool == 1 else 4
+    first = [[t - (STARTS[b][t] if packed else 0) < least for t in range(LENGTH)] for b in range(BATCH)]
     counted = ~torch.tensor(first)
     loss = theirs["kl"][counted].mean()
     torch.testing.assert_close(ours.indexer_loss.double(), loss, **near)
@@ -126,10 +125,7 @@ def test_the_layer_equals_the_oracle(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"selection_block": 4, "local_window": 4}, {"indexer_activation": "relu", "indexer_pool": 2}],
-)
+@pytest.mark.parametrize("fields", [{}, {"indexer_activation": "relu", "indexer_pool": 2}])
 def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     torch.manual_seed(3)
     layer = GatedSparseAttention(
@@ -142,9 +138,9 @@ def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[s
         changed[:, first:] = 100 * torch.randn(1, 33 - first, HIDDEN).to(dtype)
         after = layer.forward_with_loss(changed)
         assert torch.equal(before.output[:, :first], after.output[:, :first])
-        ours, theirs, leaders = before.selection, after.selection, -(-first // layer.config.selection_block)
-        for name, rows in (("packed_mask", first), ("budget", leaders), ("variance", leaders)):
-            assert torch.equal(getattr(ours, name)[:, :rows], getattr(theirs, name)[:, :rows]), name
+        for name in ("packed_mask", "budget", "variance"):
+            ours, theirs = (getattr(each.selection, name)[:, :first] for each in (before, after))
+            assert torch.equal(ours, theirs), name
 
 
 def step(
@@ -166,7 +162,7 @@ def step(
     [
         (True, {}, {}),
         (True, {"attention": "dense"}, {"output_gate": False}),
-        (False, {}, {"selection_block": 16, "local_window": 16}),
+        (False, {}, {"local_window": 16}),
         (True, {}, {"indexer_pool": 2}),
     ],
 )
@@ -342,7 +338,6 @@ def test_a_layer_made_on_the_meta_device() -> None:
         ({"k_base": 1}, "k_base is 1 with k_min 2 and k_max 12; pass k_min <= k_base <= k_max"),
         ({"k_min": 0}, "k_min is 0"),
         ({"adaptive_k": True}, "adaptive_k is True"),
-        ({"selection_block": 4}, "local_window is 0, below selection_block 4"),
         ({"indexer_pool": 4}, "k_min is 2; pass at least indexer_pool 4"),
         ({"variance_ema_decay": 1.0}, "variance_ema_decay is 1.0"),
         ({"rope_base": 0.0}, "rope_base is 0.0"),

@@ -24,10 +24,8 @@ SIZES: dict[str, Any] = {
     "indexer_dim": 16,
 }
 BUDGET: dict[str, Any] = {"k_base": 8, "k_min": 3, "k_max": 16}
-SHARED = {"selection_block": 4, "local_window": 6}
 FIELDS: dict[str, dict[str, Any]] = {
     "each": {},
-    "shared": SHARED,
     "relu, window": {"indexer_activation": "relu", "local_window": 3},
     "fixed": {"adaptive_k": "off"},
     "groups": {"indexer_pool": 4, "k_min": 4},
@@ -83,8 +81,8 @@ def test_tokens_in_pieces_equal_one_forward(fields: dict[str, Any], sizes: list[
 
 
 def test_dense_and_sparse_calls_on_one_cache() -> None:
-    """A dense call stores what later sparse calls need: the indexer's keys, and the selection of its open block."""
-    layer, x = make_layer(implementation="reference", **SHARED)
+    """A dense call stores what later sparse calls need: the indexer's keys."""
+    layer, x = make_layer(implementation="reference", **FIELDS["groups"])
     dense, _, _ = layer(x, attention="dense")
     sparse, _, _ = layer(x)
     cache = layer.new_cache(BATCH, LENGTH)
@@ -101,7 +99,7 @@ def test_dense_and_sparse_calls_on_one_cache() -> None:
     assert (dense - sparse)[:, 40:].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("fields", [{}, SHARED, FIELDS["groups, window"]], ids=["each", "shared", "groups"])
+@pytest.mark.parametrize("fields", [{}, FIELDS["groups, window"]], ids=["each", "groups"])
 def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> None:
     layer, x = make_layer(implementation="reference", output_gate=False, **fields)
     wanted, _, weights = layer(x, need_weights=True)
@@ -162,11 +160,10 @@ def test_positions() -> None:
     ("fields", "mode"),
     [
         ({}, {}),
-        ({"selection_block": 16, "local_window": 18}, {}),
         ({"indexer_pool": 4, "k_min": 4}, {}),
         ({"output_gate": False}, {"attention": "dense"}),
     ],
-    ids=["each", "shared", "groups", "dense"],
+    ids=["each", "groups", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:
     """Pieces, a single token after each piece, and a stretch of decoding equal one forward pass of the reference."""

@@ -25,7 +25,6 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.indexer.triton_scores import score_inputs, write_scores
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.key_lists.triton_block_lists import empty_block_lists, fill_block_lists
 from gsa_kernels.key_lists.triton_reduce_keys import KeyHits, TileRows, add_partials_by_key, find_key_hits
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.reference import indexer_scores
@@ -78,18 +77,15 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 def last_list() -> KeyLists:
     """Return key lists of only the last tile; its words follow 2^31 others, which take no memory."""
     far = 2**31 + 7
-    keys = reserved(far + len(KEYS), dtype=torch.int32)
-    keys[far:] = KEYS
+    keys, words = (reserved(far + len(KEYS), dtype=torch.int32) for _ in range(2))
+    keys[far:], words[far:] = KEYS, -1
     counts, starts = reserved(1, TILES, dtype=torch.int32), reserved(1, TILES, dtype=torch.int64)
     counts[0, -1], starts[0, -1] = len(KEYS), far
     return KeyLists(
         keys=keys,
-        words=keys,
-        key_starts=starts,
-        word_starts=starts,
-        full=counts,
+        words=words,
+        starts=starts,
         counts=counts,
-        queries=QUERIES,
         length=LENGTH,
         max_count=len(KEYS),
     )
@@ -241,16 +237,15 @@ def test_scores() -> None:
 
 def test_a_row_of_a_million_scores() -> None:
     rule = BudgetRule(2048, 256, 4096, "off")
-    selector = Selector(make_indexer(TILES), rule, torch.zeros(()), Geometry(None, 0, 32, 64), 2**20, None)
-    rows = range(TILES - 1, TILES)
+    selector = Selector(make_indexer(LENGTH), rule, torch.zeros(()), Geometry(), 2**20, None)
+    rows = range(LENGTH - 1, LENGTH)
     packed = torch.zeros(1, 1, TILES, dtype=torch.int32)
     outputs = Outputs(
-        packed, torch.zeros(1, TILES, dtype=torch.int32), torch.zeros(1, TILES), first_row=rows.start
+        packed, reserved(1, LENGTH, dtype=torch.int32), reserved(1, LENGTH, dtype=torch.float32), rows.start
     )
     scores = torch.randn(1, 1, LENGTH)
     select_long_rows(selector.criteria, scores, rows.start, rows, LENGTH, outputs)
-    visible = LENGTH - 31
-    wanted = scores[0, 0, :visible].topk(2048).indices.sort().values
+    wanted = scores[0, 0].topk(2048).indices.sort().values
     bits = (packed[0, 0, :, None] >> torch.arange(32)) & 1
     assert torch.equal(bits.flatten().nonzero()[:, 0], wanted)
 
@@ -267,20 +262,6 @@ def test_candidates() -> None:
         packed, reserved(1, LENGTH, dtype=torch.int32), reserved(1, LENGTH, dtype=torch.float32), rows.start
     )
     select_by_candidates(selector.criteria, sample_keys(selector.inputs), rows, outputs)
-
-
-def test_lists_of_blocks() -> None:
-    packed, rows = reserved(1, 100, TILES, dtype=torch.int32), range(TILES - 100, TILES)
-    packed[0, -1, 0], packed[0, -1, 40000 // 32] = 1 << 5, 1 << 3
-    geometry = Geometry(None, 0, 32, 64)
-    lists = empty_block_lists(1, LENGTH, 4096, geometry, packed.device)
-    fill_block_lists(packed, rows, lists, geometry)
-    start = int(lists.key_starts[0, -1])
-    assert start > 2**27
-    first = LENGTH - 32 - 63
-    assert lists.keys[start : start + 3].tolist() == [5, 40003, first]
-    assert lists.keys[start + int(lists.counts[0, -1]) - 1] == LENGTH - 1
-    assert lists.full[0, -1] == 2
 
 
 def test_the_loss_of_the_last_tile() -> None:

@@ -37,11 +37,9 @@ CASES = {
     "packed mask, relu": Case("masked", 16, activation="relu"),
     "key lists": Case("gathered"),
     "key lists, relu": Case("gathered", 16, documents=True, activation="relu"),
-    "shared": Case(selection_block=16, local_window=16),
-    "shared, relu": Case(selection_block=16, local_window=16, activation="relu"),
 }
 POSITION = 21
-"""Position of the bad token in the first sequence; if blocks select, the block around it."""
+"""Position of the bad token in the first sequence."""
 
 
 def spoil(indexer: Indexer, place: str, value: float, row: int) -> Indexer:
@@ -53,12 +51,7 @@ def spoil(indexer: Indexer, place: str, value: float, row: int) -> Indexer:
 
 def spoiled(case: Case, place: str, value: float) -> Problem:
     given = problem(case)
-    row = POSITION if place == "keys" else POSITION // case.selection_block
-    return dataclasses.replace(given, indexer=spoil(given.indexer, place, value, row))
-
-
-def of_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
-    return rows.repeat_interleave(case.selection_block, 1)[:, : api_cases.LENGTH]
+    return dataclasses.replace(given, indexer=spoil(given.indexer, place, value, POSITION))
 
 
 @cache
@@ -89,8 +82,8 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
     num_keys = clean.k.shape[1]
     masks, old_masks = mask_of(after, num_keys), mask_of(before, num_keys)
-    assert torch.equal(masks[~of_rows(case, seen)], old_masks[~of_rows(case, seen)])
-    check_valid(case, clean.geometry, masks, after.budget)
+    assert torch.equal(masks[~seen], old_masks[~seen])
+    check_valid(clean.geometry, masks, after.budget)
 
     kl = loss(bad, after)[1]
     if (
@@ -105,8 +98,8 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
         assert kl[seen].isnan().all()
 
 
-def check_valid(case: Case, geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Check that keys are causal and, without the window, at most the budget; per-query selections have no fewer."""
+def check_valid(geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
+    """Check that keys are causal, at most the budget without the window, and no fewer with it."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)
@@ -115,10 +108,8 @@ def check_valid(case: Case, geometry: Geometry, masks: torch.Tensor, budget: tor
         visible = visible & (keys >= geometry.document_starts[..., None])
     assert not (masks & ~visible).any()
     near = visible & (keys > positions[:, None] - geometry.local_window)
-    rows = of_rows(case, budget)
-    assert ((masks & ~near).sum(-1) <= rows).all()
-    if case.selection_block == 1:
-        assert ((masks | near).sum(-1) >= rows).all()
+    assert ((masks & ~near).sum(-1) <= budget).all()
+    assert ((masks | near).sum(-1) >= budget).all()
 
 
 def loss(given: Problem, selection: Any, implementation: api.Implementation = "triton") -> Any:

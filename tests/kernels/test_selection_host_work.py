@@ -7,13 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsa_kernels import api
 from gsa_kernels.devices import interpreted
-from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="replaces the interpreter")
 
-LENGTH, BLOCK, RULE = 32768, 32, BudgetRule(2048, 256, 4096)
+LENGTH, RULE = 32768, BudgetRule(2048, 256, 4096)
 
 
 class Operations(TorchDispatchMode):
@@ -35,28 +34,25 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("way", "operations", "launches"), [("shared", 10, 5), ("all scores", 4, 14), ("candidates", 47, 40)]
+    ("candidates_from", "operations", "launches"),
+    [(None, 4, 14), (8192, 47, 40)],
+    ids=["all scores", "candidates"],
 )
-def test_counts_of_a_selection(way, operations, launches, monkeypatch):
+def test_counts_of_a_selection(candidates_from, operations, launches, monkeypatch):
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []
     monkeypatch.setattr(
         InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__)
     )
-    ema = torch.ones((), device="meta")
-    each, shared = indexer(LENGTH), indexer(LENGTH // BLOCK)
-    of_blocks = Geometry(selection_block=BLOCK, local_window=64)
+    ema, of_all = torch.ones((), device="meta"), indexer(LENGTH)
     with Operations() as counted:
-        if way == "shared":
-            select_block_lists(shared, RULE, ema, of_blocks)
-        else:
-            select_keys(each, RULE, ema, candidates_from=8192 if way == "candidates" else None)
+        select_keys(of_all, RULE, ema, candidates_from=candidates_from)
     assert (counted.count, len(launched)) == (operations, launches)
 
 
-def indexer(rows: int, keys: int = LENGTH) -> Indexer:
-    return Indexer(empty(1, rows, 4, 64), empty(1, keys, 64), empty(1, rows, 4))
+def indexer(length: int) -> Indexer:
+    return Indexer(empty(1, length, 4, 64), empty(1, length, 64), empty(1, length, 4))
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -65,10 +61,10 @@ def empty(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("length", "heads", "budget", "operations", "launches"),
-    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 27, 15), (32768, (16, 4, 128), RULE, 69, 64)],
+    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 6, 14), (32768, (16, 4, 128), RULE, 8, 84)],
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
-def test_counts_of_a_shared_layer(length, heads, budget, operations, launches, monkeypatch):
+def test_counts_of_a_layer(length, heads, budget, operations, launches, monkeypatch):
     """In selection, attention and loss, forward and backward, nothing is computed on the host. The host's work would
     make the device wait while short kernels run."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -78,16 +74,15 @@ def test_counts_of_a_shared_layer(length, heads, budget, operations, launches, m
         InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__)
     )
     count, kv_count, size = heads
-    geometry = Geometry(selection_block=BLOCK, local_window=64)
+    geometry = Geometry(local_window=64)
     q, gate = (empty(1, length, count, size) for _ in range(2))
     k, v = (empty(1, length, kv_count, size) for _ in range(2))
-    every = indexer(length, length)
+    of_all, implementation = indexer(length), {"implementation": "triton"}
     with Operations() as counted:
-        shared = every.of_block_leaders(BLOCK)
         ema = torch.ones((), device="meta")
-        selection = api.select(shared, budget, ema, geometry, implementation="triton")
-        out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, implementation="triton")
-        loss, _ = api.indexer_loss(shared, q, k, lse, selection, geometry, implementation="triton")
+        selection = api.select(of_all, budget, ema, geometry, kernel="masked", **implementation)
+        out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, **implementation)
+        loss, _ = api.indexer_loss(of_all, q, k, lse, selection, geometry, **implementation)
         torch.autograd.backward([out, loss], [torch.empty_like(out), torch.empty_like(loss)])
     assert counted.on_host == 0
     assert (counted.calculated, len(launched)) == (operations, launches)

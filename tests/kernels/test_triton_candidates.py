@@ -325,15 +325,11 @@ def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], 
 
 def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and words tile by tile, because several sequences' chunks of rows are stored chunk by chunk."""
-    assert not lists.full.any()
     counts = lists.counts.flatten().long()
     firsts = counts.cumsum(0) - counts
     places = torch.arange(int(counts.sum()), device=counts.device) - firsts.repeat_interleave(counts)
-    keys, words = lists.key_starts.flatten(), lists.word_starts.flatten()
-    return (
-        lists.keys[keys.repeat_interleave(counts) + places],
-        lists.words[words.repeat_interleave(counts) + places],
-    )
+    places += lists.starts.flatten().repeat_interleave(counts)
+    return lists.keys[places], lists.words[places]
 
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(each, marks=ON_GPU) for each in (None, 8192)])

@@ -4,7 +4,6 @@ The expected selection is a stable sort of the kernels' own scores, and the expe
 selection. Entries after a sequence's length are NaN in all tests.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ pytest.importorskip("triton")
 from decode_cases import (
     CUDA,
     RULE,
-    Case,
     check,
     check_attention,
     check_selection,
@@ -61,9 +59,12 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """The selection has more keys than the parts take at once, and room for more; the last tile is short."""
+    """The selection has more keys than the parts take at once, and room for more; the last tile is short. Two steps
+    count the outputs of two sequences with two key-value heads."""
     rule = BudgetRule(120, 4, 150, "off")
-    check(make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits), rule, 9)
+    case = make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits)
+    check(case.with_new(in_chain=True, counted=True), rule, 9)
+    assert case.workspace.written.item() == 8
 
 
 def test_sequences_that_are_short_attend_to_all(device: str) -> None:
@@ -134,89 +135,11 @@ def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
     check_attention(case, out, first, 2)
 
 
-@pytest.mark.parametrize("window", [0, 1, 5])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> None:
-    """The token follows one whose selection is kept. The new token is in the list, in the window or in neither. There
-    is an unused slot, and a part has more keys than the first tile."""
-    k_max = 70
-    rule = BudgetRule(k_max, k_max, k_max, "off")
-    case = make_case(device, [99, 12, 0], 100, gate=True, k_max=k_max, splits=splits)
-    case.step(rule, window)
-    for lengths in ([99, 12, 0], [100, 13, 0]):
-        later = case.with_new(lengths=torch.tensor(lengths, dtype=torch.int32, device=device), settled=True)
-        for cache in (case.cache.k, case.cache.v):
-            cache.nan_to_num_(3.0)
-        out = op.decode_attend(later.q, later.cache, window, later.gate)
-        check_attention(later, out, later.selected(), window)
-
-
-@pytest.mark.parametrize("splits", [(1, 2), (2, 8)], ids=["tiles", "tile"])
-def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]) -> None:
-    """Steps between selections have one or several tiles, with an unused slot."""
-    k_max, window = 150, 5
-    rule = BudgetRule(k_max, k_max, k_max, "off")
-    sizes: dict[str, Any] = {"gate": True, "dtype": torch.bfloat16, "k_max": k_max}
-    case = make_case(device, [199, 12, 0], 210, **sizes, splits=splits[0], kept_splits=splits[1])
-    for cache in (case.cache.k, case.cache.v, case.indexer.keys):
-        cache.nan_to_num_(3.0)
-    now = case.with_new(in_chain=True, counted=True)
-    written, all_heads = case.workspace.written, 3 * case.cache.k.shape[2]
-    for step in range(2):
-        lengths = torch.tensor([199 + 2 * step, 12 + 2 * step, 0], dtype=torch.int32, device=device)
-        selects = now.with_new(lengths=lengths, settled=True)
-        assert parts_written(selects, lambda one=selects: check(one, rule, window)) == splits[0]  # type: ignore[misc]
-        assert written.item() > 0
-        assert written.item() % all_heads == 0
-        written.zero_()
-        keeps = now.with_new(lengths=lengths + (lengths > 0), settled=True)
-        assert parts_written(keeps, lambda one=keeps: attend(one, window)) == splits[1]  # type: ignore[misc]
-        assert written.item() == all_heads
-        assert case.workspace.arrivals.eq(0).all()
-
-
 @pytest.mark.parametrize(
-    "changes", [{"in_chain": False}, {"settled": False}, {"keys": 16}, {"dtype": torch.float32}], ids=str
+    ("programs", "rows", "splits"), [(528, 4, 32), (528, 16, 32), (528, 128, 4), (528, 1000, 1), (0, 4, 2)]
 )
-def test_other_kept_steps_have_the_parts_of_all(device: str, changes: dict[str, Any]) -> None:
-    """The cases are outside a chain, after a selection of the same step, with few keys, and in fp32."""
-    given = {"in_chain": True, "settled": True, "keys": 150, "dtype": torch.bfloat16} | changes
-    keys, dtype = given.pop("keys"), given.pop("dtype")
-    case = make_case(device, [199], 199, k_max=keys, dtype=dtype, splits=2, kept_splits=4)
-    case.step(BudgetRule(keys, keys, keys, "off"))
-    kept = case.with_new(**given)
-    assert parts_written(kept, lambda: attend(kept, 0)) == 2
-
-
-def attend(case: Case, window: int) -> None:
-    out = op.decode_attend(case.q, case.cache, window, case.gate)
-    check_attention(case, out, case.selected(), window)
-
-
-def parts_written(case: Case, run: Callable[[], None]) -> int:
-    """Return the number of parts of each key-value head, from the workspace; 1 leaves it unused."""
-    stats = case.workspace.partial_stats
-    stats.fill_(float("nan"))
-    run()
-    written = int(stats[0].isfinite().sum())
-    batch, kv_heads, _, group = stats.shape[1:]
-    return max(written // (batch * kv_heads * group), 1)
-
-
-@pytest.mark.parametrize(
-    ("programs", "rows", "numbers", "splits"),
-    [
-        (528, 4, 512, (32, 64)),
-        (528, 8, 512, (32, 64)),
-        (528, 16, 512, (32, 32)),  # twice this number would not run at once
-        (528, 4, 1024, (32, 32)),
-        (528, 128, 512, (4, 4)),
-        (528, 1000, 512, (1, 1)),
-        (0, 4, 512, (2, 2)),
-    ],
-)
-def test_default_parts(programs: int, rows: int, numbers: int, splits: tuple[int, int]) -> None:
-    assert state.default_splits(programs, rows, numbers) == splits
+def test_default_parts(programs: int, rows: int, splits: int) -> None:
+    assert state.default_splits(programs, rows) == splits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,15 +167,13 @@ def test_refuses() -> None:
         (lambda: case.with_new(workspace=None).step(), "workspace is None"),
         (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),
         (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
-        (lambda: case.step(pool=3), "indexer_pool is 3 with selection_block 1; pass a power of two"),
+        (lambda: case.step(pool=3), "indexer_pool is 3; pass a power of two"),
         (lambda: case.step(pool=4), "group_keys is None with indexer_pool 4"),
         (lambda: groups.step(pool=2), r"group_keys has shape \(1, 8, 16\)"),
         (lambda: groups.step(replace(RULE, dense_below=9), pool=4), "dense_below 9 with indexer_pool 4"),
         (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),
         (lambda: make_case(device, [30], 30, splits=3), "splits is 3; pass a power of two"),
-        (lambda: make_case(device, [30], 30, kept_splits=3), "kept_splits is 3; pass a power of two"),
         (lambda: make_case(device, [30], 30, splits=0), "splits is 0; pass a power of two"),
-        (lambda: make_case(device, [30], 30, splits=4, kept_splits=2), "pass at least as many"),
     ]:
         with pytest.raises(ValueError, match=message):
             bad()

@@ -10,7 +10,7 @@ from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.checks import check_at_least, check_differentiated_once, check_shape
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import GATHERED_GRADIENT_BYTES, TILE_SIZES
+from gsa_kernels.limits import GATHERED_GRADIENT_BYTES, TILE_QUERIES
 
 
 def gathered_attention(
@@ -48,7 +48,7 @@ def gathered_attention(
     return _GatheredAttention.apply(q, k, v, inputs.gate_logits, lists, scratch_bytes)
 
 
-_LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")
+_LIST_TENSORS = ("keys", "words", "starts", "counts")
 """Fields of `KeyLists` on the device: hundreds of megabytes a layer."""
 
 
@@ -80,16 +80,12 @@ def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:
     batch, length = q.shape[:2]
     if lists.length != length:
         raise ValueError(f"lists are of {lists.length} tokens and q of {length}; pass lists of q's sequences")
-    if lists.queries not in TILE_SIZES:
-        raise ValueError(f"lists.queries is {lists.queries}; pass one of {TILE_SIZES}")
     check_at_least("lists.max_count", lists.max_count, 0)
-    per_tile = (batch, -(-length // lists.queries))
+    per_tile = (batch, -(-length // TILE_QUERIES))
     fields = {
         "keys": (lists.keys, torch.int32, (None,)),
         "words": (lists.words, torch.int32, (None,)),
-        "key_starts": (lists.key_starts, torch.int64, per_tile),
-        "word_starts": (lists.word_starts, torch.int64, per_tile),
-        "full": (lists.full, torch.int32, per_tile),
+        "starts": (lists.starts, torch.int64, per_tile),
         "counts": (lists.counts, torch.int32, per_tile),
     }
     for name, (tensor, dtype, shape) in fields.items():

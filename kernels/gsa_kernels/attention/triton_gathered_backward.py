@@ -19,7 +19,7 @@ from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
-from gsa_kernels.limits import SEGMENT_KEYS, SEGMENT_WAVES, ceil_div
+from gsa_kernels.limits import SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -74,22 +74,18 @@ def gathered_backward(
     grad_q = torch.empty_like(q)
     sums = torch.zeros(batch, num_keys, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
     shared = GradientInputs(grad_attended, q, k, v, delta, lse2)
-    members = heads_per_program(group, lists.queries, tiles.queries)
+    members = heads_per_program(group, tiles.queries)
     splits = triton.cdiv(group, members)
     rows = scratch_bytes // (2 * head_size * q.element_size())
-    kept = lists.kept_hits.take()
-    if lists.host_counts is None and kept is not None and kept[0].num_rows <= rows:
-        ranges = [kept[0]]
-    else:
-        # A multiprocessor has room for one program, so a range fills whole waves.
-        kept, ranges = None, split_tiles(lists, rows, count_multiprocessors(q.device))
+    # A multiprocessor has room for one program, so a range fills whole waves.
+    ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
     scratch_rows = max(each.num_rows for each in ranges)
     # If memory allows, one launch takes several key-value heads. One head with short lists does not fill the device.
     divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     together = max(n for n in divisors if n == 1 or n * scratch_rows <= rows)
     scratch = torch.empty(together * scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
     for each in ranges:
-        hits = kept[1] if kept is not None else find_key_hits(lists, each)
+        hits = find_key_hits(lists, each)
         partials = scratch[: together * each.num_rows].view(together, each.num_rows, 2 * head_size)
         for first in range(0, kv_heads, together):
             for split in range(splits):
@@ -125,7 +121,7 @@ def _launch(
     segments = count_segments(programs, count_multiprocessors(q.device), tile_rows.num_rows // num_tiles)
     results = grad_q
     if segments > 1:
-        shape = (len(partials), segments, num_tiles, members * lists.queries, head_size)
+        shape = (len(partials), segments, num_tiles, members * TILE_QUERIES, head_size)
         results = torch.empty(shape, dtype=torch.float32, device=q.device)
     _backward_kernel[(programs * segments,)](
         q,
@@ -136,9 +132,7 @@ def _launch(
         inputs.lse2,
         lists.keys,
         lists.words,
-        lists.key_starts,
-        lists.word_starts,
-        lists.full,
+        lists.starts,
         lists.counts,
         results,
         partials,
@@ -163,7 +157,7 @@ def _launch(
         MEMBERS=members,
         SPLITS=splits,
         D=head_size,
-        QUERIES=lists.queries,
+        QUERIES=TILE_QUERIES,
         KEYS=tiles.keys,
         SEGMENTED=segments > 1,
         PRECISION=input_precision(q.dtype),
@@ -187,7 +181,7 @@ def _launch(
             MEMBERS=members,
             SPLITS=splits,
             D=head_size,
-            QUERIES=lists.queries,
+            QUERIES=TILE_QUERIES,
             num_warps=4,
         )
 
@@ -197,7 +191,7 @@ def _launch(
     do_not_specialize=["first_tile", "num_tiles", "first_part", "num_rows", "row_starts", "order", "segments"]
 )
 def _backward_kernel(
-    q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials,
+    q, k, v, grad, delta, lse2, keys, words, starts, counts, grad_q, partials,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
@@ -246,20 +240,19 @@ def _backward_kernel(
 
     k += batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh
     v += batch64 * stride_vb + kv_head.to(tl.int64) * stride_vh
-    keys += tl.load(key_starts + number)
-    words += tl.load(word_starts + number)
-    full_count = tl.load(full + number)
+    start_of_list = tl.load(starts + number)
+    keys += start_of_list
+    words += start_of_list
     count = tl.load(counts + number)
     first_row = number_of_head.to(tl.int64) * num_rows + tl.load(row_starts + slot)
     target = partials + first_row * (2 * D)
     if SEGMENTED:
-        # From here on, the list is this program's segment: whole steps, or nothing where the list is short. The words
-        # are not shifted, because an entry finds its word by its distance from full_count.
+        # From here on, the list is this program's segment: whole steps, or nothing where the list is short.
         length_of_segment = tl.cdiv(tl.cdiv(count, KEYS), segments) * KEYS
         before = segment * length_of_segment
         keys += before
+        words += before
         target += before.to(tl.int64) * (2 * D)
-        full_count -= before
         count = tl.minimum(count - before, length_of_segment)
 
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
@@ -276,11 +269,8 @@ def _backward_kernel(
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         by_probs = tl.dot(u_tile, tl.trans(v_tile), input_precision=PRECISION)
         probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
-        if start + KEYS > full_count:
-            masked = (entries >= full_count) & (entries < count)
-            word = tl.load(words + (entries - full_count), mask=masked, other=0)
-            word = tl.where(entries < full_count, -1, word)
-            probs = tl.where((word[None, :] & mine[:, None]) != 0, probs, 0.0)
+        word = tl.load(words + entries, mask=entries < count, other=0)
+        probs = tl.where((word[None, :] & mine[:, None]) != 0, probs, 0.0)
         by_logits = (probs * (by_probs - row_delta[:, None])).to(k_tile.dtype)
         exists = (entries < count)[:, None]
         pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)

@@ -8,6 +8,7 @@ import triton.language as tl
 from gsa_kernels.attention.inputs import AttentionInputs
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, Tiles, input_precision
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 _MAX_ROWS = 128
@@ -27,9 +28,9 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     return Tiles(_MAX_ROWS, 64, 8, 2, registers=128)
 
 
-def heads_per_program(group: int, queries: int, rows: int) -> int:
+def heads_per_program(group: int, rows: int) -> int:
     """Return how many query heads of one key-value head share a program: a power of two."""
-    return max(1, min(triton.next_power_of_2(group), rows // queries))
+    return max(1, min(triton.next_power_of_2(group), rows // TILE_QUERIES))
 
 
 def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Te
     kv_heads = k.shape[2]
     group = heads // kv_heads
     tiles = forward_tiles(head_size, q.dtype)
-    members = heads_per_program(group, lists.queries, tiles.queries)
+    members = heads_per_program(group, tiles.queries)
     splits = triton.cdiv(group, members)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
@@ -56,9 +57,7 @@ def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Te
         gate_logits,
         lists.keys,
         lists.words,
-        lists.key_starts,
-        lists.word_starts,
-        lists.full,
+        lists.starts,
         lists.counts,
         out,
         lse,
@@ -76,7 +75,7 @@ def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Te
         MEMBERS=members,
         SPLITS=splits,
         D=head_size,
-        QUERIES=lists.queries,
+        QUERIES=TILE_QUERIES,
         KEYS=tiles.keys,
         COPIES=max(1, 32 * tiles.warps // tiles.keys),
         HAS_GATE=gate_logits is not None,
@@ -90,7 +89,7 @@ def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Te
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, gate, keys, words, key_starts, word_starts, full, counts, out, lse,
+    q, k, v, gate, keys, words, starts, counts, out, lse,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
@@ -127,9 +126,9 @@ def _forward_kernel(
     k += batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh
     v += batch64 * stride_vb + kv_head.to(tl.int64) * stride_vh
     number = batch * tiles_per_sequence + tile
-    keys += tl.load(key_starts + number)
-    words += tl.load(word_starts + number)
-    full_count = tl.load(full + number)
+    start_of_list = tl.load(starts + number)
+    keys += start_of_list
+    words += start_of_list
     count = tl.load(counts + number)
 
     maximum = tl.full([MEMBERS * QUERIES], FLOOR, tl.float32)
@@ -139,18 +138,17 @@ def _forward_kernel(
     mine = tl.full([1], 1, tl.int32) << bit
     # The keys and words of the next step are loaded one step ahead, so that its gathers need not wait for them.
     key = tl.load(keys + step, mask=step < count, other=0)
-    loaded = load_entry_words(words, step, full_count, count, COPIES)
-    # One loop covers the full and the masked part of the list. Two loops spill more registers and were slower.
+    loaded = load_entry_words(words, step, count, COPIES)
     for start in range(0, count, KEYS):
         ahead = start + KEYS + step
         next_key = tl.load(keys + ahead, mask=ahead < count, other=0)
-        next_loaded = load_entry_words(words, ahead, full_count, count, COPIES)
+        next_loaded = load_entry_words(words, ahead, count, COPIES)
         key64 = key.to(tl.int64)[:, None]
         k_tile = tl.load(k + (key64 * stride_kl + dims))
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if start + KEYS > full_count:
-            word = entry_words(loaded, start + step, full_count)
-            logits = tl.where((word[None, :] & mine[:, None]) != 0, logits, MASKED)
+        # Any operation on loaded words waits for the load, so this one comes a step after it.
+        word = tl.max(loaded, 1)
+        logits = tl.where((word[None, :] & mine[:, None]) != 0, logits, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
         probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
@@ -175,23 +173,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
-    """Load the mask words of the entries (keys) from `full_count` on, in shape [entries, COPIES]. Other words are 0.
+def load_entry_words(words, entries, count, COPIES: tl.constexpr):
+    """Load the mask words of the entries (keys), in shape [entries, COPIES]. Words at or beyond `count` are 0.
 
     Each word is loaded COPIES times, so that the load has an element for each thread. The compiler would move the load
     of a shorter vector into the layout of the logits, where each thread would load and mask 16 words.
     """
     several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
-    masked = (several >= full_count) & (several < count)
-    return tl.load(words + (several - full_count), mask=masked, other=0)
-
-
-@triton.jit
-def entry_words(loaded, entries, full_count):
-    """Return the mask word of each entry (key) of a list from the result of `load_entry_words`.
-
-    A bit of the word says whether one query of the tile attends to the key. The first `full_count` keys are attended by
-    all queries, so all bits of their words are set. Call this function one step after the load, because any operation
-    on loaded words waits for the load.
-    """
-    return tl.max(tl.where((entries < full_count)[:, None], -1, loaded), 1)
+    return tl.load(words + several, mask=several < count, other=0)

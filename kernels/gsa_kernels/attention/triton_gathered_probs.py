@@ -14,6 +14,7 @@ from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -44,8 +45,6 @@ def head_sum_probs_lists(
     lse: torch.Tensor,
     lists: KeyLists,
     tiles: torch.Tensor,
-    *,
-    selection_block: int = 1,
 ) -> torch.Tensor:
     """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of these tiles.
 
@@ -55,27 +54,22 @@ def head_sum_probs_lists(
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         lse: fp32 [B, H, L], from attention over the same lists, so that each head's row sums to 1
-        tiles: int32 [N], numbers of tiles; with `selection_block` > 1, numbers of blocks
-        selection_block: queries that share a selection: 1, or a multiple of the tile. All tiles of a block have the
-            same keys
+        tiles: int32 [N], numbers of tiles
 
     Returns:
-        fp32 [B, N, max_count, queries]; with `selection_block` > 1 [B, N, max_count], summed over the queries of
-        a block, for the entries of the block's first tile
+        fp32 [B, N, max_count, queries]
     """
     scale = checked_inputs(q, k, k, None, lists.query_start).scale
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
-    tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
+    check_lists(lists, batch, length)
     check_tile_numbers(tiles, lists)
     shape = gathered_probs_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()
-    sizes = (batch, len(tiles), lists.max_count)
-    out = torch.empty(
-        sizes if selection_block > 1 else (*sizes, lists.queries), dtype=torch.float32, device=q.device
-    )
+    sizes = (batch, len(tiles), lists.max_count, TILE_QUERIES)
+    out = torch.empty(sizes, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(lists.max_count, shape.entries), len(tiles), batch)
     _gathered_probs_kernel[grid](
         q,
@@ -83,9 +77,7 @@ def head_sum_probs_lists(
         lse,
         lists.keys,
         lists.words,
-        lists.key_starts,
-        lists.word_starts,
-        lists.full,
+        lists.starts,
         lists.counts,
         tiles,
         out,
@@ -93,18 +85,16 @@ def head_sum_probs_lists(
         *k.stride()[:3],
         length,
         lists.counts.shape[1],
-        tiles_per_unit,
         lists.max_count,
         scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=group,
         MEMBERS=members,
         D=head_size,
-        QUERIES=lists.queries,
+        QUERIES=TILE_QUERIES,
         ENTRIES=shape.entries,
         # Longer loops are not unrolled, because unrolling would hold all tiles of queries in shared memory.
         UNROLLED=triton.cdiv(group, members) * head_size <= 256,
-        SUM_QUERIES=selection_block > 1,
         PRECISION=input_precision(q.dtype),
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -112,17 +102,11 @@ def head_sum_probs_lists(
     return out
 
 
-def count_tiles_per_block(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
-    """Return the tiles per block, 1 without blocks. Raises ValueError if the lists are not for `length` queries, or if
-    a tile crosses the end of a block."""
+def check_lists(lists: KeyLists, batch: int, length: int) -> None:
+    """Raise ValueError if the lists are not for `length` queries."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
-    check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))
-    if selection_block != 1 and (selection_block < 1 or selection_block % lists.queries != 0):
-        raise ValueError(
-            f"selection_block is {selection_block} and a tile {lists.queries} queries; pass 1 or a multiple of it"
-        )
-    return max(1, selection_block // lists.queries)
+    check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // TILE_QUERIES)))
 
 
 def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
@@ -135,13 +119,13 @@ def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
 
 
 @triton.jit
-def load_entries(keys, words, key_start, word_start, entries, full, count):
+def load_entries(keys, words, list_start, entries, count):
     """Load keys and membership words of entries [ENTRIES] of a list; both are 0 at or beyond `count`."""
     inside = entries < count
-    key = tl.load(keys + key_start + entries, mask=inside, other=0)
-    masked = inside & (entries >= full)
-    word = tl.load(words + word_start + (entries - full), mask=masked, other=0)
-    return key, tl.where(inside & (entries < full), -1, word)
+    key = tl.load(keys + list_start + entries, mask=inside, other=0)
+    word = tl.load(words + list_start + entries, mask=inside, other=0)
+    # Without `where` Triton loads the words in a second layout, and gathered_grad_kernel spills almost twice as much.
+    return key, tl.where(inside, word, 0)
 
 
 @triton.jit
@@ -164,66 +148,50 @@ def _sum_of_heads(
 
 @triton.jit(do_not_specialize=["max_count"])
 def _gathered_probs_kernel(
-    q, k, lse, keys, words, key_starts, word_starts, full, counts, tiles, out,
+    q, k, lse, keys, words, starts, counts, tiles, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
-    length, list_tiles, tiles_per_unit, max_count, scale_log2,
+    length, list_tiles, max_count, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
-    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, SUM_QUERIES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ENTRIES entries and the queries of a tile or block. Grid: (ceil(max_count / ENTRIES), N, B)."""
+    """One program takes ENTRIES entries and the queries of a tile. Grid: (ceil(max_count / ENTRIES), N, B)."""
     batch = tl.program_id(2).to(tl.int64)
     unit = tl.program_id(1)
-    tile = tl.load(tiles + unit) * tiles_per_unit
+    tile = tl.load(tiles + unit)
     list_index = batch * list_tiles + tile
     count = tl.load(counts + list_index)
     if tl.program_id(0) * ENTRIES < count:
         entries = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-        key_start = tl.load(key_starts + list_index)
-        key = tl.load(keys + key_start + entries, mask=entries < count, other=0)
+        list_start = tl.load(starts + list_index)
+        key = tl.load(keys + list_start + entries, mask=entries < count, other=0)
         dims = tl.arange(0, D)
         k_rows = k + batch * stride_kb + key.to(tl.int64)[:, None] * stride_kl + dims[None, :]
         columns = tl.arange(0, MEMBERS * QUERIES)
         member = columns // QUERIES
         rows = tl.arange(0, QUERIES)
-        sums = tl.zeros([ENTRIES], tl.float32)
-        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * (1 if SUM_QUERIES else QUERIES)
-        for part in range(tl.minimum(tiles_per_unit, list_tiles - tile)):
-            start = (tile + part) * QUERIES
-            query = start + columns % QUERIES
-            q_rows = q + batch * stride_qb + query.to(tl.int64)[:, None] * stride_ql + dims[None, :]
-            total = tl.zeros([ENTRIES, QUERIES], tl.float32)
-            for kv_head in range(KV_HEADS):
-                k_tile = tl.load(k_rows + tl.cast(kv_head, tl.int64) * stride_kh)
-                if UNROLLED:
-                    for first_member in tl.static_range(0, GROUP, MEMBERS):
-                        total += _sum_of_heads(
-                            k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
-                            scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
-                        )  # fmt: skip
-                else:
-                    for first_member in range(0, GROUP, MEMBERS):
-                        total += _sum_of_heads(
-                            k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
-                            scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
-                        )  # fmt: skip
-            _, word = load_entries(
-                keys,
-                words,
-                key_start,
-                tl.load(word_starts + list_index + part),
-                entries,
-                tl.load(full + list_index + part),
-                tl.load(counts + list_index + part),
-            )
-            hit = ((word[:, None] >> rows[None, :]) & 1) != 0
-            # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
-            total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
-            if SUM_QUERIES:
-                sums += tl.sum(total, 1)
+        start = tile * QUERIES
+        query = start + columns % QUERIES
+        q_rows = q + batch * stride_qb + query.to(tl.int64)[:, None] * stride_ql + dims[None, :]
+        total = tl.zeros([ENTRIES, QUERIES], tl.float32)
+        for kv_head in range(KV_HEADS):
+            k_tile = tl.load(k_rows + tl.cast(kv_head, tl.int64) * stride_kh)
+            if UNROLLED:
+                for first_member in tl.static_range(0, GROUP, MEMBERS):
+                    total += _sum_of_heads(
+                        k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
+                        scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
+                    )  # fmt: skip
             else:
-                target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
-                tl.store(target, total, mask=(entries < count)[:, None])
-        if SUM_QUERIES:
-            tl.store(out_unit + entries, sums, mask=entries < count)
+                for first_member in range(0, GROUP, MEMBERS):
+                    total += _sum_of_heads(
+                        k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
+                        scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
+                    )  # fmt: skip
+        word = tl.load(words + list_start + entries, mask=entries < count, other=0)
+        hit = ((word[:, None] >> rows[None, :]) & 1) != 0
+        # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
+        total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
+        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * QUERIES
+        target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
+        tl.store(target, total, mask=(entries < count)[:, None])

@@ -46,7 +46,7 @@ def enter_token(
         raise ValueError(f"{channels} channels turn; pass an even number of at most {sizes.head_dim}")
     if sizes.index_heads:
         _check_index_angles(batch, sizes.index_dim, angles)
-    named = {"cache.k": cache.k, "cache.v": cache.v, "cache.rows": cache.rows}
+    named = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
     if norms is not None:
         named |= {"norms[0]": norms[0], "norms[1]": norms[1]}
         for name in ("norms[0]", "norms[1]"):
@@ -101,14 +101,9 @@ def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, 
             f"the indexer has {heads} heads of size {dim}; pass 1 to {DECODE_INDEXER_HEADS[-1]} of "
             f"{INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
         )
-    if cache.rows is None:
-        raise ValueError("cache.rows is None with an indexer; pass its rows [B, Lk, width]")
-    width = cache.rows.shape[-1]
-    check_shape("cache.rows", cache.rows, "[B, Lk, width]", (batch, cache.k.shape[2], None))
-    if width != dim and width < sizes.index_width:
-        raise ValueError(
-            f"cache.rows has {width} columns; pass {dim}, for the key alone, or at least {sizes.index_width}"
-        )
+    if cache.index_keys is None:
+        raise ValueError("cache.index_keys is None with an indexer; pass [B, Lk, DI]")
+    check_shape("cache.index_keys", cache.index_keys, "[B, Lk, DI]", (batch, cache.k.shape[2], dim))
 
 
 def _check_index_angles(batch: int, dim: int, angles: Angles) -> None:

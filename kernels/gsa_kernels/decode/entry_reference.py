@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from gsa_kernels.checks import check_shape
 from gsa_kernels.row_product.reference import Norm, row_product
 
 
@@ -31,12 +30,8 @@ class EntrySizes(NamedTuple):
     @property
     def width(self) -> int:
         """Return the number of columns that are used; the projection may have more."""
-        return self.q + 2 * self.k + self.value_gate + self.gate + self.index_width
-
-    @property
-    def index_width(self) -> int:
-        """Return how many of these columns belong to the indexer."""
-        return (1 + self.index_heads) * self.index_dim + self.index_heads if self.index_heads else 0
+        index = (1 + self.index_heads) * self.index_dim + self.index_heads if self.index_heads else 0
+        return self.q + 2 * self.k + self.value_gate + self.gate + index
 
 
 class Angles(NamedTuple):
@@ -93,8 +88,8 @@ class EntryCache(NamedTuple):
     k: torch.Tensor
     """[B, Hkv, Lk, D]"""
     v: torch.Tensor
-    rows: torch.Tensor | None
-    """[B, Lk, width]: the indexer's key, then, if width has room, its queries and head weights, then zeros."""
+    index_keys: torch.Tensor | None
+    """[B, Lk, DI], of the indexer."""
 
 
 class Entered(NamedTuple):
@@ -118,7 +113,7 @@ def enter_token(
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
-    """Gate v by sigmoid(G2), apply norms and RoPE to q and k, and write keys, values and the indexer's row to the
+    """Gate v by sigmoid(G2), apply norms and RoPE to q and k, and write keys, values and the indexer's keys to the
     cache.
 
     Args:
@@ -127,7 +122,6 @@ def enter_token(
         norms: RMSNorm weights [D] of q and k
     """
     heads, width = sizes.head_dim, sizes.index_dim
-    batch = projected.shape[0]
     counts: tuple[int, ...] = (sizes.q, sizes.k, sizes.k, sizes.value_gate, sizes.gate)
     if sizes.index_heads:
         counts += (width, sizes.index_heads * width, sizes.index_heads)
@@ -152,14 +146,8 @@ def enter_token(
         if angles.key_cos is not None and angles.key_sin is not None:
             key_angles = (angles.key_cos, angles.key_sin)
         index_key = _turned(index_key, *key_angles)
-    rows = cache.rows
-    assert rows is not None
-    row = index_key
-    if rows.shape[-1] > width:
-        row = torch.cat([index_key, index_queries.flatten(1), index_weights], -1)
-        row = torch.nn.functional.pad(row, (0, rows.shape[-1] - row.shape[-1]))
-    check_shape("row", row, "[B, width]", (batch, rows.shape[-1]))
-    rows.index_copy_(1, slot, row[:, None])
+    assert cache.index_keys is not None
+    cache.index_keys.index_copy_(1, slot, index_key[:, None])
     return Entered(q, heads_gate, index_queries[:, None], index_weights[:, None])
 
 

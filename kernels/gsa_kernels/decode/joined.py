@@ -16,16 +16,14 @@ from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling,
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
 
-HEADS, GATE, INDEX, INDEX_KEY = "heads", "gate", "index", "index key"
+HEADS, GATE, INDEX = "heads", "gate", "index"
 
 
 class Part(NamedTuple):
     """Describes which rows of the joined product a launch computes."""
 
     sections: tuple[str, ...]
-    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some. INDEX_KEY is the part of INDEX
-    that later steps score. The rest of INDEX, queries and head weights, is needed only when the first token of a block
-    selects."""
+    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some."""
 
     into: Entered | None = None
     """Tensors for the results that attention and selection need; None allocates all of them."""
@@ -103,7 +101,9 @@ def enter_row(
         "product.bias": product.bias,
         "table.values": table.values,
     }
-    for name, tensor in (named | {"cache.k": cache.k, "cache.v": cache.v, "cache.rows": cache.rows}).items():
+    for name, tensor in (
+        named | {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
+    ).items():
         if tensor is None:
             continue
         if tensor.dtype != x.dtype or tensor.device != x.device:
@@ -113,11 +113,8 @@ def enter_row(
             )
         if tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous()):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
-    known = (*WHOLE.sections, INDEX_KEY)
-    if not part.sections or set(part.sections) - set(known) or {INDEX, INDEX_KEY} <= set(part.sections):
-        raise ValueError(
-            f"part.sections is {part.sections}; pass one or more of {known}, of the last two one"
-        )
+    if not part.sections or set(part.sections) - set(WHOLE.sections):
+        raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
     if part.beside and part.restarts is not None:
         raise ValueError(
             "part.restarts is a counter with part.beside True; restart it in a part that waits first"
@@ -129,13 +126,7 @@ def enter_row(
     if part.restarts is not None:
         check_shape("part.restarts", part.restarts, "[1]", (1,))
     out = _new_entered(x, sizes) if part.into is None else part.into
-    whole_index = INDEX in part.sections
-    wanted = Sections(
-        heads=HEADS in part.sections,
-        gate=GATE in part.sections,
-        index_key=whole_index or INDEX_KEY in part.sections,
-        index_queries=whole_index,
-    )
+    wanted = Sections(HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
     with launching_on(x, "x"):
         launch = Launch(tiling, wanted, can_chain(x), part.beside, part.waits, part.restarts)
         launch_joined(x, product, sizes, table, cache, slot, out, launch)

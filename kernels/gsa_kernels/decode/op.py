@@ -8,14 +8,7 @@ are deterministic.
 On Hopper each kernel starts before the previous one ends, and then waits for it; row_product/op.py has the rules. The
 scores kernel starts early after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before
 the wait. With `cache.settled`, the indexer's keys are also read before the wait, except for each sequence's newest
-token. If the selection is kept, it is read before the wait instead, with the keys and values of the selection and the
-window.
-
-With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
-token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
-sequences are at different places in their blocks refreshes each at its own time; where all are aligned, calling
-`decode_select` every b tokens and `decode_attend` at each saves the launches. After a prefill that ended inside
-a block, select once with that block's first query and `lengths` = its position + 1.
+token.
 
 With `indexer_pool` p the selection names groups of p keys, which attention reads with the query's own group. Each step
 that selects writes the mean key of the newest token's group into `cache.group_keys`.
@@ -55,15 +48,14 @@ def decode_step(
     gate_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result. The geometry's window
-    is at least its selection_block, so that the tokens since the selection are attended to."""
+    """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result."""
     if indexer.keys.shape[:2] != cache.k.shape[:2]:
         raise ValueError(
             f"indexer.keys is {tuple(indexer.keys.shape)} and cache.k {tuple(cache.k.shape)}; pass caches of one "
             "[B, L_max]"
         )
     pool = geometry.indexer_pool
-    decode_select(indexer, cache, rule, variance_ema, geometry.selection_block, pool)
+    decode_select(indexer, cache, rule, variance_ema, pool)
     return _attend(q, cache, geometry.local_window, pool, gate_logits, out, behind_selection=True)
 
 
@@ -73,7 +65,6 @@ def decode_select(
     cache: LayerCache,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
-    selection_block: int = 1,
     pool: int = 1,
 ) -> None:
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`. With
@@ -87,7 +78,6 @@ def decode_select(
             [B, L_max, DI], the cache, including these tokens; bf16 or fp32
         cache: its selection is overwritten; its workspace is for at least B sequences of L_max tokens
         variance_ema: 0-d fp32, the layer's frozen moving average
-        selection_block: b; rows whose position is no multiple of b keep their selection
     """
     queries = indexer.queries
     check_shape("indexer.queries", queries, "[B, 1, HI, DI]", (None, 1, None, None))
@@ -106,7 +96,6 @@ def decode_select(
     _check_unit_strides({f"indexer.{name}": getattr(indexer, name) for name in names})
     if variance_ema.dtype != torch.float32:
         raise ValueError(f"variance_ema has dtype {variance_ema.dtype}; pass float32")
-    check_at_least("selection_block", selection_block, 1)
     most_keys = most_selected(rule, pool, max_length)
     if cache.selection.indices.shape[1] < most_keys:
         raise ValueError(f"selection holds {cache.selection.indices.shape[1]} keys; pass one for {most_keys}")
@@ -119,7 +108,7 @@ def decode_select(
         )
     others = {"variance_ema": variance_ema}
     if pool > 1:
-        others["group_keys"] = _checked_groups(indexer.keys, cache.group_keys, pool, selection_block)
+        others["group_keys"] = _checked_groups(indexer.keys, cache.group_keys, pool)
         rule = rule_of_groups(rule, pool)
     _check_cache(queries, cache, others)
 
@@ -128,9 +117,8 @@ def decode_select(
     # high, which costs time alone.
     rule = replace(rule, k_min=min(rule.k_min, candidates), k_max=min(rule.k_max, candidates))
     with launching_on(queries, "the query"):
-        score_keys(indexer, cache, rule.k_max, selection_block, workspace, chained, pool)
-        of_selection = (rule, variance_ema, selection_block, chained, pool)
-        select_indices(cache, workspace, indexer.keys, *of_selection)
+        score_keys(indexer, cache, rule.k_max, workspace, chained, pool)
+        select_indices(cache, workspace, indexer.keys, rule, variance_ema, chained, pool)
 
 
 @torch.no_grad()
@@ -206,15 +194,10 @@ def _attend(
     return out
 
 
-def _checked_groups(
-    keys: torch.Tensor, group_keys: torch.Tensor | None, pool: int, selection_block: int
-) -> torch.Tensor:
+def _checked_groups(keys: torch.Tensor, group_keys: torch.Tensor | None, pool: int) -> torch.Tensor:
     """The mean keys that fit the cache of keys."""
-    if pool != next_power_of_2(pool) or selection_block > 1:
-        raise ValueError(
-            f"indexer_pool is {pool} with selection_block {selection_block}; pass a power of two, and 1, or use "
-            "implementation='reference'"
-        )
+    if pool != next_power_of_2(pool):
+        raise ValueError(f"indexer_pool is {pool}; pass a power of two, or use implementation='reference'")
     if group_keys is None:
         raise ValueError(f"cache.group_keys is None with indexer_pool {pool}; pass group_means of the keys")
     batch, max_length, dim = keys.shape

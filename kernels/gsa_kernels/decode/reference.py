@@ -93,9 +93,6 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attend from the token at lengths - 1 to its selection and the last `local_window` keys, gated by G1.
 
-    If blocks of queries share a selection, `selected` belongs to the block's first query, and the query's own window
-    covers the keys after it.
-
     Args:
         q: [B, H, D]
         k: [B, L_max, Hkv, D], the cache

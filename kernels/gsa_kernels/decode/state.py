@@ -25,15 +25,10 @@ _PROGRAMS_PER_SM = 4  # of the attention kernel; measured on an H200 at 16 seque
 PARTS = 32
 """Into which the keys of a head are cut at most: more take longer to join than they save."""
 
-KEPT_PARTS = 64
-"""The same of a step of a chain that keeps its selection, which loads keys before it waits. Measured on an H200."""
-
-_KEPT_NUMBERS = 512  # of the output of a key-value head: 64 parts of it were measured with no more
-
 
 @dataclass(frozen=True)
 class DecodeSelection:
-    """The top-k of every sequence, without the local window. Kept by the caller from one refresh to the next."""
+    """The top-k of every sequence, without the local window."""
 
     indices: torch.Tensor
     """int32 [B, k_cap]: ascending positions, or numbers of groups of keys, the first `counts` of each row."""
@@ -71,11 +66,10 @@ class DecodeWorkspace:
     """int32 [B, 3]: the floor, the bin of the k-th score, and how many of that bin's keys are selected."""
 
     partial_out: torch.Tensor
-    """fp32 [B, Hkv, kept_splits, H / Hkv, D]: attention of one split, not yet divided by its sum. A call with fewer
-    splits uses the front of the memory, without gaps; so with `partial_stats`."""
+    """fp32 [B, Hkv, splits, H / Hkv, D]: attention of one split, not yet divided by its sum."""
 
     partial_stats: torch.Tensor
-    """fp32 [2, B, Hkv, kept_splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
+    """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
 
     arrivals: torch.Tensor
     """int32 [B, Hkv]: splits that have finished; 0 between calls."""
@@ -86,10 +80,6 @@ class DecodeWorkspace:
 
     splits: int
     """Parts into which attention cuts the keys of one key-value head."""
-
-    kept_splits: int
-    """The same, at least as many, of bf16 attention that keeps its selection, of a settled cache in a chain, where
-    otherwise a part would have more keys than triton_attend.py's KEPT_TILE."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +104,15 @@ class LayerCache:
 
     starts: torch.Tensor | None = None
     """int32 [B]: entries in front of each sequence, which are padding: its token at position p is entry starts + p.
-    None: no sequence has any. `lengths`, the selection and blocks count from the sequence's first token, and starts +
-    lengths is at most L_max."""
+    None: no sequence has any. `lengths` and the selection count from the sequence's first token, and starts + lengths
+    is at most L_max."""
 
     settled: bool = False
-    """Keys, values and indexer keys of all tokens but each sequence's newest were written before the step, and where a
-    call keeps the selection, that was too. Then kernels may read them while the kernel in front still runs.
+    """Indexer keys of all tokens but each sequence's newest were written before the step. The kernel of the scores may
+    then read them while the kernel in front still runs.
 
     A step is a chain of early launched kernels (row_product/op.py) and begins after an ordinary one, which has waited
-    for all before it. So True is wrong where a call keeps a selection that a kernel of the same step makes, another
-    layer's for instance, or where the cache was copied by the kernel in front."""
+    for all before it. So True is wrong where the kernel in front copied the cache."""
 
     in_chain: bool = False
     """The kernels before and after a step are also launched early, and wait (row_product/op.py). Then scores
@@ -169,14 +158,11 @@ def new_workspace(
     head_size: int,
     device: torch.device | str,
     splits: int | None = None,
-    kept_splits: int | None = None,
 ) -> DecodeWorkspace:
     """Scratch memory for up to `batch` sequences of up to `max_length` tokens: 12 bytes per token and sequence.
 
     Args:
         splits: parts into which the keys of one key-value head are cut; enough to fill the device if None
-        kept_splits: the same where `DecodeWorkspace.kept_splits` says so, at least as many; as measured if None, or
-            `splits` where that is given
     """
     for name, value in (("batch", batch), ("max_length", max_length)):
         check_at_least(name, value, 1)
@@ -184,15 +170,9 @@ def new_workspace(
         raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; pass heads in a multiple of kv_heads")
     group = heads // kv_heads
     if splits is None:
-        splits, kept = default_splits(_programs(device), batch * kv_heads, group * head_size)
-    else:
-        kept = splits
-    kept = kept if kept_splits is None else kept_splits
-    for name, value in (("splits", splits), ("kept_splits", kept)):
-        if value < 1 or value != next_power_of_2(value):
-            raise ValueError(f"{name} is {value}; pass a power of two")
-    if kept < splits:
-        raise ValueError(f"kept_splits is {kept} and splits {splits}; pass at least as many")
+        splits = default_splits(_programs(device), batch * kv_heads)
+    if splits < 1 or splits != next_power_of_2(splits):
+        raise ValueError(f"splits is {splits}; pass a power of two")
 
     columns = -(-max_length // SPAN) * SPAN
 
@@ -213,12 +193,11 @@ def new_workspace(
         borderline_counts=integers(batch),
         span_counts=integers(batch, columns // (SPAN // 2)),
         plan=integers(batch, 3),
-        partial_out=floats(batch, kv_heads, kept, group, head_size),
-        partial_stats=floats(2, batch, kv_heads, kept, group),
+        partial_out=floats(batch, kv_heads, splits, group, head_size),
+        partial_stats=floats(2, batch, kv_heads, splits, group),
         arrivals=zeros(batch, kv_heads),
         written=zeros(1),
         splits=splits,
-        kept_splits=kept,
     )
 
 
@@ -230,16 +209,13 @@ def _programs(device: torch.device | str) -> int:
     return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def default_splits(programs: int, rows: int, numbers: int) -> tuple[int, int]:
-    """`splits` and `kept_splits` of a workspace, powers of two.
+def default_splits(programs: int, rows: int) -> int:
+    """`splits` of a workspace, a power of two.
 
     Args:
         programs: how many there are to be, about; 0: two for each row, which is little work for the interpreter
         rows: key-value heads of all sequences
-        numbers: of a row's output
     """
     if programs == 0:
-        return 2, 2
-    splits = min(next_power_of_2(max(programs // rows, 1)), PARTS)
-    kept = KEPT_PARTS if rows * KEPT_PARTS <= programs and numbers <= _KEPT_NUMBERS else splits
-    return splits, max(splits, kept)
+        return 2
+    return min(next_power_of_2(max(programs // rows, 1)), PARTS)

@@ -29,13 +29,8 @@ class Tile(NamedTuple):
 ONE_TILE = (Tile(64, 4, 1), Tile(128, 4, 1))
 LONG_TILE = Tile(64, 4, 2)
 FLOAT_TILE = Tile(32, 4, 1)
-SETTLED_TILE = Tile(128, 8, 1)
-"""Tile for keys that are loaded before the wait, except in short parts. Keys beyond the first tile follow the wait.
-Eight warps hold the tile in registers."""
 WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
 """Tiles for heads of 256: eight warps hold 64 keys and values in registers. Longer parts use tiles in two stages."""
-KEPT_TILE = Tile(64, 4, 1)
-"""The same tile for a step that keeps its selection and has its own parts. Measured on an H200."""
 STRIP = 16
 """Neighbouring slots of one part. Parts take strips in turns, so that the slots of a part do not depend on the number
 of selected keys. Their indices therefore load at the same time as this number."""
@@ -54,17 +49,17 @@ def attend_to_indices(
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
     `chain` tells whether to start before the previous kernel ends, and whether that kernel is the selection's. After
-    the selection, q and the gate are read before the wait, because older kernels wrote them. After another kernel and
-    with a settled cache, the selection, keys and values are read before the wait.
+    the selection, q and the gate are read before the wait, because older kernels wrote them.
     """
     chained, behind_selection = chain
-    settled = cache.settled and not behind_selection
     batch, heads, dim = q.shape
     k, v, selection = cache.k, cache.v, cache.selection
     max_length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     k_cap = selection.indices.shape[1]
-    splits, tile = _cut(cache, workspace, q, k_cap * pool + max(local_window, pool - 1), settled)
+    splits = workspace.splits
+    most_keys = k_cap * pool + max(local_window, pool - 1)
+    tile = _tile(q, triton.cdiv(most_keys, splits * STRIP) * STRIP)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -101,32 +96,18 @@ def attend_to_indices(
         CHAINED=chained,
         BEHIND_SELECTION=behind_selection,
         IN_CHAIN=chained and cache.in_chain,
-        SETTLED=settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({"launch_pdl": True} if chained else {}),
     )
 
 
-def _cut(
-    cache: LayerCache, workspace: DecodeWorkspace, q: torch.Tensor, keys: int, settled: bool
-) -> tuple[int, Tile]:
-    """Return the number of parts for each key-value head, which together cover up to `keys` keys, and their tile."""
-    part = triton.cdiv(keys, workspace.splits * STRIP) * STRIP
-    more = workspace.kept_splits > workspace.splits and part > KEPT_TILE.keys
-    if more and settled and cache.in_chain and q.dtype == torch.bfloat16 and q.shape[2] <= 128:
-        return workspace.kept_splits, KEPT_TILE
-    return workspace.splits, _tile(q, part, settled)
-
-
-def _tile(q: torch.Tensor, part: int, settled: bool) -> Tile:
+def _tile(q: torch.Tensor, part: int) -> Tile:
     """Return the tile for parts of up to `part` keys."""
     if q.dtype == torch.float32:
         return FLOAT_TILE
     if q.shape[2] > 128:
-        return WIDE_TILE if settled or part <= WIDE_TILE.keys else WIDE_LONG_TILE
-    if settled:
-        return ONE_TILE[0] if part <= ONE_TILE[0].keys else SETTLED_TILE
+        return WIDE_TILE if part <= WIDE_TILE.keys else WIDE_LONG_TILE
     return next((tile for tile in ONE_TILE if part <= tile.keys), LONG_TILE)
 
 
@@ -175,7 +156,6 @@ def _attend_kernel(
     CHAINED: tl.constexpr,
     BEHIND_SELECTION: tl.constexpr,
     IN_CHAIN: tl.constexpr,
-    SETTLED: tl.constexpr,
 ):
     """One program takes one part of the keys of one key-value head of one sequence.
 
@@ -187,7 +167,7 @@ def _attend_kernel(
     batch = tl.program_id(2).to(tl.int64)
     # Tensors that the previous kernel does not write are loaded while it still runs.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
-    if CHAINED and not (BEHIND_SELECTION or SETTLED):
+    if CHAINED and not BEHIND_SELECTION:
         gdc_wait()
     # Slots are the top-k, masked inside the window, then the window.
     lane = tl.arange(0, KEYS)
@@ -203,23 +183,6 @@ def _attend_kernel(
     window_first = tl.maximum(length - local_window, 0)
     if POOL > 1:  # the query's own group is not among the selected ones
         window_first = tl.minimum(window_first, tl.maximum(length - 1, 0) // POOL * POOL)
-    first = split * STRIP
-    newest = length - 1
-    if SETTLED:
-        # All keys and values of the first tile but the newest, whose turn is after the wait.
-        top = _selected_keys(indices_ptr, slot, k_cap * POOL, POOL)
-        count = tl.minimum(tl.load(counts_ptr + batch), k_cap) * POOL
-        slots = count + length - window_first
-        index, hit = _keys_of_slots(slot, top, count, slots, window_first)
-        settled_hit = hit & (index < newest)
-        settled_k = tl.load(
-            k_ptr + index[:, None] * stride_kl + dims[None, :], mask=settled_hit[:, None], other=0.0
-        )
-        settled_v = tl.load(
-            v_ptr + index[:, None] * stride_vl + dims[None, :], mask=settled_hit[:, None], other=0.0
-        )
-        if CHAINED:
-            gdc_wait()
     rows = tl.arange(0, ROWS)
     row_ok = rows < GROUP
     q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
@@ -236,40 +199,30 @@ def _attend_kernel(
     acc = tl.zeros([ROWS, D], tl.float32)
     if IN_CHAIN and not BEHIND_SELECTION:
         gdc_launch_dependents()
-    if SETTLED:
-        is_newest = hit & (index == newest)
-        new_k = tl.load(
-            k_ptr + index[:, None] * stride_kl + dims[None, :], mask=is_newest[:, None], other=0.0
-        )
-        new_v = tl.load(
-            v_ptr + index[:, None] * stride_vl + dims[None, :], mask=is_newest[:, None], other=0.0
-        )
-        k_tile = tl.where(is_newest[:, None], new_k, settled_k)
-        v_tile = tl.where(is_newest[:, None], new_v, settled_v)
-        maximum, total, acc = _attend_to_tile(
-            q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
-        )
-        first += KEYS * SPLITS
-        slot += KEYS * SPLITS
-        top = _selected_keys(indices_ptr, slot, count, POOL)
-    else:
-        if CHAINED and BEHIND_SELECTION:
-            # The selection's kernels have waited for all earlier kernels, including the one that wrote q.
-            gdc_wait()
-            if IN_CHAIN:
-                gdc_launch_dependents()
-        top = _selected_keys(indices_ptr, slot, k_cap * POOL, POOL)
-        count = tl.minimum(tl.load(counts_ptr + batch), k_cap) * POOL
-        slots = count + length - window_first
-    for _ in range(first, slots, KEYS * SPLITS):
-        index, hit = _keys_of_slots(slot, top, count, slots, window_first)
+    if CHAINED and BEHIND_SELECTION:
+        # The selection's kernels have waited for all earlier kernels, including the one that wrote q.
+        gdc_wait()
+        if IN_CHAIN:
+            gdc_launch_dependents()
+    top = _selected_keys(indices_ptr, slot, k_cap * POOL, POOL)
+    count = tl.minimum(tl.load(counts_ptr + batch), k_cap) * POOL
+    slots = count + length - window_first
+    for _ in range(split * STRIP, slots, KEYS * SPLITS):
+        of_top = slot < count
+        hit = (slot < slots) & ((of_top == 0) | (top < window_first))
+        index = tl.where(of_top, top, window_first + slot - count).to(tl.int64)
         k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
         v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
         slot += KEYS * SPLITS
         top = _selected_keys(indices_ptr, slot, count, POOL)
-        maximum, total, acc = _attend_to_tile(
-            q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
-        )
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        logits = tl.where(hit[None, :], logits, MASKED)
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
+        probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(probs, 1)
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        maximum = new_maximum
     if CHAINED and not (IN_CHAIN or BEHIND_SELECTION):
         gdc_launch_dependents()
 
@@ -300,27 +253,6 @@ def _selected_keys(indices_ptr, slot, end, POOL: tl.constexpr):
     """int32 positions of the selected keys, or of the keys of the selected groups."""
     index = tl.load(indices_ptr + slot // POOL, mask=slot < end, other=0)
     return index * POOL + slot % POOL
-
-
-@triton.jit
-def _keys_of_slots(slot, top, count, slots, window_first):
-    """Return int64 positions, and whether the slot's key is attended to."""
-    of_top = slot < count
-    hit = (slot < slots) & ((of_top == 0) | (top < window_first))
-    return tl.where(of_top, top, window_first + slot - count).to(tl.int64), hit
-
-
-@triton.jit
-def _attend_to_tile(q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION: tl.constexpr):
-    """Update the softmax's running maximum and sum and the output with the keys that are hit."""
-    logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    logits = tl.where(hit[None, :], logits, MASKED)
-    new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
-    probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
-    rescale = tl.exp2(maximum - new_maximum)
-    total = total * rescale + tl.sum(probs, 1)
-    acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
-    return new_maximum, total, acc
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def launch_entry(
     heads, kv_heads, dim = sizes.q // sizes.head_dim, sizes.k // sizes.head_dim, sizes.head_dim
     has_index = sizes.index_heads > 0
     units = heads + kv_heads + has_index
-    rows = cache.rows if has_index else None
+    index_keys = cache.index_keys if has_index else None
     norm_q, norm_k = norms or (None, None)
     _entry_kernel[(units, batch)](
         projected,
@@ -46,11 +46,11 @@ def launch_entry(
         index_queries,
         cache.k,
         cache.v,
-        rows,
+        index_keys,
         projected.stride(0),
         *cache.k.stride()[:3],
         *cache.v.stride()[:3],
-        *(rows.stride()[:2] if rows is not None else (0, 0)),
+        *(index_keys.stride()[:2] if index_keys is not None else (0, 0)),
         sizes.eps,
         H=heads,
         HKV=kv_heads,
@@ -63,8 +63,6 @@ def launch_entry(
         BLOCK_H=triton.next_power_of_2(max(sizes.index_heads, 1)),
         BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 1)),
         INDEX_CHANNELS=0 if angles.index_cos is None else angles.index_cos.shape[-1],
-        WIDTH=rows.shape[-1] if rows is not None else 0,
-        BLOCK_W=triton.next_power_of_2(rows.shape[-1]) if rows is not None else 1,
         CHAINED=chained,
         num_warps=_WARPS,
         **({"launch_pdl": True} if chained else {}),
@@ -87,7 +85,7 @@ def _entry_kernel(
     index_queries_ptr,
     k_ptr,
     v_ptr,
-    rows_ptr,
+    index_keys_ptr,
     stride_p,
     stride_kb,
     stride_kh,
@@ -95,8 +93,8 @@ def _entry_kernel(
     stride_vb,
     stride_vh,
     stride_vl,
-    stride_rb,
-    stride_rl,
+    stride_ib,
+    stride_il,
     eps,
     H: tl.constexpr,
     HKV: tl.constexpr,
@@ -109,8 +107,6 @@ def _entry_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One program takes one head, or the indexer."""
@@ -154,15 +150,13 @@ def _entry_kernel(
                 key_cos_ptr,
                 key_sin_ptr,
                 index_queries_ptr + batch * HI * DI,
-                rows_ptr + batch * stride_rb + slot * stride_rl,
+                index_keys_ptr + batch * stride_ib + slot * stride_il,
                 batch,
                 HI,
                 DI,
                 BLOCK_H,
                 BLOCK_D,
                 INDEX_CHANNELS,
-                WIDTH,
-                BLOCK_W,
                 CHAINED,
             )
 
@@ -203,18 +197,16 @@ def _enter_index(
     key_cos_ptr,
     key_sin_ptr,
     queries_ptr,
-    row_ptr,
+    key_ptr,
     batch,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Write the indexer's key, queries and head weights, which are consecutive at `index_ptr`."""
+    """Write the indexer's key and queries, which are consecutive at `index_ptr`."""
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     cos = tl.full([BLOCK_D], 1.0, tl.float32)
@@ -236,13 +228,6 @@ def _enter_index(
     queries = tl.load(index_ptr + DI + places, mask=mask, other=0.0).to(tl.float32)
     partners = tl.load(index_ptr + DI + others, mask=mask, other=0.0).to(tl.float32)
     queries = (queries * cos[None, :] + partners * sin[None, :]).to(queries_ptr.dtype.element_ty)
-    key = (key * key_cos + key_partner * key_sin).to(row_ptr.dtype.element_ty)
+    key = (key * key_cos + key_partner * key_sin).to(key_ptr.dtype.element_ty)
     tl.store(queries_ptr + places, queries, mask=mask)
-    tl.store(row_ptr + dims, key, mask=dim_ok)
-    if WIDTH > DI:
-        tl.store(row_ptr + DI + places, queries, mask=mask)
-        # This writes the head weights and the zeros after them.
-        columns = tl.arange(0, BLOCK_W)
-        start: tl.constexpr = (1 + HI) * DI
-        weights = tl.load(index_ptr + columns, mask=(columns >= start) & (columns < start + HI), other=0.0)
-        tl.store(row_ptr + columns, weights, mask=(columns >= start) & (columns < WIDTH))
+    tl.store(key_ptr + dims, key, mask=dim_ok)

@@ -37,9 +37,8 @@ class Sections(NamedTuple):
     """Queries, keys and values."""
     gate: bool
     """G1"""
-    index_key: bool
-    index_queries: bool
-    """Queries and head weights of the indexer; only with the indexer's key."""
+    indexer: bool
+    """Key, queries and head weights of the indexer."""
 
 
 class Launch(NamedTuple):
@@ -72,9 +71,7 @@ def launch_joined(
     values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
     programs = min(tiling.programs, tiles)
     has_index = sizes.index_heads > 0
-    rows = cache.rows if has_index else None
-    width = rows.shape[-1] if rows is not None else 0
-    used = sizes.index_width if width > sizes.index_dim else width
+    index_keys = cache.index_keys if has_index else None
     _joined_kernel[(programs,)](
         x,
         product.weight,
@@ -87,12 +84,12 @@ def launch_joined(
         *out,
         cache.k,
         cache.v,
-        rows,
+        index_keys,
         cache.k.stride(1),
         cache.k.stride(2),
         cache.v.stride(1),
         cache.v.stride(2),
-        rows.stride(1) if rows is not None else 0,
+        index_keys.stride(1) if index_keys is not None else 0,
         product.norm.eps,
         COLUMNS=columns,
         TILE=tiling.pairs,
@@ -108,13 +105,10 @@ def launch_joined(
         CHANNELS=table.channels,
         INDEX_CHANNELS=table.index_channels,
         KEY_ANGLES=2 * table.index_channels * table.keys_apart,
-        WIDTH=width,
-        BLOCK_REST=triton.next_power_of_2(max(width - used, 1)),
         VALUES_FROM=values_from,
         GATES_FROM=gates_from,
         INDEX_FROM=index_from,
         WEIGHTS_FROM=weights_from,
-        INDEX_ROWS=_index_rows(sizes, sections),
         TILES=tiles,
         LOOPS=programs < tiles,
         CHAINED=chained,
@@ -126,24 +120,18 @@ def launch_joined(
     )
 
 
-def _index_rows(sizes: EntrySizes, wanted: Sections) -> int:
-    """Return the rows of the indexer's key, plus its queries if they are wanted."""
-    if not (sizes.index_heads and wanted.index_key):
-        return 0
-    return (1 + sizes.index_heads * wanted.index_queries) * sizes.index_dim
-
-
 def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int, int, int, int]:
     """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
     G1, the indexer's key and queries, and the indexer's head weights. A section that is not wanted has no tiles."""
-    values = sizes.value_gate or sizes.k // 2
+    values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
+    of_indexer = (1 + heads) * sizes.index_dim if heads else 0
     ends = [0]
     for pairs in (
         (sizes.q + sizes.k) // 2 * wanted.heads,
         values * wanted.heads,
         sizes.gate // 2 * wanted.gate,
-        _index_rows(sizes, wanted) // 2,
-        (sizes.index_heads + 1) // 2 * wanted.index_queries,
+        of_indexer // 2 * wanted.indexer,
+        (heads + 1) // 2 * wanted.indexer,
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
@@ -167,7 +155,6 @@ def _pairs_of(
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
     WEIGHTS_FROM: tl.constexpr,
-    INDEX_ROWS: tl.constexpr,
 ):
     """Return for each pair int32 [TILE]: first row, second row, the end of the section, table index of cosine and sine.
 
@@ -194,7 +181,7 @@ def _pairs_of(
     start = tl.where(is_weights, WEIGHTS, start)
     end = tl.where(is_values, GATES, VALUES)
     end = tl.where(is_gates, INDEX, end)
-    end = tl.where(is_index, INDEX + INDEX_ROWS, end)
+    end = tl.where(is_index, WEIGHTS, end)
     end = tl.where(is_weights, WEIGHTS + HI, end)
     half = tl.where(is_values, VALUE_UNIT // 2, D // 2)
     half = tl.where(is_gates, D // 2, half)
@@ -229,12 +216,12 @@ def _joined_kernel(
     index_weights_ptr,
     k_ptr,
     v_ptr,
-    rows_ptr,
+    index_keys_ptr,
     stride_kh,
     stride_kl,
     stride_vh,
     stride_vl,
-    stride_rl,
+    stride_il,
     eps,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -250,13 +237,10 @@ def _joined_kernel(
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
     KEY_ANGLES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     VALUES_FROM: tl.constexpr,
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
     WEIGHTS_FROM: tl.constexpr,
-    INDEX_ROWS: tl.constexpr,
     TILES: tl.constexpr,
     LOOPS: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -271,7 +255,7 @@ def _joined_kernel(
     # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
-        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
+        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
     )  # fmt: skip
     w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
     other = load_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST)
@@ -288,7 +272,7 @@ def _joined_kernel(
     k_ptr += slot * stride_kl
     v_ptr += slot * stride_vl
     if HI:
-        rows_ptr += slot * stride_rl
+        index_keys_ptr += slot * stride_il
     if CHAINED and not BESIDE:
         gdc_wait()
     if restarts_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
@@ -313,7 +297,7 @@ def _joined_kernel(
         if LOOPS:  # load the next tile; nothing is read beyond the last one
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
                 tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
-                VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
+                VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
             )  # fmt: skip
             next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
             next_other = load_rows(weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST)
@@ -355,35 +339,9 @@ def _joined_kernel(
                 tl.store(gate_ptr + second - GATES, b.to(gate_ptr.dtype.element_ty), mask=second < end)
         else:
             if HI:
-                _put_index(
-                    a,
-                    first - INDEX,
-                    end - INDEX,
-                    index_queries_ptr,
-                    index_weights_ptr,
-                    rows_ptr,
-                    HI,
-                    DI,
-                    WIDTH,
-                )
-                _put_index(
-                    b,
-                    second - INDEX,
-                    end - INDEX,
-                    index_queries_ptr,
-                    index_weights_ptr,
-                    rows_ptr,
-                    HI,
-                    DI,
-                    WIDTH,
-                )
-                # The first is decided when the kernel is compiled.
-                if WIDTH > DI and WEIGHTS_FROM < TILES:  # noqa: SIM102
-                    if tile == TILES - 1:  # zeros after the head weights
-                        REST: tl.constexpr = (1 + HI) * DI + HI
-                        padding = REST + tl.arange(0, BLOCK_REST)
-                        zeros = tl.zeros([BLOCK_REST], rows_ptr.dtype.element_ty)
-                        tl.store(rows_ptr + padding, zeros, mask=padding < WIDTH)
+                index_ptrs = (index_keys_ptr, index_queries_ptr, index_weights_ptr)
+                _put_index(a, first - INDEX, end - INDEX, index_ptrs, HI, DI)
+                _put_index(b, second - INDEX, end - INDEX, index_ptrs, HI, DI)
         if LOOPS:
             first = next_first
             second = next_second
@@ -415,24 +373,12 @@ def _put_turned(value, row, end, q_ptr, k_ptr, stride_kh, Q: tl.constexpr, D: tl
 
 
 @triton.jit
-def _put_index(
-    value,
-    place,
-    end,
-    queries_ptr,
-    weights_ptr,
-    rows_ptr,
-    HI: tl.constexpr,
-    DI: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """`place` counts from the indexer's key on, then its queries and head weights, as in the cache's rows."""
+def _put_index(value, place, end, ptrs, HI: tl.constexpr, DI: tl.constexpr):
+    """`place` counts from the indexer's key on, then its queries and head weights."""
+    key_ptr, queries_ptr, weights_ptr = ptrs
     WEIGHTS: tl.constexpr = (1 + HI) * DI
-    rounded = value.to(rows_ptr.dtype.element_ty)
+    rounded = value.to(key_ptr.dtype.element_ty)
     ok = place < end
     tl.store(queries_ptr + place - DI, rounded, mask=ok & (place >= DI) & (place < WEIGHTS))
     tl.store(weights_ptr + place - WEIGHTS, rounded, mask=ok & (place >= WEIGHTS))
-    if WIDTH > DI:
-        tl.store(rows_ptr + place, rounded, mask=ok)
-    else:
-        tl.store(rows_ptr + place, rounded, mask=ok & (place < DI))
+    tl.store(key_ptr + place, rounded, mask=ok & (place < DI))

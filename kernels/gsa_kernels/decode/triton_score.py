@@ -32,7 +32,6 @@ def score_keys(
     indexer: Indexer,
     cache: LayerCache,
     k_max: int,
-    selection_block: int,
     workspace: DecodeWorkspace,
     chained: bool,
     pool: int,
@@ -72,7 +71,6 @@ def score_keys(
         workspace.scores.shape[1],
         max_length,
         k_max,
-        selection_block,
         dim**-0.5,
         HI=heads,
         DI=dim,
@@ -95,7 +93,7 @@ def score_keys(
     )
 
 
-@triton.jit(do_not_specialize=["max_length", "k_max", "selection_block"])
+@triton.jit(do_not_specialize=["max_length", "k_max"])
 def _score_kernel(
     q_ptr,
     k_ptr,
@@ -118,7 +116,6 @@ def _score_kernel(
     columns,
     max_length,
     k_max,
-    selection_block,
     scale,
     HI: tl.constexpr,
     DI: tl.constexpr,
@@ -143,7 +140,7 @@ def _score_kernel(
     batch = tl.program_id(1).to(tl.int64)
     length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
     first = chunk * CHUNK
-    idle = (first >= length) | ((length - 1) % selection_block != 0)
+    idle = first >= length
     # All programs wait before any of them returns, because later kernels rely on it (row_product/op.py).
     if CHAINED:
         if not SETTLED:  # noqa: SIM114 - decided when the kernel is compiled

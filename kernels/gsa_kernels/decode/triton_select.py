@@ -40,7 +40,6 @@ def select_indices(
     keys: torch.Tensor,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
-    selection_block: int,
     chained: bool,
     pool: int,
 ) -> None:
@@ -75,7 +74,6 @@ def select_indices(
         selection.variance,
         columns,
         max_length,
-        selection_block,
         rule.k_base,
         rule.k_min,
         rule.k_max,
@@ -105,7 +103,6 @@ def select_indices(
         columns,
         selection.indices.shape[1],
         max_length,
-        selection_block,
         keys,
         cache.starts,
         cache.group_keys,
@@ -150,7 +147,7 @@ def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
     return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
 
 
-@triton.jit(do_not_specialize=["max_length", "selection_block", "k_base", "k_min", "k_max", "dense_below"])
+@triton.jit(do_not_specialize=["max_length", "k_base", "k_min", "k_max", "dense_below"])
 def _find_bin_kernel(
     scores_ptr,
     histogram_ptr,
@@ -167,7 +164,6 @@ def _find_bin_kernel(
     variance_ptr,
     columns,
     max_length,
-    selection_block,
     k_base,
     k_min,
     k_max,
@@ -194,7 +190,7 @@ def _find_bin_kernel(
     if (length <= 0) & (span == 0):
         tl.store(counts_ptr + batch, 0)
         tl.store(variance_ptr + batch, 0.0)
-    if (first >= length) | ((length - 1) % selection_block != 0):
+    if first >= length:
         return
 
     # All loads come before the first use, so that the program waits for memory once.
@@ -255,7 +251,7 @@ def _find_bin_kernel(
         tl.store(variance_ptr + batch, variance)
 
 
-@triton.jit(do_not_specialize=["max_length", "selection_block"])
+@triton.jit(do_not_specialize=["max_length"])
 def _write_indices_kernel(
     scores_ptr,
     histogram_ptr,
@@ -269,7 +265,6 @@ def _write_indices_kernel(
     columns,
     k_cap,
     max_length,
-    selection_block,
     keys_ptr,
     starts_ptr,
     groups_ptr,
@@ -302,7 +297,7 @@ def _write_indices_kernel(
                 keys_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
             _write_mean_key(keys_ptr, groups_ptr, start, tokens, stride_kl, POOL, DI, BLOCK_D)
     first = span * SPAN
-    if (first >= length) | ((length - 1) % selection_block != 0):
+    if first >= length:
         return
     positions = first + tl.arange(0, SPAN)
     valid = positions < length

@@ -20,8 +20,7 @@ from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import check_at_least, check_differentiated_once
 from gsa_kernels.devices import launching_on, on_hopper
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.hopper.triton_block_target import sum_over_query_blocks
-from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS, SELECTION_BLOCKS, ceil_div
+from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS
 from gsa_kernels.loss.autograd import check_indexer, indexer_of, tensors_of
 from gsa_kernels.loss.op import Attended, Target, Wanted, check_attended, value_and_gradients
 from gsa_kernels.sampling import SampledRows
@@ -66,10 +65,10 @@ def attention_with_indexer_loss(
     Args:
         q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` must accept q and k
         selection: a packed mask, optionally with the log-sum of the scores over it
-        loss: its `on_rows` is called in the backward pass with the KL of each row, fp32 [B, R], which is computed only
+        loss: its `on_rows` is called in the backward pass with the KL of each row, fp32 [B, L], which is computed only
             if `on_rows` is set
         row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes per query. The loss needs about the same amount
-            again, but little for a shared selection. A chunk has at least one tile of rows.
+            again. A chunk has at least one tile of rows.
 
     Returns:
         As in `masked_attention`: out [B, L, H, D] and lse fp32 [B, H, L]
@@ -77,9 +76,6 @@ def attention_with_indexer_loss(
     packed_mask, starts, indexer = selection.packed_mask, geometry.document_starts, loss.indexer
     if packed_mask is None:
         raise ValueError("selection has key lists; pass a packed mask, or calculate the loss by indexer_loss")
-    block = geometry.selection_block
-    if block not in SELECTION_BLOCKS:
-        raise ValueError(f"selection_block is {block}; pass one of {SELECTION_BLOCKS}")
     inputs = checked_inputs(
         q, k, v, gate_logits, geometry.query_start, packed_mask=packed_mask, document_starts=starts
     )
@@ -88,18 +84,18 @@ def attention_with_indexer_loss(
             f"q is {q.dtype} with {q.shape[2]} heads and k has {k.shape[2]}; pass bf16 and {FUSED_LOSS_HEADS} heads "
             "(or a multiple) for each of k's, on Hopper, or calculate the loss by indexer_loss"
         )
-    batch, num_rows, length = check_indexer(indexer, geometry.query_start, block)
+    batch, length = check_indexer(indexer, geometry.query_start)
     if (batch, length) != q.shape[:2]:
         raise ValueError(
             f"indexer.queries has shape {tuple(indexer.queries.shape)} and q {tuple(q.shape)}; pass equal B and L"
         )
-    attended = Attended(packed_mask[:, ::block], selection.log_sum, geometry)
-    check_attended(attended, (batch, num_rows, length, geometry.query_start + length))
+    attended = Attended(packed_mask, selection.log_sum, geometry)
+    check_attended(attended, (batch, length, geometry.query_start + length))
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
     if starts is not None:
         starts = starts.contiguous()
     # The loss counts four bytes per row and key. The target has two bytes per part and query.
-    loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS) // block, 1)
+    loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS), 1)
     scale = loss.scale
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((1,), scale, dtype=torch.float32, device=q.device)
@@ -144,23 +140,19 @@ class _AttentionWithLoss(torch.autograd.Function):
         grad_q = torch.empty_like(q)
 
         geometry = replace(settings.geometry, document_starts=document_starts)
-        block = geometry.selection_block
 
         def target_rows(rows: SampledRows) -> torch.Tensor:
-            queries = range(rows.start * block, min((rows.start + rows.count) * block, q.shape[1]))
+            queries = range(rows.start, rows.start + rows.count)
             with _traced("attention"):
-                target = backward_queries_with_target(shared, packed_mask, document_starts, grad_q, queries)
-            return target if block == 1 else sum_over_query_blocks(target, queries, k.shape[1], geometry)
+                return backward_queries_with_target(shared, packed_mask, document_starts, grad_q, queries)
 
         with _traced("kl"):
             _, kl_rows, gradients = value_and_gradients(
                 indexer_of(of_indexer, settings.activation),
-                # Each head's probabilities sum to 1 over the keys of its log-sum-exp. In shared selections the later
-                # queries of a block attend to other keys than the first query. The loss covers the keys of the first
-                # query, so the sum is then unknown.
-                Target(target_rows, float(q.shape[2]) if block == 1 else None),
-                Attended(packed_mask[:, ::block], log_sum, geometry),
-                SampledRows(0, ceil_div(q.shape[1], block)),
+                # Each head's probabilities sum to 1 over the keys of its log-sum-exp.
+                Target(target_rows, float(q.shape[2])),
+                Attended(packed_mask, log_sum, geometry),
+                SampledRows(0, q.shape[1]),
                 Wanted(True, settings.on_rows is not None, settings.loss_scale),
                 settings.loss_chunk_bytes,
             )

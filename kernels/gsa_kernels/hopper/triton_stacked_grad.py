@@ -62,7 +62,6 @@ def stacked_grad_kernel(
     scale,
     log_sum,  # [B, R] fp32, or None: the first pass has it
     inverse_target_sum,  # if SUM_GIVEN
-    STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
     TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
@@ -94,7 +93,7 @@ def stacked_grad_kernel(
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
-        R, query_start, row_start, num_rows, STRIDE, BM, STRETCH, SPACING
+        R, query_start, row_start, num_rows, BM, STRETCH, SPACING
     )
 
     first = 0

@@ -41,7 +41,6 @@ def stacked_stats_kernel(
     target_stride_part,
     target_stride_row,
     scale,
-    STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
     TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
@@ -66,7 +65,7 @@ def stacked_stats_kernel(
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
-        R, query_start, row_start, num_rows, STRIDE, BM, STRETCH, SPACING
+        R, query_start, row_start, num_rows, BM, STRETCH, SPACING
     )
 
     first = 0

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape, count_queries, kernels_use_sigmoid
+from gsa_kernels.checks import check_kernel_dtype, check_shape, kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS, ceil_div, next_power_of_2
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
@@ -42,13 +42,12 @@ STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=
 @dataclass(frozen=True)
 class ScoreInputs:
     """Holds the checked and contiguous inputs of one indexer. `score_inputs` creates it. Row r is the query at position
-    query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride)."""
+    query_start + r; R = Lk - query_start."""
 
     indexer: Indexer
     """With queries [B, R, HI, DI]."""
     document_starts: torch.Tensor | None
     """int32 [B, R]"""
-    query_stride: int
     query_start: int = 0
 
     @property
@@ -70,29 +69,22 @@ class ScoreInputs:
         return self.indexer.queries.device
 
     def position(self, row: int) -> int:
-        return self.query_start + row * self.query_stride
+        return self.query_start + row
 
     def rows_below(self, position: int) -> int:
         """Count the rows before a position, which is at or after `query_start`."""
-        return -(-(position - self.query_start) // self.query_stride)
+        return position - self.query_start
 
 
 def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
-    """Check dtypes, devices and limits; make the kernels' inputs contiguous. Without gradients.
-
-    Row r of the indexer's queries and head weight logits is query r * selection_block of the L queries from
-    `query_start` on, and R = ceil(L / selection_block). The indexer's keys have all Lk = query_start + L positions.
-    """
-    queries, keys, stride = indexer.queries, indexer.keys, geometry.selection_block
-    batch, rows, heads, dim = queries.shape
-    num_keys = geometry.query_start + rows if stride == 1 else None
-    check_shape("indexer.keys", keys, "[B, query_start + L, DI]", (batch, num_keys, dim))
-    if batch < 1 or keys.shape[1] < 1:
+    """Check dtypes, devices and limits; make the kernels' inputs contiguous. Without gradients."""
+    queries, keys = indexer.queries, indexer.keys
+    batch, length, heads, dim = queries.shape
+    check_shape("indexer.keys", keys, "[B, query_start + L, DI]", (batch, geometry.query_start + length, dim))
+    if batch < 1 or length < 1:
         raise ValueError(
             f"indexer.queries has shape {tuple(queries.shape)}; pass at least one sequence and one token"
         )
-    length = count_queries(geometry.query_start, keys.shape[1], stride)
-    check_shape("indexer.queries", queries, "[B, R, HI, DI]", (batch, -(-length // stride), heads, dim))
     if heads not in INDEXER_HEADS:
         raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {INDEXER_HEADS[-1]}")
     if dim not in INDEXER_HEAD_SIZES:
@@ -112,8 +104,7 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
     }
     return ScoreInputs(
         replace(indexer, **strided) if strided else indexer,  # `replace` repeats all checks of the indexer
-        None if starts is None else starts[:, ::stride].contiguous(),
-        stride,
+        None if starts is None else starts.contiguous(),
         geometry.query_start,
     )
 
@@ -183,7 +174,6 @@ def write_scores(
         out.stride(0),
         out.stride(1),
         dim**-0.5,
-        STRIDE=inputs.query_stride,
         KEY_STRIDE=key_stride,
         STACKED=stacked,
         **score_options(inputs, tiles),
@@ -352,7 +342,6 @@ def _scores_kernel(
     out_stride_b,
     out_stride_r,
     scale,
-    STRIDE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
@@ -368,7 +357,7 @@ def _scores_kernel(
     """One program scores BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(1) * BLOCK_ROWS
-    last_position = query_start + (tl.minimum(first_row + BLOCK_ROWS, row_stop) - 1) * STRIDE
+    last_position = query_start + tl.minimum(first_row + BLOCK_ROWS, row_stop) - 1
     end_col = last_position // KEY_STRIDE + 1
     first_col = tl.program_id(0) * (TILES * BLOCK_COLS)
     if first_col >= end_col:  # above the diagonal

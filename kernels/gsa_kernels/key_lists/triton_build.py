@@ -137,17 +137,12 @@ def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> 
     for tiles in filled:
         starts.append(tiles.starts + first)
         first += tiles.keys.numel()
-    joined = torch.cat(starts, 1)
-    counts = torch.cat([tiles.counts for tiles in filled], 1)
     host_counts = torch.cat([tiles.host_counts for tiles in filled], 1)
     return KeyLists(
         keys=torch.cat([tiles.keys for tiles in filled]),
         words=torch.cat([tiles.words for tiles in filled]),
-        key_starts=joined,
-        word_starts=joined,
-        full=torch.zeros_like(counts),
-        counts=counts,
-        queries=TILE_QUERIES,
+        starts=torch.cat(starts, 1),
+        counts=torch.cat([tiles.counts for tiles in filled], 1),
         length=length,
         max_count=int(host_counts.max()),
         query_start=query_start,

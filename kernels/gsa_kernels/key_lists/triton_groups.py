@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.key_lists.format import KeptHits, KeyLists
+from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_build import count_keys, fill_lists, join_lists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
 from gsa_kernels.selection.triton_group_keys import read_from
@@ -44,18 +44,16 @@ def lists_of_groups(group_mask: torch.Tensor, geometry: Geometry) -> tuple[KeyLi
         groups,
         keys=keys,
         words=torch.empty_like(keys),
-        key_starts=groups.key_starts * pool,
-        word_starts=groups.key_starts * pool,
+        starts=groups.starts * pool,
         # The last group of a tile may go on after its last query.
         counts=groups.counts * pool - (pool - 1 - last % pool),
         max_count=groups.max_count * pool,
         host_counts=groups.host_counts * pool,
-        kept_hits=KeptHits(),
     )
     _keys_kernel[(ceil_div(lists.max_count, _ENTRIES), len(last), batch)](
         groups.keys,
         groups.words,
-        groups.key_starts,
+        groups.starts,
         starts,
         lists.keys,
         lists.words,

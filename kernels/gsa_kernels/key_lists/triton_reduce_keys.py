@@ -52,16 +52,14 @@ class TileRows:
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Split the tiles into ranges of about `max_rows` partial rows each, at least one tile, without waiting.
-
-    A tile has as many rows as entries if the host knows its count, else `max_count`.
+    """Split the tiles into ranges of about `max_rows` partial rows each, at least one tile, without waiting. A tile has
+    `host_counts` rows.
 
     Args:
         multiple: a range has a multiple of this number of tiles, if `max_rows` allows; this keeps all multiprocessors
             busy
     """
-    if lists.host_counts is None:
-        return _split_equal_tiles(lists, max_rows, multiple)
+    assert lists.host_counts is not None
     num_tiles = lists.counts.numel()
     sizes = lists.host_counts.flatten().long()
     ends = sizes.cumsum(0)
@@ -93,25 +91,12 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
     ]
 
 
-def _split_equal_tiles(lists: KeyLists, max_rows: int, multiple: int) -> list[TileRows]:
-    """Run `split_tiles` if every tile has `max_count` rows: three launches compute all ranges. The last tile of a range
-    runs first, because it has the longest list."""
+def equal_tiles(lists: KeyLists) -> TileRows:
+    """Return all tiles, with `max_count` partial rows each."""
     num_tiles, size, device = lists.counts.numel(), lists.max_count, lists.counts.device
-    fitting = max(max_rows // size if size > 0 else num_tiles, 1)
-    step = fitting - fitting % multiple if fitting >= multiple else fitting
-    borders = [0]
-    while borders[-1] < num_tiles:
-        first = borders[-1]
-        borders.append(num_tiles if first + fitting >= num_tiles else first + step)
-    longest = max(last - first for first, last in pairwise(borders))
-    starts = torch.arange(longest, device=device) * size
-    order = torch.arange(longest - 1, -1, -1, dtype=torch.int32, device=device)
-    return [
-        TileRows(
-            first, last, starts[: last - first], order[longest - (last - first) :], (last - first) * size
-        )
-        for first, last in pairwise(borders)
-    ]
+    starts = torch.arange(num_tiles, device=device) * size
+    order = torch.arange(num_tiles - 1, -1, -1, dtype=torch.int32, device=device)
+    return TileRows(0, num_tiles, starts, order, num_tiles * size)
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
@@ -135,7 +120,7 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
     starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)
     rows = torch.empty(max(num_rows, 1), dtype=torch.int32, device=device)
     grid = (tiles, ceil_div(max(lists.max_count, 1), _ENTRIES))
-    entry_args = (lists.keys, lists.key_starts, lists.counts, first_tile, tiles_per_sequence, lists.num_keys)
+    entry_args = (lists.keys, lists.starts, lists.counts, first_tile, tiles_per_sequence, lists.num_keys)
     _mark_kernel[grid](*entry_args, marks, columns, ENTRIES=_ENTRIES, num_warps=4)
     keys = max(1, 1024 // next_power_of_2(columns))
     counts = torch.empty(num_keys, dtype=torch.int32, device=device)

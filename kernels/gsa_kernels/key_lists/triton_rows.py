@@ -7,7 +7,7 @@ import triton.language as tl
 from gsa_kernels.checks import check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import ceil_div
+from gsa_kernels.limits import TILE_QUERIES, ceil_div
 
 _ENTRIES = 1024
 
@@ -31,15 +31,13 @@ def packed_mask_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
         _words_kernel[(len(rows), batch)](
             lists.keys,
             lists.words,
-            lists.key_starts,
-            lists.word_starts,
-            lists.full,
+            lists.starts,
             lists.counts,
             rows.contiguous(),
             packed_mask,
             tiles,
             columns,
-            QUERIES=lists.queries,
+            QUERIES=TILE_QUERIES,
             ENTRIES=_ENTRIES,
             num_warps=4,
         )
@@ -48,22 +46,20 @@ def packed_mask_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _words_kernel(
-    keys, masks, key_starts, word_starts, full, counts, rows, words, tiles, columns,
-    QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
+    keys, masks, starts, counts, rows, words, tiles, columns, QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """One program takes one query and all entries of its tile. No other program writes to its row."""
     row = tl.load(rows + tl.program_id(0))
     tile = tl.program_id(1) * tiles + row // QUERIES
     bit = (row % QUERIES).to(tl.int32)
-    keys += tl.load(key_starts + tile)
-    masks += tl.load(word_starts + tile)
-    full_count = tl.load(full + tile)
+    first = tl.load(starts + tile)
+    keys += first
+    masks += first
     count = tl.load(counts + tile)
     words += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * columns
     for start in range(0, count, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         key = tl.load(keys + entry, mask=entry < count, other=0)
-        mask = tl.load(masks + (entry - full_count), mask=(entry >= full_count) & (entry < count), other=0)
-        selects = (entry < full_count) | (((mask >> bit) & 1) != 0)
+        mask = tl.load(masks + entry, mask=entry < count, other=0)
         one = tl.full([ENTRIES], 1, tl.int32) << (key % 32)
-        tl.atomic_or(words + key // 32, one, mask=selects & (entry < count), sem="relaxed")
+        tl.atomic_or(words + key // 32, one, mask=((mask >> bit) & 1) != 0, sem="relaxed")

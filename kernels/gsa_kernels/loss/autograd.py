@@ -38,19 +38,17 @@ def indexer_of(tensors: Sequence[torch.Tensor | None], activation: Literal["sigm
     return Indexer(queries, keys, head_weight_logits, score_bias, head_weight_bias, activation, beta)
 
 
-def check_indexer(indexer: Indexer, query_start: int, selection_block: int) -> tuple[int, int, int]:
-    """Return B, R and L of inputs that the kernels support; else raise ValueError."""
+def check_indexer(indexer: Indexer, query_start: int) -> tuple[int, int]:
+    """Return B and R of inputs that the kernels support; else raise ValueError."""
     batch, num_rows = indexer.queries.shape[:2]
     num_keys = indexer.keys.shape[1]
-    length = count_queries(query_start, num_keys, selection_block)
-    wanted = -(-length // selection_block)
+    wanted = count_queries(query_start, num_keys)
     if num_rows != wanted:
         raise ValueError(
             f"indexer.queries has {num_rows} rows; pass {wanted}, for the queries at {query_start} .. {num_keys - 1}"
-            + (f", one for each {selection_block}" if selection_block > 1 else "")
         )
     check_indexer_dtypes(indexer)
-    return batch, num_rows, length
+    return batch, num_rows
 
 
 class LossWithGradients(torch.autograd.Function):

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from gsa_kernels.attention.triton_gathered_probs import count_tiles_per_block
+from gsa_kernels.attention.triton_gathered_probs import check_lists
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import GATHERED_LOSS_BYTES
+from gsa_kernels.limits import GATHERED_LOSS_BYTES, TILE_QUERIES
 from gsa_kernels.loss.autograd import (
     Gradients,
     LossWithGradients,
@@ -35,55 +35,49 @@ from gsa_kernels.types import Indexer, RowSample
 
 TargetTiles = Callable[[torch.Tensor], torch.Tensor]
 """Maps int32 [N] numbers of tiles to fp32 [B, N, max_count, queries]: attention probabilities by entry and query,
-summed over the heads. With `selection_block` > 1: numbers of blocks -> [B, N, max_count], also summed over the block's
-queries."""
+summed over the heads."""
 
 
 def gathered_indexer_loss(
     indexer: Indexer,
     target_tiles: TargetTiles,
     lists: KeyLists,
-    selection_block: int = 1,
     rows: RowSample = ALL_ROWS,
     *,
     scratch_bytes: int = GATHERED_LOSS_BYTES,
     blocks: GatheredBlocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = lists.query_start + row * selection_block.
+    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = lists.query_start + row.
 
-    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss, and `sum_over_blocks` defines the target of
-    a block. Only the tensors of the indexer get gradients.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the tensors of the indexer get
+    gradients.
 
     Exactness and determinism are as in `masked_indexer_loss`, with one exception. The gradients of the keys are added
     in an order that depends on `scratch_bytes`, which may change their last bits.
 
     Args:
-        indexer: a row for the first query of each aligned block; lists.num_keys keys
-        target_tiles: computes the target of a chunk of tiles, or of blocks, at any positive scale. Values off the
-            attended set are ignored. It is called once per chunk, without gradients.
-        lists: the attended set of every query; a row has the set of its query
-        selection_block: 1, or a multiple of the lists' tile; the tiles of a block share their keys
-        rows: which rows are computed, in whole tiles (or blocks); the same on every tensor-parallel rank
+        indexer: with lists.num_keys keys
+        target_tiles: computes the target of a chunk of tiles, at any positive scale. Values off the attended set are
+            ignored. It is called once per chunk, without gradients.
+        lists: the attended set of every query
+        rows: which rows are computed, in whole tiles; the same on every tensor-parallel rank
         scratch_bytes: approximate size of a chunk's scratch memory
         blocks: block shapes, for measurements
 
     Returns:
         0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows that are not computed
     """
-    batch, num_rows, length = check_indexer(indexer, lists.query_start, selection_block)
-    count_tiles_per_block(lists, batch, length, selection_block)
+    batch, num_rows = check_indexer(indexer, lists.query_start)
+    check_lists(lists, batch, num_rows)
     check_at_least("scratch_bytes", scratch_bytes, 1)
 
     tensors = tensors_of(indexer)
-    first, factor = systematic(
-        -(-num_rows // _rows_per_tile(lists, selection_block)), rows.fraction, rows.seed
-    )
+    first, factor = systematic(lists.counts.shape[1], rows.fraction, rows.seed)
     rank, size = rows.share
     calculate = partial(
         _value_and_gradients,
         target_tiles=target_tiles,
         lists=lists,
-        selection_block=selection_block,
         sample=(first + rank * factor, size * factor),
         with_gradients=needs_gradients(tensors),
         scratch_bytes=scratch_bytes,
@@ -93,15 +87,10 @@ def gathered_indexer_loss(
     return (total if factor == 1 else total * factor), kl_of_rows
 
 
-def _rows_per_tile(lists: KeyLists, selection_block: int) -> int:
-    return lists.queries if selection_block == 1 else 1
-
-
 def _value_and_gradients(
     indexer: Indexer,
     target_tiles: TargetTiles,
     lists: KeyLists,
-    selection_block: int,
     sample: tuple[int, int],
     with_gradients: bool,
     scratch_bytes: int,
@@ -112,12 +101,11 @@ def _value_and_gradients(
     The gradients belong to the tensors that `tensors_of` returns for the indexer.
 
     Args:
-        sample: the first tile (or block) of the sample, and the distance from one to the next
+        sample: the first tile of the sample, and the distance from one to the next
     """
     q_idx, k_idx, weight_logits = indexer.queries, indexer.keys, indexer.head_weight_logits
     score_bias, weight_bias, beta = indexer.score_bias, indexer.head_weight_bias, indexer.inverse_temperature
     assert isinstance(beta, torch.Tensor)
-    rows = _rows_per_tile(lists, selection_block)
     batch, num_rows, heads, dim = q_idx.shape
     inputs = GatheredInputs(
         q_idx=q_idx.contiguous(),
@@ -128,10 +116,8 @@ def _value_and_gradients(
         beta=beta.detach().reshape(1).to(torch.float32),
         lists=lists,
         kind=score_kind(q_idx.dtype, indexer.activation, q_idx.device),
-        tiles_per_unit=max(1, selection_block // lists.queries),
-        rows=rows,
     )
-    num_tiles = -(-num_rows // rows)
+    num_tiles = lists.counts.shape[1]
     first, every = sample
     tiles = torch.arange(min(first, num_tiles), num_tiles, every, dtype=torch.int32, device=q_idx.device)
     # Rows that are not computed have a gradient of 0. Without gradients only the KL of a row is written.
@@ -148,7 +134,7 @@ def _value_and_gradients(
     chunk = max(1, scratch_bytes // max(1, batch * bytes_per_tile(inputs, with_gradients)))
     for part in tiles.split(chunk) if len(tiles) > 0 else ():
         target = target_tiles(part).detach()
-        _check_target(target, (batch, len(part), lists.max_count), rows, q_idx.device)
+        _check_target(target, (batch, len(part), lists.max_count, TILE_QUERIES), q_idx.device)
         run_gathered_chunk(inputs, outputs, target, part, chosen_blocks)
 
     # The sum is fp64, because it has tens of thousands of rows, some of both signs.
@@ -156,7 +142,7 @@ def _value_and_gradients(
     tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]
     if every != 1:
-        row_tiles = torch.arange(num_rows, device=q_idx.device) // rows
+        row_tiles = torch.arange(num_rows, device=q_idx.device) // TILE_QUERIES
         kl_rows = kl_rows.masked_fill(row_tiles % every != first, float("nan"))
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
@@ -171,11 +157,8 @@ def _value_and_gradients(
     return sums[0].float(), kl_rows, gradients
 
 
-def _check_target(target: torch.Tensor, sizes: tuple[int, int, int], rows: int, device: torch.device) -> None:
-    if rows == 1:
-        check_shape("target_tiles(...)", target, "[B, N, max_count]", sizes)
-    else:
-        check_shape("target_tiles(...)", target, "[B, N, max_count, queries]", (*sizes, rows))
+def _check_target(target: torch.Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+    check_shape("target_tiles(...)", target, "[B, N, max_count, queries]", sizes)
     if target.dtype != torch.float32 or target.device != device or not target.is_contiguous():
         raise ValueError(
             f"target_tiles(...) gave {target.dtype} on {target.device} with strides {target.stride()}; "

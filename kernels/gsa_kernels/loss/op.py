@@ -34,9 +34,9 @@ from gsa_kernels.sampling import SampledRows, sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
-"""Maps rows to fp32 or fp16 [B, count, Lk]: attention probabilities of these rows, summed over the heads and, with
-`selection_block`, over the queries of each row's block. The result may also be [B, parts, count, Lk], whose sum over
-parts is the target, or the parts in blocks, [B, parts, row blocks, key blocks, 1024] (target_blocks.py)."""
+"""Maps rows to fp32 or fp16 [B, count, Lk]: attention probabilities of these rows, summed over the heads. The result
+may also be [B, parts, count, Lk], whose sum over parts is the target, or the parts in blocks, [B, parts, row blocks,
+key blocks, 1024] (target_blocks.py)."""
 
 ALL_ROWS = RowSample()
 
@@ -83,23 +83,22 @@ def masked_indexer_loss(
     attended: Attended,
     rows: RowSample = ALL_ROWS,
     *,
-    queries_per_row: int | None = None,
+    queries_per_row: int = 1,
     row_chunk_bytes: int = LOSS_CHUNK_BYTES,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = query_start + row * selection_block.
+    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = query_start + row.
 
-    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss, and `sum_over_blocks` defines the target of
-    a block. Only the tensors of the indexer get gradients.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the tensors of the indexer get
+    gradients.
 
     Scores are exact for fp32 inputs. For bf16 the products accumulate in fp32, and sigmoid is the hardware's
     approximation (about 1e-5 of a score). Results repeat bit for bit, whatever `row_chunk_bytes`.
 
     Args:
-        indexer: its keys up to the last query's own; a row for the first query of each aligned block of
-            `selection_block`
+        indexer: its keys up to the last query's own
         rows: which rows are computed; the sample is the same on every tensor-parallel rank
-        queries_per_row: queries per row for the sample; None: `selection_block`
+        queries_per_row: queries per row for the sample: those of a group of keys (loss/groups.py), or 1
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         blocks: block shapes, for measurements
 
@@ -107,8 +106,8 @@ def masked_indexer_loss(
         0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows that are not computed
     """
     geometry = attended.geometry
-    batch, num_rows, length = check_indexer(indexer, geometry.query_start, geometry.selection_block)
-    check_attended(attended, (batch, num_rows, length, indexer.keys.shape[1]))
+    batch, num_rows = check_indexer(indexer, geometry.query_start)
+    check_attended(attended, (batch, num_rows, indexer.keys.shape[1]))
     if attended.log_sum is not None and target.row_sum is None:
         raise ValueError("attended.log_sum is given with target.row_sum None; pass both or none")
     if target.row_sum is not None and not target.row_sum > 0:
@@ -116,7 +115,6 @@ def masked_indexer_loss(
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
     tensors = tensors_of(indexer)
-    queries_per_row = queries_per_row or geometry.selection_block
     sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, queries_per_row)
     calculate = partial(
         value_and_gradients,
@@ -190,8 +188,6 @@ def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> I
     geometry, beta = attended.geometry, indexer.inverse_temperature
     assert isinstance(beta, torch.Tensor)
     starts = geometry.document_starts
-    if starts is not None:
-        starts = starts[:, :: geometry.selection_block].contiguous()
     score_bias, weight_bias = indexer.score_bias, indexer.head_weight_bias
     return Inputs(
         q_idx=indexer.queries.contiguous(),
@@ -201,9 +197,8 @@ def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> I
         weight_bias=None if weight_bias is None else weight_bias.contiguous(),
         beta=beta.detach().reshape(1).to(torch.float32),
         packed_mask=None if attended.packed_mask is None else attended.packed_mask.contiguous(),
-        document_starts=starts,
+        document_starts=None if starts is None else starts.contiguous(),
         kind=score_kind(indexer.queries.dtype, indexer.activation, indexer.queries.device),
-        query_stride=geometry.selection_block,
         query_start=geometry.query_start,
         target_sum=target_sum,
         log_sum=None if attended.log_sum is None else attended.log_sum.detach().contiguous(),
@@ -215,16 +210,16 @@ def _only_sampled(kl_rows: torch.Tensor, sample: SampledRows) -> torch.Tensor:
     return torch.full_like(kl_rows, float("nan")).index_copy_(1, taken, kl_rows[:, taken])
 
 
-def check_attended(attended: Attended, sizes: tuple[int, int, int, int]) -> None:
-    """Check shapes and dtypes; `sizes` are B, R, L and Lk."""
-    batch, num_rows, length, num_keys = sizes
+def check_attended(attended: Attended, sizes: tuple[int, int, int]) -> None:
+    """Check shapes and dtypes; `sizes` are B, R and Lk."""
+    batch, num_rows, num_keys = sizes
     mask, starts, log_sum = attended.packed_mask, attended.geometry.document_starts, attended.log_sum
     if mask is not None:
         check_shape("packed_mask", mask, "[B, R, ceil(Lk / 32)]", (batch, num_rows, -(-num_keys // 32)))
         if mask.dtype != torch.int32:
             raise ValueError(f"packed_mask has dtype {mask.dtype}; pass int32")
     if starts is not None:
-        check_shape("document_starts", starts, "[B, L]", (batch, length))
+        check_shape("document_starts", starts, "[B, R]", (batch, num_rows))
     if log_sum is not None:
         check_shape("log_sum", log_sum, "[B, R]", (batch, num_rows))
         if log_sum.dtype != torch.float32:

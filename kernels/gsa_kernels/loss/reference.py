@@ -2,32 +2,14 @@
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_mask, check_shape, compute_dtype
-
-
-def sum_over_blocks(probs: torch.Tensor, block: int) -> torch.Tensor:
-    """Sum the rows of each aligned block of queries: the target of a selection that the block shares.
-
-    The sum is the average up to a factor, which `renormalise_target` removes.
-
-    Args:
-        probs: [B, Lq, Lk]
-
-    Returns:
-        [B, ceil(Lq / block), Lk]; the last block may be short
-    """
-    check_shape("probs", probs, "[B, Lq, Lk]", (None, None, None))
-    check_at_least("block", block, 1)
-    missing = -probs.shape[1] % block
-    padded = torch.nn.functional.pad(probs, (0, 0, 0, missing))
-    return padded.unflatten(1, (-1, block)).sum(2)
+from gsa_kernels.checks import check_mask, check_shape, compute_dtype
 
 
 def renormalise_target(probs: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Return target[r, s] = probs[r, s] / sum_{s' in attended_r} probs[r, s'] on the attended set, 0 elsewhere.
 
     Args:
-        probs: [B, R, Lk], at any positive scale, for example a sum over heads or over a block
+        probs: [B, R, Lk], at any positive scale, for example a sum over heads
         attended: bool [B or 1, R, Lk]
 
     Returns:

@@ -49,9 +49,7 @@ def gathered_grad_kernel(
     beta,  # [1] fp32
     keys,  # int32, of the key lists; what follows to `counts` is of the chunk's N tiles, [B, N]
     words,
-    key_starts,
-    word_starts,
-    full,
+    starts,
     counts,
     tiles,  # [N] int32: their numbers
     target,  # [B, N, max_count, ROWS] fp32
@@ -112,9 +110,7 @@ def gathered_grad_kernel(
         counted = target_sum > 0
         inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
         bits = row_bits(counted, ROWS)
-        key_start = tl.load(key_starts + unit)
-        word_start = tl.load(word_starts + unit)
-        num_full = tl.load(full + unit)
+        list_start = tl.load(starts + unit)
         k_sequence = k_idx + batch * L * DI
         target_unit = target + unit * max_count * ROWS
         dk_unit = dk_parts + unit * max_count * BLOCK_D
@@ -128,7 +124,7 @@ def gathered_grad_kernel(
         dq = tl.zeros([BLOCK_D, HP * ROWS], tl.float32)
         for first in range(begin, end, ENTRIES):
             entries = first + tl.arange(0, ENTRIES)
-            key, word = load_entries(keys, words, key_start, word_start, entries, num_full, end)
+            key, word = load_entries(keys, words, list_start, entries, end)
             key_rows = load_key_rows(k_sequence, key, DI, BLOCK_D)
             a = activations(key_rows, queries, biases, scale, HP, ROWS, KIND, PRECISION)
             scores = tl.sum(a * weights, 1)

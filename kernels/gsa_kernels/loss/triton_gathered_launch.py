@@ -8,14 +8,13 @@ import torch
 import triton
 
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.key_lists.triton_reduce_keys import add_partials_by_key, find_key_hits, split_tiles
+from gsa_kernels.key_lists.triton_reduce_keys import add_partials_by_key, equal_tiles, find_key_hits
+from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.loss.triton_gathered_grad import gathered_grad_kernel
 from gsa_kernels.loss.triton_gathered_reduce import gathered_reduce_kernel
 from gsa_kernels.loss.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.loss.triton_launch import FP32_WARPS, scratch
 
-_MIN_COLUMNS = 16
-"""Smallest number of columns of a product on the matrix units."""
 _WIDTH = 128 * 64
 """Elements of the queries of a tile: four heads of 64."""
 
@@ -45,11 +44,6 @@ class GatheredInputs:
     beta: torch.Tensor
     lists: KeyLists
     kind: int
-    tiles_per_unit: int
-    """Tiles that share a row of the loss; 1 without blocks."""
-
-    rows: int
-    """Rows of the loss per unit: the tile's queries, or 1 for a block."""
 
     @property
     def block_d(self) -> int:
@@ -57,7 +51,7 @@ class GatheredInputs:
 
     @property
     def padded_heads(self) -> int:
-        return max(triton.next_power_of_2(self.q_idx.shape[2]), _MIN_COLUMNS // self.rows)
+        return int(triton.next_power_of_2(self.q_idx.shape[2]))
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
     """Return block shapes that fit registers and shared memory. The bf16 shapes are the fastest of five measured
     (docs/kernels.md, Tuning). The others are chosen by their shared memory."""
     dtype = inputs.q_idx.dtype
-    size = inputs.padded_heads * inputs.rows * inputs.block_d
+    size = inputs.padded_heads * TILE_QUERIES * inputs.block_d
     if dtype == torch.float32:
         return GatheredBlocks(32, FP32_WARPS, 32, FP32_WARPS, segment=256, stats_stages=1)
     if size <= _WIDTH:
@@ -91,25 +85,23 @@ def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
 
 def bytes_per_tile(inputs: GatheredInputs, with_gradients: bool) -> int:
     """Return the approximate scratch memory of one tile: its target and the partial rows of its keys."""
-    row = inputs.rows + (inputs.block_d if with_gradients else 0)
+    row = TILE_QUERIES + (inputs.block_d if with_gradients else 0)
     return 4 * inputs.lists.max_count * row
 
 
 def lists_of_chunk(inputs: GatheredInputs, tiles: torch.Tensor) -> KeyLists:
-    """Return only the lists of these tiles, or of the first tile of these blocks, [B, N].
+    """Return only the lists of these tiles, [B, N].
 
     Args:
         tiles: int32 [N], ascending
     """
     lists = inputs.lists
     if len(tiles) == lists.counts.shape[1]:  # all tiles, in order
-        return replace(lists, host_counts=None)
-    index = tiles.long() * inputs.tiles_per_unit
+        return lists
+    index = tiles.long()
     return replace(
         lists,
-        key_starts=lists.key_starts.index_select(1, index),
-        word_starts=lists.word_starts.index_select(1, index),
-        full=lists.full.index_select(1, index),
+        starts=lists.starts.index_select(1, index),
         counts=lists.counts.index_select(1, index),
         host_counts=None,
     )
@@ -125,7 +117,7 @@ def run_gathered_chunk(
     """Run all kernels for the tiles `tiles` [N].
 
     Args:
-        target: fp32 [B, N, max_count, rows], contiguous
+        target: fp32 [B, N, max_count, queries], contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
@@ -146,8 +138,9 @@ def gathered_chunk_launches(
     """Return the steps of `run_gathered_chunk` by name, in the order in which they must run."""
     batch, num_rows, heads, dim = inputs.q_idx.shape
     device, fp32 = inputs.q_idx.device, torch.float32
-    rows, block_d, padded_heads = inputs.rows, inputs.block_d, inputs.padded_heads
+    block_d, padded_heads = inputs.block_d, inputs.padded_heads
     lists = lists_of_chunk(inputs, tiles)
+    rows = TILE_QUERIES
     max_count = lists.max_count
     segments = max(1, triton.cdiv(max_count, blocks.segment))
     parts = (batch, len(tiles), segments)
@@ -169,7 +162,7 @@ def gathered_chunk_launches(
     weight_bias = inputs.weight_bias if inputs.weight_bias is not None else absent
     reads = (
         *(inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta),
-        *(lists.keys, lists.words, lists.key_starts, lists.word_starts, lists.full, lists.counts, tiles),
+        *(lists.keys, lists.words, lists.starts, lists.counts, tiles),
         target,
     )
     sizes = (lists.num_keys, num_rows, max_count, dim**-0.5)
@@ -245,11 +238,7 @@ def gathered_chunk_launches(
         dk = outputs.dk
 
         def reduce_keys() -> None:
-            (everything,) = split_tiles(lists, lists.counts.numel() * max(max_count, 1))
-            hits = find_key_hits(lists, everything)
-            # If the host knows the counts, attention's backward pass has its own ranges.
-            if lists.counts.shape == inputs.lists.counts.shape and inputs.lists.host_counts is None:
-                inputs.lists.kept_hits.of_all = everything, hits
+            hits = find_key_hits(lists, equal_tiles(lists))
             add_partials_by_key(dk_parts.flatten(0, 1)[None], hits, dk[:, :, None])
 
         launches["reduce keys"] = reduce_keys

@@ -84,8 +84,7 @@ def activations(
 
 @triton.jit
 def row_bits(counted, ROWS: tl.constexpr):
-    """Return int32 [ROWS]: each row's bit in an entry's word, 0 if not computed. A block has its first query's, bit
-    0."""
+    """Return int32 [ROWS]: each row's bit in an entry's word, 0 if not computed."""
     return tl.where(counted, tl.full([ROWS], 1, tl.int32) << tl.arange(0, ROWS), 0)
 
 

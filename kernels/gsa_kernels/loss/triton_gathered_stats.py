@@ -25,9 +25,7 @@ def gathered_stats_kernel(
     beta,  # [1] fp32
     keys,  # int32, of the key lists; what follows to `counts` is of the chunk's N tiles, [B, N]
     words,
-    key_starts,
-    word_starts,
-    full,
+    starts,
     counts,
     tiles,  # [N] int32: their numbers
     target,  # [B, N, max_count, ROWS] fp32
@@ -77,9 +75,7 @@ def gathered_stats_kernel(
             WEIGHT_BIAS,
             LOG2_E,
         )
-        key_start = tl.load(key_starts + unit)
-        word_start = tl.load(word_starts + unit)
-        num_full = tl.load(full + unit)
+        list_start = tl.load(starts + unit)
         k_sequence = k_idx + batch * L * DI
         target_unit = target + unit * max_count * ROWS
         bits = row_bits(tl.arange(0, ROWS) < rows_left, ROWS)
@@ -90,7 +86,7 @@ def gathered_stats_kernel(
         target_sum = tl.zeros([ENTRIES, ROWS], tl.float32)
         for first in range(begin, end, ENTRIES):
             entries = first + tl.arange(0, ENTRIES)
-            key, word = load_entries(keys, words, key_start, word_start, entries, num_full, end)
+            key, word = load_entries(keys, words, list_start, entries, end)
             key_rows = load_key_rows(k_sequence, key, DI, BLOCK_D)
             a = activations(key_rows, queries, biases, scale, HP, ROWS, KIND, PRECISION)
             attended = (word[:, None] & bits[None, :]) != 0

@@ -52,9 +52,6 @@ class Inputs:
     """[B, R], for the rows' queries."""
 
     kind: int
-    query_stride: int = 1
-    """Row r is the query at position query_start + r * query_stride; R = ceil(L / query_stride)."""
-
     query_start: int = 0
     target_sum: float | None = None
     log_sum: torch.Tensor | None = None
@@ -248,7 +245,7 @@ def _allocate(
     batch, _, heads, dim = inputs.q_idx.shape
     allocate = partial(scratch, device=inputs.q_idx.device)
     fp32 = torch.float32
-    num_keys = inputs.query_start + chunk.row(chunk.count - 1) * inputs.query_stride + 1
+    num_keys = inputs.query_start + chunk.row(chunk.count - 1) + 1
     block_d = max(16, triton.next_power_of_2(dim))
     tiles = triton.cdiv(chunk.count, blocks.rows)
     padded = tiles * blocks.rows
@@ -287,7 +284,6 @@ def _arguments(
     lengths = (num_rows, inputs.k_idx.shape[1], num_words)
     sizes = (*lengths, query_start, chunk.start, chunk.count, *target.stride()[:3], dim**-0.5)
     constants = {
-        "STRIDE": inputs.query_stride,
         "PARTS": target.shape[1],
         "TARGET_IN_BLOCKS": target.ndim == 5,
         "HI": heads,
@@ -343,7 +339,6 @@ def _reduction(
         key_programs,
         dim**-0.5,
         outputs.gradient_scale,
-        STRIDE=inputs.query_stride,
         HI=heads,
         HEADS=memory.stacked_heads,
         DI=dim,

@@ -36,7 +36,6 @@ def _reduce_rows(
     num_segments,
     scale,
     gradient_scale,
-    STRIDE: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -63,7 +62,7 @@ def _reduce_rows(
     valid = local < num_rows
     first_row = row_of(group * BR, row_start, STRETCH, SPACING)
     row_index = b.to(tl.int64) * R + rows_of(group * BR, row_start, BR, STRETCH, SPACING)
-    last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING)
     first = tl.load(first_keys + b * num_tiles + tile)
     first_segment = first // SEGMENT
     last_segment = last // SEGMENT
@@ -132,7 +131,6 @@ def _reduce_keys(
     num_rows,
     num_tiles,
     scale,  # of the parts
-    STRIDE: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BM: tl.constexpr,
@@ -169,13 +167,11 @@ def _reduce_keys(
         columns = cols[:, None]
         places = (cols // BN * (BLOCK_D * BN) + cols % BN)[:, None] + d[None, :] * BN
     tile_size = tl.cdiv(L, BN) * (BLOCK_D * BN)
-    first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # first row with a causal key among these
+    first_row = tl.maximum(key - query_start, 0)  # first row with a causal key among these
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, STRETCH, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only causal keys of a tile's rows were written.
-        written = (
-            columns <= query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
-        )
+        written = columns <= query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING)
         if HAS_STARTS:
             written = written & (columns >= tl.load(first_keys + b * num_tiles + tile))
         pointers = dk_parts + (b * num_tiles + tile) * tile_size + places
@@ -209,7 +205,6 @@ def reduce_kernel(
     key_programs,  # per sequence; they come first, because they have more to read
     scale,
     gradient_scale,  # [1] fp32, or None for 1
-    STRIDE: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -239,7 +234,7 @@ def reduce_kernel(
             parts: tl.constexpr = BLOCK_D // BD
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
-                num_tiles, scale * LN_2 * factor, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, STRETCH, SPACING,
+                num_tiles, scale * LN_2 * factor, DI, BLOCK_D, BM, BN, BK, BD, STRETCH, SPACING,
                 HAS_STARTS, STACKED, ADDS,
             )  # fmt: skip
     else:
@@ -247,7 +242,7 @@ def reduce_kernel(
         _reduce_rows(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
             kl_rows, partial_sums, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
-            factor, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, STRETCH, SPACING, KIND, WEIGHT_BIAS,
+            factor, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, STRETCH, SPACING, KIND, WEIGHT_BIAS,
             STACKED, WITH_GRADIENTS, WITH_VALUE,
         )  # fmt: skip
 

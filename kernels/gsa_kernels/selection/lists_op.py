@@ -38,12 +38,10 @@ def select_key_lists(
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    The arguments are the same, with `selection_block` 1. Packed masks exist for only two chunks of rows at a time. The
+    The arguments are the same. Packed masks exist for only two chunks of rows at a time. The
     length of the lists depends on the data. The host therefore waits for the counts of each chunk while the device
     computes the next chunk.
     """
-    if geometry.selection_block != 1:
-        raise ValueError(f"selection_block is {geometry.selection_block}; pass 1, or call select_block_lists")
     with launching_on(indexer.queries, "the indexer"):
         selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, candidates_from)
         batch, length = indexer.queries.shape[:2]

@@ -47,8 +47,7 @@ def select_keys(
     Ties go to the lower index. `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k` define the
     result. The top-k is exact for the scores of this call, which differ from the reference only by rounding. There are
     no gradients, the host does not wait for the device, and equal inputs give equal bits. A query's row does not depend
-    on other queries in the call. For shared selections the packed mask has one row per block, [B, R, ceil(Lk / 32)].
-    This row has only the top-k, because each query has its own window (`select_block_lists`).
+    on other queries in the call.
 
     Args:
         indexer: bfloat16 or float32
@@ -105,26 +104,23 @@ class Selector:
             raise ValueError(
                 f"candidates_from is {candidates_from}; pass a positive multiple of {_TILE_MULTIPLE}, or None"
             )
-        length, stride = inputs.num_keys, inputs.query_stride
-        window = min(geometry.local_window, length) if stride == 1 else 0
+        length = inputs.num_keys
         rule = replace(
             rule,
             k_min=min(rule.k_min, length),
             k_max=min(rule.k_max, length),
             dense_below=min(rule.dense_below, length + 1),
         )
-        self.criteria = Criteria(inputs, rule, variance_ema, window)
+        self.criteria = Criteria(inputs, rule, variance_ema, min(geometry.local_window, length))
 
         batch, num_rows, self.tile_rows = inputs.batch, inputs.num_rows, score_tiles(inputs).rows
-        # Blocks of queries have few rows, for which more launches do not pay off.
-        enough = stride == 1 and candidate_room(rule.most_keys) <= MOST_CANDIDATES
         self.first_guessed = num_rows
-        if enough and candidates_from is not None:
+        if candidates_from is not None and candidate_room(rule.most_keys) <= MOST_CANDIDATES:
             below = max(inputs.rows_below(candidates_from), 0)
             self.first_guessed = min(ceil_div(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)
         self.row_chunk_bytes = row_chunk_bytes
         scored = list(
-            row_chunks(batch, self.first_guessed, self.tile_rows, row_chunk_bytes, stride, inputs.query_start)
+            row_chunks(batch, self.first_guessed, self.tile_rows, row_chunk_bytes, inputs.query_start)
         )
         step = candidate_rows(batch, rule.most_keys, self.tile_rows, row_chunk_bytes)
         guessed = range(self.first_guessed, num_rows, step)

@@ -1,4 +1,4 @@
-"""Defines which keys each query attends to: the exact top-k, the local window, and shared block selections."""
+"""Defines which keys each query attends to: the exact top-k and the local window."""
 
 import torch
 
@@ -64,27 +64,3 @@ def local_window_mask(
     check_shape("query_positions", query_positions, "[R]", (None,))
     distance = query_positions.to(device)[:, None] - key_positions[None, :]
     return (distance >= 0) & (distance < window)
-
-
-def expand_block_selection(selected: torch.Tensor, block: int, length: int) -> torch.Tensor:
-    """Give every query the selection of its block: out[:, t] = selected[:, t // block].
-
-    The result still needs each query's own window and causal keys:
-    `(expand_block_selection(...) | window) & causal`.
-
-    Args:
-        selected: bool [B, nb, Lk], one row per aligned block of `block` queries
-        length: Lq, with nb = ceil(Lq / block); the last block may be short
-
-    Returns:
-        bool [B, Lq, Lk]
-    """
-    check_shape("selected", selected, "[B, nb, Lk]", (None, None, None))
-    check_at_least("block", block, 1)
-    check_at_least("length", length, 1)
-    num_blocks = -(-length // block)
-    if selected.shape[1] != num_blocks:
-        raise ValueError(
-            f"selected has {selected.shape[1]} block rows; pass {num_blocks} = ceil({length} / {block})"
-        )
-    return selected.repeat_interleave(block, dim=1)[:, :length]

@@ -15,20 +15,20 @@ _COLUMN_MULTIPLE = 128  # for the rows of the score buffer, so that loads are al
 
 
 def row_chunks(
-    batch: int, num_rows: int, tile: int, chunk_bytes: int, query_stride: int = 1, query_start: int = 0
+    batch: int, num_rows: int, tile: int, chunk_bytes: int, query_start: int = 0
 ) -> Iterator[range]:
     """Yield row ranges, in whole tiles, whose scores up to the last row's diagonal fit in `chunk_bytes`."""
     start = 0
     entries = chunk_bytes // (4 * batch)
     while start < num_rows:
-        # Solve rows * (query_start + (start + rows) * query_stride) <= entries; the loop below rounds the width up.
-        width = query_start + start * query_stride
-        rows = (math.isqrt(width * width + 4 * query_stride * entries) - width) // (2 * query_stride)
+        # Solve rows * (query_start + start + rows) <= entries; the loop below rounds the width up.
+        width = query_start + start
+        rows = (math.isqrt(width * width + 4 * entries) - width) // 2
         stop = num_rows
         if rows < num_rows - start:
             stop = min(start + max(rows // tile, 1) * tile, num_rows)
         while stop - start > tile:  # this loop runs once or twice
-            columns = _rounded_columns(query_start + (stop - 1) * query_stride)
+            columns = _rounded_columns(query_start + stop - 1)
             if (stop - start) * columns <= entries:
                 break
             stop = start + ((stop - start - 1) // tile) * tile
@@ -51,10 +51,8 @@ def chunk_view(buffer: torch.Tensor, inputs: ScoreInputs, rows: range) -> torch.
 def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
     """Split rows at powers of two. A row's block, and therefore its result, depends only on its position."""
     start = rows.start
-    # With few rows, a separate launch for the short ones would leave most of the device idle.
-    smallest = SMALLEST_BLOCK * min(inputs.query_stride, 4)
     while start < rows.stop:
-        block = max(smallest, 1 << inputs.position(start).bit_length())
+        block = max(SMALLEST_BLOCK, 1 << inputs.position(start).bit_length())
         stop = min(inputs.rows_below(block), rows.stop)
         yield range(start, stop), block
         start = stop

@@ -1,4 +1,4 @@
-"""Measures how similar the selections of neighbouring queries are, which tells what a shared selection could save."""
+"""Measures how similar the selections of neighbouring queries are, which determines the length of key lists."""
 
 import torch
 

@@ -51,7 +51,6 @@ def select_rows(
         rule.k_max,
         rule.dense_below,
         criteria.local_window,
-        STRIDE=inputs.query_stride,
         MODE=rule.adaptive_k,
         HAS_WINDOW=criteria.local_window > 0,
         BLOCK=block,
@@ -105,7 +104,6 @@ def _select_rows_kernel(
     k_max,
     dense_below,
     local_window,
-    STRIDE: tl.constexpr,
     MODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,7 +111,7 @@ def _select_rows_kernel(
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
-    position = query_start + row * STRIDE
+    position = query_start + row
     start = row * 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + token)

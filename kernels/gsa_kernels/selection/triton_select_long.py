@@ -72,7 +72,6 @@ def select_long_rows(
         rule.k_min,
         rule.k_max,
         rule.dense_below,
-        STRIDE=inputs.query_stride,
         MODE=rule.adaptive_k,
         GROUP=GROUP,
         TILE=_TILE,
@@ -101,7 +100,6 @@ def select_long_rows(
             list_length,
             above,
             criteria.local_window,
-            STRIDE=inputs.query_stride,
             GROUP=GROUP,
             SIZE=size,
             **search_options(size * GROUP),
@@ -151,7 +149,6 @@ def _best_groups_kernel(
     k_min,
     k_max,
     dense_below,
-    STRIDE: tl.constexpr,
     MODE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -164,7 +161,7 @@ def _best_groups_kernel(
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
-    position = query_start + row * STRIDE
+    position = query_start + row
     if wanted_ptr is not None:
         wanted = tl.load(wanted_ptr + batch * chunk_rows + row - chunk_start)
         if wanted == 0:
@@ -291,7 +288,6 @@ def _select_in_groups_kernel(
     list_length,
     above,
     local_window,
-    STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -299,7 +295,7 @@ def _select_in_groups_kernel(
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
-    position = query_start + row * STRIDE
+    position = query_start + row
     if wanted_ptr is not None:
         wanted = tl.load(wanted_ptr + batch * chunk_rows + row - chunk_start)
         if wanted == 0:
