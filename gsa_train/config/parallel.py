@@ -272,7 +272,8 @@ def _check_context(config: Config) -> list[str]:
         f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
         "parallel.context_chunks), and no group may cross chunks"
     )
-    remedy = f"set train.seq_len_tokens to {nearest(length, chunks * context * pool)}, or change parallel.context"
+    nearby = nearest(length, chunks * context * pool)
+    remedy = f"set train.seq_len_tokens to {nearby}, or change parallel.context"
     return [problem_line("gsa.indexer_pool", pool, wrong, remedy)]
 
 

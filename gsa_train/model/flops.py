@@ -234,7 +234,8 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     total = 0
     for sequence in causal_keys:
         for position, visible in enumerate(sequence):
-            chosen, always = visible if visible < gsa.dense_below else min(gsa.k_base, visible), gsa.local_window
+            chosen = visible if visible < gsa.dense_below else min(gsa.k_base, visible)
+            always = gsa.local_window
             if gsa.indexer_pool > 1:  # whole groups, and the query's own
                 chosen = chosen // gsa.indexer_pool * gsa.indexer_pool
                 always = max(always, position % gsa.indexer_pool + 1)

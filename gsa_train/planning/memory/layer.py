@@ -163,8 +163,9 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     if phase.train == "base" and not recomputes:
         return {}
     keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_chunks)
+    of_heads = gsa.indexer_heads * (gsa.indexer_dim + 1)
     kept = {
-        "of queries and weights [B, L, H_I (d_I + 1)]": sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1)),
+        "of queries and weights [B, L, H_I (d_I + 1)]": sizes.bytes(of_heads),
         "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
     }
     if sizes.shards > 1 and not sizes.gates_gather:
