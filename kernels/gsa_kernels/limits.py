@@ -81,7 +81,9 @@ computes it from k_base. Under a packed mask attention's backward pass also comp
 Kernel = Literal["auto", "masked", "gathered"]
 
 
-def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int, keys_per_query: int) -> bool:
+def takes_key_lists(
+    kernel: Kernel, seq_len_tokens: int, selection_block: int = 1, keys_per_query: int = 0
+) -> bool:
     """Return whether a selection becomes key lists whatever it contains.
 
     With "auto", the measured density of individual selections may also decide for key lists. The density of shared
