@@ -15,7 +15,7 @@ import bench_generate
 from triton.runtime.jit import JITFunction
 
 from gsa_hf.decoding import FusedDecoder
-from gsa_hf.generation import DecodingGraphs
+from gsa_hf.generation import DecodingGraph
 from helpers.decoder_state import hold, walk
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_graphs_give_the_bits_of_single_launches(name: str) -> None:
     assert all(torch.isfinite(each).all() for each in wanted)
     assert not torch.equal(wanted[0], wanted[1])
     state.put_back()
-    graphs = DecodingGraphs(decoder)
+    graph = DecodingGraph(decoder)
     for _ in range(REPLAYS):
-        for found, expected in zip(walk(state, graphs.step), wanted, strict=True):
+        for found, expected in zip(walk(state, graph.step), wanted, strict=True):
             assert torch.equal(found, expected)

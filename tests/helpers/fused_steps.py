@@ -33,20 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lists": {"attention_kernel": "gathered", "local_window": 3},
     "groups": {"indexer_pool": 2, "indexer_rope": True, "local_window": 3, "k_base": 4},
     "groups over lists": {"indexer_pool": 4, "k_base": 8, "k_min": 4, "attention_kernel": "gathered"},
-    "blocks": {
-        "selection_block": 16,
-        "local_window": 17,
-        "selection_reuse": 2,
-        "indexer_temperature": "learned",
-        "attention_kernel": "gathered",
-    },
-    "blocks under a mask": {
-        "selection_block": 16,
-        "local_window": 17,
-        "selection_reuse": 2,
-        "indexer_temperature": "learned",
-        "attention_kernel": "masked",
-    },
 }
 
 

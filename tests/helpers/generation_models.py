@@ -23,18 +23,11 @@ TINY: dict[str, Any] = {
     "k_min": 2,
     "k_max": 9,
 }
-BLOCKS = {"selection_block": 16, "local_window": 17}
 MODELS: dict[str, dict[str, Any]] = {
     "sparse": {"dense_below": 20},
     "dense": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
-    "blocks": BLOCKS,
-    "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, **BLOCKS},
-    "norms, no head weights": {
-        "indexer_norm": True,
-        "indexer_activation": "plain",
-        "indexer_rope": True,
-        **BLOCKS,
-    },
+    "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, "local_window": 3},
+    "norms, no head weights": {"indexer_norm": True, "indexer_activation": "plain", "indexer_rope": True},
     "groups of keys": {
         "index_topk": 8,
         "k_min": 4,
@@ -53,7 +46,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "indexer_activation": "relu",
         "adaptive_k": "direct",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        **BLOCKS,
     },
 }
 

@@ -46,7 +46,6 @@ YARN: dict[str, Any] = {
     "beta_slow": 0.2,
 }
 BEYOND: dict[str, dict[str, Any]] = {
-    "blocks": {"selection_block": 4, "local_window": 5},
     "reuse": {"index_topk_freq": 2, "indexer_rope": True, "rope_parameters": YARN},
     "gates": {
         "key_gate": True,
@@ -64,8 +63,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     },
     "pool": {"indexer_pool": 3, "indexer_rope": True, "local_window": 2, "index_topk_freq": 2},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "adaptive_k": "direct"},
-    "blocks-rope-reuse": {
-        "selection_block": 4,
+    "window-rope-reuse": {
         "local_window": 4,
         "indexer_rope": True,
         "index_topk_freq": 2,

@@ -20,7 +20,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **ALL_KEYS["gsa"],
         "indexer_rope": True,
         "local_window": 4,
-        "selection_block": 4,
         "selection_reuse": 2,
         "indexer_temperature": "learned",
     },
@@ -60,7 +59,6 @@ SHARED_GATES: dict[str, dict[str, Any]] = {
         "gate_sharing": "head_shared",
         "indexer_activation": "qsa",
         "local_window": 4,
-        "selection_block": 4,
     },
 }
 FREE_GATES: dict[str, dict[str, Any]] = {

@@ -221,8 +221,8 @@ def test_names_of_other_frameworks_lead_to_fields():
     ("override", "fragments"),
     [
         (
-            "gsa.reuse_teacher=group",
-            ["gsa.reuse_teacher = group: removed after release studies-0.1; use that"],
+            "gsa.selection_block=32",
+            ["gsa.selection_block = 32: removed after release studies-0.1; use that"],
         ),
         (
             "model.num_layer=3",
@@ -412,7 +412,7 @@ def test_what_a_saved_config_has_of_another_version(write):
     assert str(caught.value) == (
         "saved.pt: 1 problem\n  model.future = 3: unknown key; use the version of gsa_train that saved it"
     )
-    removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n"
+    removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n  selection_block: 1\n"
     saved = config_to_yaml(Config()).replace("gsa:\n", removed)
     saved = saved.replace("initial_text: fresh", "initial_text: anew")
     assert "initial_text: anew" in saved

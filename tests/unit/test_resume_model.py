@@ -24,8 +24,8 @@ def with_gsa(**changes: Any) -> Config:
 
 
 def test_another_meaning_of_the_weights_is_refused() -> None:
-    with pytest.raises(ResumeError, match=r"gsa\.selection_block = 16: the checkpoint has 1"):
-        resume(with_gsa(selection_block=16, local_window=16), config_to_yaml(CONFIG))
+    with pytest.raises(ResumeError, match=r"gsa\.indexer_pool = 16: the checkpoint has 1"):
+        resume(with_gsa(indexer_pool=16), config_to_yaml(CONFIG))
     bigger = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=4))
     with pytest.raises(ResumeError, match=r"model\.num_layers = 4: the checkpoint has 2"):
         resume(bigger, config_to_yaml(CONFIG))
@@ -61,12 +61,10 @@ def test_a_field_younger_than_the_checkpoint_stood_at_its_default() -> None:
 
 def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
     saved = yaml.safe_load(config_to_yaml(CONFIG))
-    saved["gsa"] |= {"reuse_teacher": "leader", "selection_query": "first"}
+    saved["gsa"] |= {"reuse_teacher": "leader", "selection_query": "first", "selection_block": 1}
     resume(CONFIG, yaml.safe_dump(saved))
-    saved["gsa"]["selection_query"] = "previous_mean"
-    with pytest.raises(
-        ResumeError, match=r"gsa\.selection_query = previous_mean .*: removed after release studies"
-    ):
+    saved["gsa"]["selection_block"] = 32
+    with pytest.raises(ResumeError, match=r"gsa\.selection_block = 32 .*: removed after release studies"):
         resume(CONFIG, yaml.safe_dump(saved))
 
 

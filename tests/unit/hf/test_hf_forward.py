@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 from oracle import LayerOptions, Yarn, gsa_layer
 
 from gsa_hf import DENSE_LAYER
-from helpers.hf import BEYOND, MODELS, PAPER, YARN, distinct_tokens, tiny_model
+from helpers.hf import MODELS, PAPER, YARN, distinct_tokens, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **PAPER,
-    "blocks": {**BEYOND["blocks"], "indexer_rope": True},
     "window": {"local_window": 3, "adaptive_k": "direct"},
+    "window and rope": {"local_window": 5, "indexer_rope": True},
     "temperature": {"indexer_temperature": "learned"},
     "YaRN": {"indexer_rope": True, "rope_parameters": YARN},
     "dense below": {"dense_below": 20},
@@ -75,7 +75,6 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         dense_below=config.dense_below,
         indexer_rope=config.indexer_rope,
         local_window=config.local_window,
-        selection_block=config.selection_block,
         inverse_temperature=1.0
         if indexer is None
         else float(torch.as_tensor(indexer.inverse_temperature()).detach()),
@@ -138,7 +137,7 @@ def test_rows_of_probabilities_fall_on_the_selection() -> None:
 
 
 def test_a_later_token_changes_nothing_before_it() -> None:
-    model, tokens = tiny_model("blocks"), distinct_tokens(1, 30)
+    model, tokens = tiny_model("pool"), distinct_tokens(1, 30)
     other = tokens.clone()
     other[0, 20:] = distinct_tokens(1, 10, seed=1)
     with torch.no_grad():
@@ -147,7 +146,7 @@ def test_a_later_token_changes_nothing_before_it() -> None:
     assert not torch.allclose(one[:, 20:], two[:, 20:])
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "pool"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse", "pool"])
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_padding_changes_nothing(name: str, side: str) -> None:
     model, lengths, room = tiny_model(name), (30, 23, 9), 30
@@ -168,7 +167,7 @@ def slots_of_tokens(side: str, length: int, room: int) -> torch.Tensor:
     return torch.arange(length) + (room - length if side == "left" else 0)
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_positions_that_start_again_are_documents(name: str, attention: str) -> None:
     """Documents need neither cache nor mask; with one, transformers lets the documents attend to each other."""

@@ -27,9 +27,9 @@ def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_100_tokens_with_a_cache_are_those_without(name: str) -> None:
-    """Budgets are adaptive; the second model has shared selections, and prompts end inside blocks."""
+    """Budgets are adaptive."""
     model, prompts = tiny_model(name, attention="sdpa"), padded((14, 9))
     with_cache = model.generate(**prompts, max_new_tokens=100, **GREEDY)
     without = model.generate(**prompts, max_new_tokens=100, use_cache=False, **GREEDY)
@@ -39,7 +39,7 @@ def test_100_tokens_with_a_cache_are_those_without(name: str) -> None:
     assert torch.equal(static, with_cache)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gsa", "blocks-rope-reuse")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gsa", "window-rope-reuse")])
 def test_with_a_cache_as_without(name: str) -> None:
     model, prompts = tiny_model(name), padded((12, 7))
     found = model.generate(**prompts, max_new_tokens=40, **GREEDY)
@@ -47,16 +47,16 @@ def test_with_a_cache_as_without(name: str) -> None:
 
 
 def test_a_row_of_a_batch_is_that_prompt_alone() -> None:
-    model, prompts = tiny_model("blocks"), padded((12, 7))
+    model, prompts = tiny_model("window-rope-reuse"), padded((12, 7))
     together = model.generate(**prompts, max_new_tokens=30, **GREEDY)
     alone = model.generate(prompts["input_ids"][1:, 5:], max_new_tokens=30, **GREEDY)
     assert torch.equal(together[1, 5:], alone[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
-@pytest.mark.parametrize("name", ["blocks", "pool"])
+@pytest.mark.parametrize("name", ["gsa", "pool"])
 def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
-    """Gaps may be inside a block or a group of keys."""
+    """Gaps may be inside a group of keys."""
     model, prompt = tiny_model(name), distinct_tokens(1, 14)
     tokens, mask = torch.zeros(2, 1, 20, dtype=torch.long)
     slots = [0, 1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 16, 18, 19]
@@ -67,9 +67,8 @@ def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_beams(name: str, static: bool) -> None:
-    """Reordering includes the first queries of open blocks."""
     model, prompts = tiny_model(name), padded((11, 6))
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 24, "length_penalty": 0.5, **GREEDY}
     without = model.generate(**prompts, use_cache=False, **options)
@@ -93,7 +92,7 @@ def test_sampling() -> None:
     assert not torch.equal(found[0], model.generate(**prompts, max_new_tokens=30, **GREEDY))
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_prompt_lookup_crops_the_cache(name: str) -> None:
     """Several tokens follow a cache at once, and some are removed again."""
     model, prompt = tiny_model(name, indexer_rope=True), distinct_tokens(1, 12).repeat(1, 2)
@@ -103,7 +102,7 @@ def test_prompt_lookup_crops_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "pool", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "pool", "window-rope-reuse"])
 def test_a_prompt_in_pieces(name: str, static: bool) -> None:
     model, tokens = tiny_model(name), distinct_tokens(2, 30)
     cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)

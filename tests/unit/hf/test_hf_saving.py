@@ -41,7 +41,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("name", ["standard", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["standard", "window-rope-reuse"])
 def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     model, tokens = tiny_model(name, indexer_temperature="learned"), distinct_tokens(1, 20)
     model.save_pretrained(tmp_path)
@@ -73,9 +73,11 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -
     ):
         AutoConfig.from_pretrained(tmp_path)
     path.write_text(
-        path.read_text().replace('"index_topk_m', '"k_m').replace("{", '{"selection_query": "first",', 1)
+        path.read_text()
+        .replace('"index_topk_m', '"k_m')
+        .replace("{", '{"selection_query": "first", "selection_block": 1,', 1)
     )
-    assert "selection_query" not in AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert not {"selection_query", "selection_block"} & AutoConfig.from_pretrained(tmp_path).to_dict().keys()
     assert set(RENAMED.values()) < {field.name for field in dataclasses.fields(GSAConfig)} - set(RENAMED)
 
 
@@ -95,7 +97,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_weights_that_wait_on_the_disk(name: str, tmp_path: Path) -> None:
     """accelerate provides them only in the forward pass of their module."""
     pytest.importorskip("accelerate")
@@ -115,7 +117,7 @@ def test_weights_that_wait_on_the_disk(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
     folder = tmp_path / "exported"
-    model, tokens = tiny_model("blocks-rope-reuse", attention="sdpa"), distinct_tokens(2, 14)
+    model, tokens = tiny_model("window-rope-reuse", attention="sdpa"), distinct_tokens(2, 14)
     gsa_hf.GSAConfig.register_for_auto_class()
     gsa_hf.GSAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     try:
@@ -181,17 +183,13 @@ def test_layer_types_by_either_name() -> None:
     [
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; pass a multiple of num_key_value_heads 3"),
         ({"k_min": 20}, "k_min is 20; pass at most k_max 16"),
-        ({"selection_block": 4}, "local_window is 0; pass at least selection_block 4"),
+        ({"selection_block": 4}, "selection_block is 4: removed; pass 1, or use release studies-0.1"),
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         (
             {"selection_query": "previous_mean"},
             "selection_query is 'previous_mean': removed; pass 'first', or use release studies-0.1",
         ),
         ({"indexer_pool": 4}, "k_min is 3; pass at least indexer_pool 4"),
-        (
-            {"indexer_pool": 2, "selection_block": 4, "local_window": 4},
-            "indexer_pool is 2 with selection_block 4; pass 1 for one of them",
-        ),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (
             {"projection_gate": True, "gate_sharing": "head_shared"},
