@@ -388,16 +388,13 @@ def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
         ("gsa.local_window=-1", "gsa.local_window=-1: give 0 to 2147483647"),
         ("gsa.k_max=99999999999999999999", "give 1 to 2147483647"),
         ("model.rope_base=nan", "model.rope_base=nan: give a positive number"),
-        (
-            "gsa.local_window=2",
-            "gsa.local_window=2: local_window is 2; pass at least selection_block 4",
-        ),
+        ("gsa.k_min=3", "gsa.k_min=3: k_min is 3; pass at least indexer_pool 4"),
     ],
 )
 def test_settings_out_of_bounds_are_refused(setting: str, said: str) -> None:
-    blocks = GSAConfig(selection_block=4, local_window=4)
+    groups = GSAConfig(indexer_pool=4)
     with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(said)}"):
-        apply_settings(blocks, [setting])
+        apply_settings(groups, [setting])
 
 
 def test_wrong_use(

@@ -72,7 +72,7 @@ def counted_kl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-FUSED = [("window, rope and reuse", False), ("sparse-only", True), ("blocks under a mask", False)]
+FUSED = [("window, rope and reuse", False), ("sparse-only", True)]
 
 
 @pytest.mark.slow
@@ -153,7 +153,6 @@ ELSEWHERE = [
     (WARM_UP, {}, 16),
     (FROZEN_INDEXER, {}, 16),
     (SPARSE, {"attention_kernel": "gathered"}, 16),
-    (SPARSE, {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16}, 1),
     (
         SPARSE,
         {"indexer_loss_row_fraction": 0.25},
@@ -234,8 +233,8 @@ def test_when_attention_distils(
 
     def distils(attended: Selection = mask, **of_pass: Any) -> bool:
         rows = of_pass.pop("rows", RowSample())
-        loss = Mock(rows=rows, indexer=Mock(queries=torch.zeros(1, 2, 1, 16)))
-        inputs = ChunkInputs(q, k, k, None, Geometry(selection_block=64, local_window=64))
+        loss = Mock(rows=rows, indexer=Mock(queries=torch.zeros(1, 128, 1, 16)))
+        inputs = ChunkInputs(q, k, k, None, Geometry())
         of_pass_now = dataclasses.replace(teaches, **of_pass)
         return over_chunks._fuses_loss(inputs, attended, loss, of_pass_now)
 
@@ -253,7 +252,7 @@ def test_when_attention_distils(
     ):
         assert not distils(**other)
     assert distils(rows=RowSample(0.25, seed=1))  # of one stretch of queries
-    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)  # a row
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
     assert not distils(rows=RowSample(0.25, seed=1))
     monkeypatch.setattr(over_chunks, "tp_group", SimpleNamespace(size=lambda: 2))
     assert not distils()
