@@ -228,8 +228,6 @@ def test_every_config_fits_the_gpus_that_its_head_names(name: str) -> None:
     assert (peak, peak_with) == pytest.approx((int(said), int(said_with)), abs=0.51)  # rounded to integers
     assert peak * 2**30 < 0.9 * 80e9
     assert peak < peak_with < 0.9 * 141e9 / 2**30
-    for shared in re.findall(r"gsa\.indexer_rope=\S+ gsa\.local_window=\S+ gsa\.selection_block=\S+", head):
-        assert peak_gib(name, shared.split()) < 1.1 * peak
 
 
 def test_long_contexts_come_with_their_baseline() -> None:

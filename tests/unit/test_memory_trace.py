@@ -12,7 +12,7 @@ import pytest
 from gsa_train.config import load_config
 from gsa_train.distributed.context_sharding import QueryChunk
 from gsa_train.planning.memory.estimate import WORKSPACE_BYTES, estimate_memory
-from gsa_train.planning.memory.selection import listing_bytes, selecting_bytes
+from gsa_train.planning.memory.selection import listing_bytes
 from gsa_train.planning.memory.sizes import sizes_of
 from helpers.runs import REPOSITORY, run_script
 from helpers.tiers import chosen, with_nightly
@@ -22,8 +22,6 @@ GSA_7B, GSA_128K = "configs/gsa_7b.yaml", "configs/gsa_1.7b_128k.yaml"
 WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
-
-SHARED = ["parallel.context=1", "gsa.selection_block=32", "gsa.local_window=64"]
 
 GROUPS = ["gsa.indexer_pool=4", "data.attend_across_documents=true"]
 
@@ -77,12 +75,9 @@ norms of Q and K | GSA 0/2 SPARSE | model.qk_norm=on PP_2
 groups of keys | GSA 0/1 SPARSE | ONE_MICRO_BATCH GROUPS
 groups of keys, warm-up | GSA 0/1 WARM_UP | ONE_MICRO_BATCH GROUPS
 groups of keys over lists | GSA 0/1 SPARSE | GROUPS LONG train.global_batch_size=1
-8 indexer heads | GSA 0/2 SPARSE | gsa.indexer_heads=8 PP_2
+4 indexer heads | GSA 0/2 SPARSE | gsa.indexer_heads=4 PP_2
 standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
 operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
-shared selections | GSA 0/1 SPARSE | ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64
-shared selections over lists | GSA 0/1 SPARSE |
-    ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64 gsa.attention_kernel=gathered
 experts | GSA 0/1 SPARSE | EXPERTS
 experts, first stage of 2, expert 2 | GSA 0/4 SPARSE | EXPERTS FEW_WORDS PP_2 EXPERT_2
 experts, first stage of 2, expert 2, warm-up | GSA 0/4 WARM_UP | EXPERTS FEW_WORDS PP_2 EXPERT_2
@@ -139,17 +134,12 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "small budgets": (98304, 131072, ["gsa.k_max=1024", "gsa.k_base=512"]),
     "large budgets": (98304, 131072, ["gsa.k_max=16384"]),
     "all of few keys": (98304, 131072, ["gsa.dense_below=6000"]),
-    "shared": (0, 131072, SHARED),
-    "shared, large budgets": (0, 131072, [*SHARED, "gsa.k_max=16384"]),
-    "shared, 512K tokens": (0, 524288, [*SHARED, "train.seq_len_tokens=524288"]),
 }
 
 # Cases of one rank, whose second step must leave the same memory as the first.
 TWO_STEPS: dict[str, list[str]] = {
     "two steps, recompute full": ["train.recompute=full"],
-    "two steps over shared lists, recompute selective": [
-        *SHARED,
-        "gsa.indexer_rope=true",
+    "two steps over lists, recompute selective": [
         "gsa.attention_kernel=gathered",
         "train.recompute=selective",
     ],
@@ -209,16 +199,13 @@ def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any])
     assert 0.97 <= (estimate.total - static - WORKSPACE_BYTES) / added <= 1.09
 
 
-@pytest.mark.parametrize("name", with_nightly(SELECTIONS, SELECTIONS.keys() - {"whole", "shared"}))
+@pytest.mark.parametrize("name", with_nightly(SELECTIONS, SELECTIONS.keys() - {"whole"}))
 def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, Any]) -> None:
     start, stop, overrides = SELECTIONS[name]
     config = load_config(REPOSITORY / GSA_128K, overrides, world_size=8, need_data=False)
     lists = traced[name]["lists"]
-    sizes = sizes_of(config)
-    if config.gsa.selection_block > 1:
-        said = lists + selecting_bytes(config, sizes)
-    else:
-        said = lists + listing_bytes(config, sizes, QueryChunk(slice(0, stop - start), start, stop), lists)
+    queries = QueryChunk(slice(0, stop - start), start, stop)
+    said = lists + listing_bytes(config, sizes_of(config), queries, lists)
     assert 0.97 <= said / traced[name]["peak"] <= 1.09
 
 
