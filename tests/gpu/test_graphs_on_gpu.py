@@ -25,7 +25,6 @@ pytestmark = [
 
 MODEL = (*test_step_on_gpu.SMALL, "parallel.overlap_grad_reduce=false")
 BUDGETS = ("gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512")
-SHARED = (*BUDGETS, "gsa.selection_block=32", "gsa.local_window=64")
 ACROSS = "data.attend_across_documents=true"
 GRAPHS = "train.cuda_graphs=true"
 EXPERTS = (
@@ -100,18 +99,18 @@ def train(name: str, *overrides: str) -> Trained:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("gsa_1.7b", (*SHARED, "gsa.indexer_rope=true", ACROSS)),
-        ("gsa_1.7b", SHARED),
+        ("gsa_1.7b", (*BUDGETS, ACROSS)),
         ("gsa_1.7b", BUDGETS),
+        ("paper_gsa_1.7b", BUDGETS),
         ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
         ("standard_1.7b", ("gsa.dense_attention=triton",)),
         ("gsa_moe_15b_a2b", EXPERTS),
         ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),
     ],
     ids=[
-        "shared, rotary, one document",
-        "shared, documents",
-        "per query",
+        "one document",
+        "documents",
+        "as in the paper",
         "groups of keys",
         "standard",
         "experts, balanced by loads",
