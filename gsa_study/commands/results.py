@@ -44,7 +44,9 @@ def main() -> int:
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
         check_names(studies)
         paper = load_config(PAPER, need_data=False).gsa
-        shapes = {name: replace(load_config(each, need_data=False), gsa=paper) for name, each in SHAPES.items()}
+        shapes = {
+            name: replace(load_config(each, need_data=False), gsa=paper) for name, each in SHAPES.items()
+        }
         benches = read_benches(arguments.benches)
         tables = efficiency_tables(benches, shapes)
         written += write_efficiency_values(tables, benches, arguments.out)
