@@ -200,6 +200,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
                 lambda self, fn, recurse=True: self,
             ),  # Everything is on the device, in its precision.
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
+            (torch.nn.functional, "rms_norm", lambda x, size, weight, eps: _FusedRMSNorm.apply(x, weight)),
             # The operation is in place, as in cuBLAS.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
             (

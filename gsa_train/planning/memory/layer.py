@@ -168,6 +168,11 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
         "of queries and weights [B, L, H_I (d_I + 1)]": sizes.bytes(of_heads),
         "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
     }
+    if gsa.indexer_norm and phase.train != "base":
+        kept["projections before their norms [L, B, H_I (d_I + 1) + d_I]"] = sizes.bytes(
+            of_heads + gsa.indexer_dim
+        )
+        kept["1 / rms of them, fp32 [L, B, H_I + 1]"] = 4 * sizes.tokens * (gsa.indexer_heads + 1)
     if sizes.shards > 1 and not sizes.gates_gather:
         kept["its input, gathered [L, B, d]"] = sizes.gathered
     return kept
