@@ -148,8 +148,7 @@ class _Recorder:
 
 
 def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Returns the layer's scores: fp32 [1, L, L]. With `gsa.selection_block` a query has the scores of its block's
-    first query.
+    """Returns the layer's scores: fp32 [1, L, L].
 
     Args:
         attention: a layer with an indexer.
@@ -161,11 +160,8 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
             f"gsa.indexer_pool = {attention.config.indexer_pool}: the indexer scores groups of keys, which have "
             "no map; give a run with 1"
         )
-    indexer, leaders, positions = attention.indexer, None, given["position_ids"]
-    tokens = indexer(hidden, given["indexer_embeddings"])
-    if indexer.block_size > 1:
-        leaders = torch.arange(hidden.shape[1], device=hidden.device) - positions % indexer.block_size
-    scores: torch.Tensor = indexer.scores(indexer.from_cache(tokens, indexer.cache_row(tokens), leaders))
+    indexer = attention.indexer
+    scores: torch.Tensor = indexer.scores(indexer(hidden, given["indexer_embeddings"]))
     return scores
 
 

@@ -62,11 +62,7 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
-    """Yields the scores of each piece, the longest first. Padding follows a sequence, where no query looks.
-
-    Raises:
-        ValueError: packed documents whose queries share selections.
-    """
+    """Yields the scores of each piece, the longest first. Padding follows a sequence, where no query looks."""
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
     under_way: tuple[list[int], list[int], LabelScores] | None = None
     for first in range(0, len(order), batch_size):
@@ -76,7 +72,6 @@ def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -
         tokens = np.stack([_filled(piece.tokens[:-1], length) for piece in batch])
         positions = None
         if any((np.diff(piece.positions) != 1).any() for piece in batch):
-            _check_may_pack(model)
             rows = [_filled(piece.positions, length, counts_on=True) for piece in batch]
             positions = _on_device(np.stack(rows), model.device)
         hidden = hidden_states(model, _on_device(tokens, model.device), positions)
@@ -184,12 +179,3 @@ def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[
     if counts_on:
         filled[len(row) :] = row[-1] + 1 + np.arange(length - len(row))
     return filled
-
-
-def _check_may_pack(model: ScoredModel) -> None:
-    """Refuse packing if it changes blocks. Training aligns blocks to the sequence, transformers to each document."""
-    if not isinstance(model, TrainedModel) and model.config.selection_block > 1:
-        raise ValueError(
-            f"gsa.selection_block = {model.config.selection_block} with isolated documents in one sequence: blocks of "
-            "queries would differ from training's; give --stride, which scores each document by itself"
-        )

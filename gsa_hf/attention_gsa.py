@@ -148,7 +148,6 @@ class GSAAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
         cache: Cache | None = None,
         indexer_embeddings: tuple[torch.Tensor, ...] | None = None,
         selection: Any = None,
@@ -162,7 +161,6 @@ class GSAAttention(nn.Module):
             hidden_states: [B, L, d], normalised
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
-            position_ids: int64 [B, L]
             indexer_embeddings: result of `indexer_angles`, if the indexer has a rotary embedding
             selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type
             kernel_pass: data about the tokens' places, if kernels run
@@ -186,7 +184,7 @@ class GSAAttention(nn.Module):
         if self.indexer is not None:
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
                 tokens = self.indexer(hidden_states, indexer_embeddings)
-                rows = self.indexer.cache_row(tokens)
+                rows = tokens.keys
                 if cache is not None:
                     rows = cache.update_indexer(rows, self.layer_idx)
         logits = None if self.output_gate_proj is None else self.output_gate_proj(hidden_states)
@@ -203,29 +201,23 @@ class GSAAttention(nn.Module):
             return result, None, call.selection, call.loss
 
         assert attention_mask is not None
-        loss = leaders = None
+        loss = None
         attended = attention_mask
         if self.indexer is not None and not output_indexer_loss and k.shape[2] < self.config.dense_below:
             selection = attention_mask[:, 0]
         elif self.indexer is not None:
             assert tokens is not None
             assert rows is not None
-            order = None
-            if max(self.config.selection_block, self.config.indexer_pool) > 1:
-                order = token_order(attention_mask[:, 0], slots)
-            if order is not None and self.config.selection_block > 1:
-                numbers = order.numbers[:, slots] - position_ids % self.config.selection_block
-                leaders = order.slots_of(numbers.clamp(min=0))
+            visible, groups, selecting = attention_mask[:, 0], None, tokens._replace(keys=rows)
+            if self.config.indexer_pool > 1:
+                groups = key_groups(self.config.indexer_pool, slots, visible, token_order(visible, slots))
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
-                selecting = self.indexer.from_cache(tokens, rows, leaders)
-                groups = None
-                if order is not None and self.config.indexer_pool > 1:
-                    groups = key_groups(self.config.indexer_pool, slots, attention_mask[:, 0], order)
+                if groups is not None:
                     selecting = selecting._replace(keys=groups.mean(selecting.keys))
                 scores = self.indexer.scores(selecting)
-            selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders, groups)
+            selection = select_keys(self.indexer, self.config, scores, visible, groups)
             if output_indexer_loss:
-                loss = self._loss(scores, q, k, selection, attention_mask[:, 0], leaders)
+                loss = self._loss(scores, q, k, selection, visible)
         if self.is_sparse:
             attended = selection[:, None]
         out, weights = interface(self, q, k, v, attended, scaling=self.scaling, **kwargs)
@@ -279,13 +271,12 @@ class GSAAttention(nn.Module):
         k: torch.Tensor,
         attended: torch.Tensor,
         visible: torch.Tensor,
-        leaders: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return `indexer_loss`, with the attention probabilities of q and k as target."""
         assert self.indexer is not None
         check_no_past(q.shape[2], k.shape[2])
         probs = mean_attention(q, k, attended, self.scaling)
-        return indexer_loss(scores, probs, attended, visible, leaders, self.indexer.inverse_temperature())
+        return indexer_loss(scores, probs, attended, visible, self.indexer.inverse_temperature())
 
 
 def check_no_past(queries: int, keys: int) -> None:

@@ -38,11 +38,15 @@ RENAMED = {
     "index_rope": "indexer_rope",
     "index_temperature": "indexer_temperature",
     "index_local_window": "local_window",
-    "index_block_size": "selection_block",
     "index_pool": "indexer_pool",
 }
 """Name before -> name now, which is the name in training. Names that transformers has for other models stay its own."""
-REMOVED = {"selection_query": "first", "index_block_query": "first"}
+REMOVED = {
+    "selection_query": "first",
+    "index_block_query": "first",
+    "selection_block": 1,
+    "index_block_size": 1,
+}
 """Removed field -> its default, the only value that still loads."""
 
 
@@ -125,8 +129,6 @@ class GSAConfig(PreTrainedConfig):
             beta in softmax(beta * scores) of the indexer loss: a number, or `"learned"`.
         local_window (`int`, *optional*, defaults to 0):
             Number of latest keys that every query attends to, in addition to its budget.
-        selection_block (`int`, *optional*, defaults to 1):
-            Queries in aligned blocks of this many share the selection of the first of them.
         indexer_pool (`int`, *optional*, defaults to 1):
             Number of keys in a group, counted from the sequence's first real token. The indexer scores the mean of a
             group. A query selects whole groups, and also attends to its own group up to itself.
@@ -198,7 +200,6 @@ class GSAConfig(PreTrainedConfig):
     indexer_rope: bool = False
     indexer_temperature: float | int | str = 1.0
     local_window: int = 0
-    selection_block: int = 1
     indexer_pool: int = 1
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
@@ -296,20 +297,13 @@ def validate_indexer(config: Any) -> None:
     for name in ("index_n_heads", "index_head_dim", "index_topk", "k_min", "k_max"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")
-    for name in ("selection_block", "indexer_pool", "index_topk_freq"):
+    for name in ("indexer_pool", "index_topk_freq"):
         if getattr(config, name) < 1:
-            raise ValueError(
-                f"{name} is {getattr(config, name)}; pass 1, or a number of queries, keys or layers"
-            )
+            raise ValueError(f"{name} is {getattr(config, name)}; pass 1, or a number of keys or layers")
     if 1 < config.indexer_pool > config.k_min:
         raise ValueError(
             f"k_min is {config.k_min}; pass at least indexer_pool {config.indexer_pool}, so that each "
             "query selects a group of keys"
-        )
-    if config.indexer_pool > 1 and config.selection_block > 1:
-        raise ValueError(
-            f"indexer_pool is {config.indexer_pool} with selection_block {config.selection_block}; pass 1 for one "
-            "of them"
         )
     if config.k_min > config.k_max:
         raise ValueError(f"k_min is {config.k_min}; pass at most k_max {config.k_max}")
@@ -318,11 +312,6 @@ def validate_indexer(config: Any) -> None:
     for name in ("local_window", "dense_below"):
         if getattr(config, name) < 0:
             raise ValueError(f"{name} is {getattr(config, name)}; pass 0 or a number of keys")
-    if 1 < config.selection_block > config.local_window:
-        raise ValueError(
-            f"local_window is {config.local_window}; pass at least selection_block "
-            f"{config.selection_block}, so that each query attends to the keys of its own block"
-        )
     temperature = config.indexer_temperature
     if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):
         raise ValueError(f"indexer_temperature is {temperature!r}; pass a positive number or 'learned'")

@@ -87,11 +87,7 @@ def _class_of(found: object) -> str:
 
 
 class FusedDecoder:
-    """Decodes with joined projections and, in sparse layers, with the kernels of gsa_kernels.
-
-    If a block of tokens shares a selection, the first token of the block selects. The caller tells `step` whether any
-    sequence is at the start of a block, because the host knows the lengths without a synchronization.
-    """
+    """Decodes with joined projections and, in sparse layers, with the kernels of gsa_kernels."""
 
     def __init__(self, model: GSAForCausalLM, compile: bool = False, products: str = "auto") -> None:
         """Copy the projections of the model. Later changes of the model's weights have no effect on the copy.
@@ -211,40 +207,16 @@ class FusedDecoder:
         return logits
 
     def place(self, filled: int, starts: torch.Tensor) -> None:
-        """Set the next slot to `filled`, and select for blocks that began in the filled slots.
-
-        Also makes the selections of blocks that began in the filled slots, and the mean keys of the groups there.
-        """
+        """Set the next slot to `filled`, and compute the mean keys of the groups in the filled slots."""
         self.slot.fill_(filled)
         self.starts.copy_(starts)
         self.lengths.copy_(filled + 1 - self.starts)
         for place, means in self._group_keys.items():
             group_means = kernel_module("indexer.pool").group_means
             means.copy_(group_means(self.buffers[place].rows, self.config.indexer_pool, self.starts))
-        block = self.config.selection_block
-        if block == 1 or self._workspace is None:
-            return
-        last = (self.lengths - 2).clamp(min=0)
-        first = last - last % block
-        lengths = first + 1
-        slots = (first + self.starts).long()[:, None]
-        for place, buffers in enumerate(self.buffers):
-            if buffers.rows is None:
-                continue
-            indexer = self.model.model.layers[place].self_attn.indexer
-            row = buffers.rows.gather(1, slots[..., None].expand(-1, -1, buffers.rows.shape[-1]))
-            size, width = indexer.head_dim, indexer.heads * indexer.head_dim
-            queries = row[..., size : size + width].unflatten(-1, (indexer.heads, size))
-            weights = row[..., size + width : size + width + indexer.heads]
-            self._select(place, queries, weights, lengths)
 
-    def step(self, refresh: bool = True) -> torch.Tensor:
-        """Decode `tokens` at the next slot, return logits [B, vocab], and advance `slot` and `lengths`.
-
-        Args:
-            refresh: with blocks, whether some sequence is at the start of a block. The other sequences keep their
-                selection. Without blocks every step selects.
-        """
+    def step(self) -> torch.Tensor:
+        """Decode `tokens` at the next slot, return logits [B, vocab], and advance `slot` and `lengths`."""
         model, layers = self.model.model, self.layers
         by_rows = self.products == "rows"
         embed = row_layers.embed if by_rows else nn.functional.embedding
@@ -257,7 +229,7 @@ class FusedDecoder:
             if isinstance(projected, row_layers.Entry) and not module.is_sparse:
                 projected = projected.launch()
             if module.is_sparse:
-                attended = self._attend(index, module, projected, refresh)
+                attended = self._attend(index, module, projected)
             else:
                 attended = self._attend_dense(index, projected, visible)
             if index + 1 < len(layers):
@@ -300,16 +272,12 @@ class FusedDecoder:
             return angles
         return *angles, *indexer_angles(model.indexer_rotary_emb, like, positions, positions, pool)
 
-    def _attend(self, place: int, module: Any, projected: Any, refresh: bool) -> Any:
+    def _attend(self, place: int, module: Any, projected: Any) -> Any:
         config = self.config
         leader = config.indexer_layer(place)
         assert leader is not None
-        selects = leader == place and (refresh or config.selection_block == 1)
-        # With blocks, a step without `refresh` makes no selection.
-        keeps = not (refresh or config.selection_block == 1)
-        # Attention that prefetches keys has one program per multiprocessor instead of four, so only one sequence fits.
-        settled = selects or (keeps and self.batch == 1)
-        held = self._layer_cache(place, leader, self.lengths, settled)
+        selects = leader == place
+        held = self._layer_cache(place, leader, settled=selects)
         if not isinstance(projected, row_layers.Entry):
             return self._attend_projected(place, module, projected, held, selects)
         joined, launch = kernel_module("decode.joined"), projected.launch
@@ -337,9 +305,7 @@ class FusedDecoder:
         if not selects:
             return decode.decode_attend(projected.q, held, window, projected.gate, pool=pool)
         applied = self._applied(place, projected.index_queries, projected.index_weights)
-        geometry = kernel_module("types").Geometry(
-            selection_block=config.selection_block, local_window=window, indexer_pool=pool
-        )
+        geometry = kernel_module("types").Geometry(local_window=window, indexer_pool=pool)
         rule, ema = kernel_rule(config), module.indexer.variance_ema
         return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
 
@@ -360,25 +326,14 @@ class FusedDecoder:
         slots = torch.arange(self.room, device=self.slot.device)
         return ((slots >= self.starts[:, None]) & (slots <= self.slot))[:, None, None]
 
-    def _select(
-        self, place: int, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
-        kernel_module("decode.op").decode_select(
-            self._applied(place, queries, weights),
-            self._layer_cache(place, place, lengths, settled=False),
-            kernel_rule(self.config),
-            self.model.model.layers[place].self_attn.indexer.variance_ema,
-            self.config.selection_block,
-        )
-
-    def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:
+    def _layer_cache(self, place: int, leader: int, settled: bool) -> Any:
         k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
         selection = self._selections[leader]
         in_chain = self.products == "rows"
-        state = (lengths, selection, self._workspace, self.starts, settled, in_chain)
+        state = (self.lengths, selection, self._workspace, self.starts, settled, in_chain)
         return kernel_module("decode.state").LayerCache(k, v, *state, group_keys=self._group_keys.get(place))
 
     def _applied(self, place: int, queries: Any, weights: Any) -> Any:
         rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer
         assert rows is not None
-        return applied_indexer(indexer, queries, rows[..., : self.config.index_head_dim], weights)
+        return applied_indexer(indexer, queries, rows, weights)

@@ -69,7 +69,7 @@ class Generated:
     """Number of tokens in all prompts, without padding"""
     prefill_seconds: float
     prepare_seconds: float
-    """Time to capture CUDA graphs; near 0 if the graphs exist"""
+    """Time to capture a CUDA graph; near 0 if the graph exists"""
     decode_steps: int
     decode_seconds: float
 
@@ -88,7 +88,7 @@ class Generated:
 class Generator:
     """Generates from batches of prompts with one model and its current weights.
 
-    On a CUDA device with `attn_implementation` "gsa", steps are fused and captured in CUDA graphs. Otherwise, and for
+    On a CUDA device with `attn_implementation` "gsa", steps are fused and captured in a CUDA graph. Otherwise, and for
     features that fused steps lack (`not_fused`), a step is the model's forward pass.
     """
 
@@ -113,7 +113,7 @@ class Generator:
         fused = self.device.type == "cuda" and (implementation == "gsa" or not sparse) and obstacle is None
         self.decoder: FusedDecoder | ModelDecoder
         self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)
-        self._graphs: DecodingGraphs | None = None
+        self._graph: DecodingGraph | None = None
         self._vocab_size = vocab_size or model.config.vocab_size
         self._context_tokens = context_tokens or model.config.max_position_embeddings
         how = "fused steps in CUDA graphs" if fused else "the model's forward pass"
@@ -146,7 +146,7 @@ class Generator:
         started = self._now()
         chosen = choose(self.decoder.prefill(tokens, mask))
         prefilled = self._now()
-        step = self._stepper([len(prompt) for prompt in prompts])
+        step = self._stepper()
         prepared = self._now()
         made = [chosen]
         ends = torch.tensor(sorted(self.eos_ids), dtype=torch.int64, device=self.device)
@@ -154,7 +154,7 @@ class Generator:
         for index in range(max_new_tokens - 1):
             if index % LOOK_STEPS == 0 and bool(ended.all()):
                 break
-            chosen = choose(step(index, chosen))
+            chosen = choose(step(chosen))
             ended = ended | torch.isin(chosen, ends)
             made.append(chosen)
         stopped = self._now()
@@ -191,22 +191,22 @@ class Generator:
                 )
 
     def _open(self, decoder: FusedDecoder, batch: int, slots: int) -> None:
-        if self._graphs is None or (batch, slots <= decoder.room) != (decoder.batch, True):
-            self._graphs = None  # free the previous cache first
+        if self._graph is None or (batch, slots <= decoder.room) != (decoder.batch, True):
+            self._graph = None  # free the previous cache first
             decoder.open(batch, -(-slots // ROOM_SLOTS) * ROOM_SLOTS)
 
-    def _stepper(self, lengths: list[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a function from the step's number (from 0) and tokens to logits."""
+    def _stepper(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function from tokens to logits."""
         decoder = self.decoder
         if isinstance(decoder, ModelDecoder):
-            return lambda _, tokens: decoder.step(tokens)
-        if self._graphs is None:
-            self._graphs = DecodingGraphs(decoder)
-        graphs, block = self._graphs, self.model.config.selection_block
+            return decoder.step
+        if self._graph is None:
+            self._graph = DecodingGraph(decoder)
+        graph = self._graph
 
-        def step(index: int, tokens: torch.Tensor) -> torch.Tensor:
+        def step(tokens: torch.Tensor) -> torch.Tensor:
             decoder.tokens.copy_(tokens)
-            return graphs.step(any((length + index) % block == 0 for length in lengths))
+            return graph.step()
 
         return step
 
@@ -216,34 +216,28 @@ class Generator:
         return time.perf_counter()
 
 
-class DecodingGraphs:
-    """Holds the step of a `FusedDecoder` as a CUDA graph. With blocks a second graph decodes without selecting."""
+class DecodingGraph:
+    """Holds the step of a `FusedDecoder` as a CUDA graph."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
-        """Capture the graphs. `decoder.place` must come first. The decoder's state is restored."""
+        """Capture the graph. `decoder.place` must come first. The decoder's state is restored."""
         filled, starts = int(decoder.slot), decoder.starts.clone()
-        self._captured = {}
-        kinds = (True, False) if decoder.config.selection_block > 1 else (True,)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles kernels and allocates memory before a capture
-            for refresh in kinds:
-                for _ in range(2):
-                    decoder.step(refresh)
-                    decoder.place(filled, starts)
+            for _ in range(2):
+                decoder.step()
+                decoder.place(filled, starts)
         torch.cuda.current_stream().wait_stream(side)
-        for refresh in kinds:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = decoder.step(refresh)
-            self._captured[refresh] = graph, logits
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = decoder.step()
         decoder.place(filled, starts)
 
-    def step(self, refresh: bool) -> torch.Tensor:
+    def step(self) -> torch.Tensor:
         """Run `FusedDecoder.step`. The next step overwrites the logits."""
-        graph, logits = self._captured[refresh or len(self._captured) == 1]
-        graph.replay()
-        return logits
+        self._graph.replay()
+        return self._logits
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Compute the indexer in plain torch. Its scores of all keys for each query give budgets, selections and a loss.
 
 Shapes have B sequences, L queries of this forward pass, Lk keys (with the cache's keys), and HI indexer heads of size
-DI. A slot is a place in the cache. A position comes from `position_ids`, and differs from the slot after left padding.
+DI.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class GSAIndexer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.activation = "sigmoid" if config.indexer_activation in ("sigmoid", "plain") else "relu"
-        self.block_size, self.temperature = config.selection_block, config.indexer_temperature
+        self.temperature = config.indexer_temperature
         self.weight_logit = WEIGHT_LOGITS.get(config.indexer_activation)
         biased = self.activation == "sigmoid"
         self.wq = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
@@ -128,34 +128,6 @@ class GSAIndexer(nn.Module):
             return parameter_of(self, "log_inverse_temperature").float().exp()[0]
         return float(self.temperature)
 
-    def cache_row(self, tokens: IndexedTokens) -> torch.Tensor:
-        """Return the cache rows [B, L, width] of the tokens: keys, and with blocks also queries and head weights.
-
-        With queries and weights a block's selection can be recomputed after the cache was reordered or cropped."""
-        keys = tokens.keys
-        if self.block_size == 1:
-            return keys
-        parts = [keys, tokens.queries.flatten(2).to(keys.dtype), tokens.weights.to(keys.dtype)]
-        padding = -sum(part.shape[-1] for part in parts) % 16  # aligns rows to 32 bytes
-        return torch.cat([*parts, keys.new_zeros(*keys.shape[:2], padding)], -1)
-
-    def from_cache(
-        self, tokens: IndexedTokens, rows: torch.Tensor, leaders: torch.Tensor | None
-    ) -> IndexedTokens:
-        """Return the keys in the cache's rows, and the queries and weights that select for each query.
-
-        Args:
-            tokens: of this forward pass
-            leaders: int64 [B, L], slot of the first query of each query's block; None without blocks
-        """
-        if leaders is None:
-            return tokens._replace(keys=rows)
-        first, size = self.head_dim, self.heads * self.head_dim
-        of_leaders = rows.gather(1, leaders[..., None].expand(-1, -1, rows.shape[-1]))
-        queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))
-        weights = of_leaders[..., first + size : first + size + self.heads]
-        return IndexedTokens(queries, rows[..., :first], weights)
-
     def _apply(self, fn: Any, recurse: bool = True) -> "GSAIndexer":
         """Move to another device or dtype, but keep `variance_ema` in fp32, because budgets depend on it."""
         before = self.variance_ema
@@ -193,25 +165,20 @@ def select_keys(
     config: Any,
     scores: torch.Tensor,
     visible: torch.Tensor,
-    leaders: torch.Tensor | None,
     groups: KeyGroups | None = None,
 ) -> torch.Tensor:
     """Return the selection S_t, bool [B, L, Lk]: the k_t causal keys of the highest scores, and the local window.
 
-    Of keys with equal scores the lower slot is selected.
+    Of keys with equal scores the earlier one is selected.
 
     Args:
         config: the fields of indexer and selection
-        scores: fp32 [B, L, Lk]; in a block that shares a selection, the scores of its first query
+        scores: fp32 [B, L, Lk]
         visible: bool [B, L, Lk], the causal keys of each query
-        leaders: int64 [B, L], the slot of the block's first query, or None without blocks
         groups: the groups of keys that are scored and selected together, or None
     """
     candidates = visible if groups is None else groups.before_own()
-    if leaders is not None:
-        candidates = visible & (torch.arange(visible.shape[-1], device=visible.device) <= leaders[..., None])
-    readable = candidates if groups is None else visible
-    budget = budgets(scores, candidates, indexer.variance_ema, config, readable.sum(-1))
+    budget = budgets(scores, candidates, indexer.variance_ema, config, visible.sum(-1))
     if groups is not None:
         budget = budget // groups.size
     # Adding 0 turns -0.0 into 0.0. A sort that compares bits would order them.
@@ -279,27 +246,19 @@ def indexer_loss(
     probs: torch.Tensor,
     attended: torch.Tensor,
     visible: torch.Tensor,
-    leaders: torch.Tensor | None,
     inverse_temperature: float | torch.Tensor,
 ) -> torch.Tensor:
     """Return the mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over queries t (equations 14 and 15 of GSA).
 
-    Padding and queries with one causal key do not count. If a block of queries shares a selection, p is the mean over
-    the block, and only the block's first query counts.
+    Padding and queries with one causal key do not count.
 
     Args:
         scores: fp32 [B, L, L], I with its graph
         probs: fp32 [B, L, L], p from `mean_attention`
         attended: bool [B, L, L], the selected keys S_t
         visible: bool [B, L, L], the causal keys
-        leaders: int64 [B, L], the slot of the block's first query, or None without blocks
     """
-    real = visible.diagonal(dim1=1, dim2=2)
-    counted = real & (visible.sum(-1) > 1)
-    if leaders is not None:
-        probs = torch.where(real[..., None], probs, 0)
-        probs = torch.zeros_like(probs).scatter_add(1, leaders[..., None].expand_as(probs), probs)
-        counted = counted & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
+    counted = visible.diagonal(dim1=1, dim2=2) & (visible.sum(-1) > 1)
     target = torch.where(attended, probs, 0)
     target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     logits = (scores * inverse_temperature).masked_fill(~attended, torch.finfo(torch.float32).min)

@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     head_dim: int
     index_head_dim: int
     row: int
-    """Width of the indexer's cache rows; 0 without an indexer"""
+    """Width of the indexer's cached keys; 0 without an indexer"""
     eps: float
     index_heads: int = 0
     index_weight_logit: float | None = None
@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
     """[B, Hkv, Lk, D]"""
     v: torch.Tensor
     rows: torch.Tensor | None
-    """[B, Lk, width], the results of `GSAIndexer.cache_row`"""
+    """[B, Lk, DI], the indexer's keys"""
 
 
 class Projected(NamedTuple):
@@ -117,15 +117,9 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
         index_q_norm=None if indexer is None or indexer.q_norm is None else indexer.q_norm.weight.detach(),
         index_k_norm=None if indexer is None or indexer.k_norm is None else indexer.k_norm.weight.detach(),
     )
-    row = 0
-    if indexer is not None:
-        row = parts[5]
-        if config.selection_block > 1:
-            row += parts[6] + indexer.heads
-            row += -row % 16
     logit = None if indexer is None else indexer.weight_logit
-    sizes = (config.head_dim, config.index_head_dim, row, config.rms_norm_eps, config.index_n_heads, logit)
-    return made, Sizes(tuple(parts), *sizes)
+    sizes = (config.head_dim, config.index_head_dim, parts[5], config.rms_norm_eps, config.index_n_heads)
+    return made, Sizes(tuple(parts), *sizes, logit)
 
 
 def _starts(parts: list[int]) -> list[int]:
@@ -172,11 +166,7 @@ def enter(
         if key_cos is None or key_sin is None:
             key_cos, key_sin = index_cos, index_sin
         index_k = rotate(index_k, key_cos, key_sin)
-    row = index_k
-    if sizes.row > sizes.parts[5]:
-        kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)
-        row = nn.functional.pad(kept, (0, sizes.row - kept.shape[-1]))
-    cache.rows.index_copy_(1, slot, row[:, None])
+    cache.rows.index_copy_(1, slot, index_k[:, None])
     return Projected(q, heads_gate, index_q[:, None], index_w[:, None])
 
 

@@ -10,18 +10,16 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache
 
 
 class KernelMemory:
-    """Keeps state of the kernels between layers and steps, in addition to the cache of transformers. This state is not
-    saved with the model. If it is missing or belongs to another cache, it is recomputed from the cache."""
+    """Keeps memory of the kernels between layers and steps, in addition to the cache of transformers. It is not saved
+    with the model."""
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[Any, ...], Any] = {}
         self._selections: dict[tuple[Any, ...], Any] = {}
-        self._of_blocks = WeakTensorKeyDictionary()
         self.right_padded: WeakSet[Cache] = WeakSet()
         """Caches with padding after a sequence. The next token would follow the padding, so it is refused."""
 
@@ -47,24 +45,6 @@ class KernelMemory:
             )
         return held
 
-    def of_block(self, rows: torch.Tensor, keys: int) -> tuple[Any, torch.Tensor]:
-        """Return the selection of the current block, and the block's position int32 [B], which is -1 if none is made.
-
-        Args:
-            rows: the indexer's rows in a static cache. The tensor is the key, because reordering the cache makes a new
-                tensor.
-        """
-        if rows not in self._of_blocks:
-            batch = rows.shape[0]
-            selection = kernel_module("decode.state").new_selection(batch, keys, device=rows.device)
-            self._of_blocks[rows] = selection, rows.new_full((batch,), -1, dtype=torch.int32)
-        return self._of_blocks[rows]
-
-    def forget_block(self, rows: torch.Tensor) -> None:
-        """Forget the block's selection. The current block may change when several tokens are written at once."""
-        if rows in self._of_blocks:
-            self._of_blocks[rows][1].fill_(-1)
-
     def __deepcopy__(self, _: Any) -> "KernelMemory":
         return KernelMemory()
 
@@ -82,8 +62,6 @@ class KernelPass:
     """Number of slots filled before; -1 in decoding, where a static cache has the number only on the device"""
     decodes: bool = False
     """Whether the pass has one token of each sequence, for the decoding kernels"""
-    static: bool = False
-    """Whether the cache's tensors keep their memory"""
     lengths: torch.Tensor | None = None
     """int32 [B], in decoding: tokens of each sequence with the new token"""
     starts: torch.Tensor | None = None
@@ -141,14 +119,12 @@ def make_kernel_pass(
                 "one token follows padding after a sequence with attn_implementation 'gsa'; pad in front, or pass "
                 "'sdpa'"
             )
-        return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
-    found = KernelPass(memory, length, int(past), static=cache is not None and cache.is_compileable)
-    block = config.selection_block
-    name, unit = ("selection_block", block) if block > 1 else ("indexer_pool", config.indexer_pool)
-    if found.past % unit:
+        return _decoding(padding, past, batch, inputs.device, memory)
+    found, pool = KernelPass(memory, length, int(past)), config.indexer_pool
+    if found.past % pool:
         raise ValueError(
-            f"{length} tokens follow {found.past} in the cache with {name} {unit} and attn_implementation 'gsa'; pass "
-            f"pieces of a multiple of {unit} tokens, one token at a time, or 'sdpa'"
+            f"{length} tokens follow {found.past} in the cache with indexer_pool {pool} and attn_implementation 'gsa'; "
+            f"pass pieces of a multiple of {pool} tokens, one token at a time, or 'sdpa'"
         )
     lengths = torch.full((batch,), length, device=inputs.device)
     if cache is not None:
@@ -171,12 +147,12 @@ def make_kernel_pass(
             _place(found, starts, real)
             lengths = real
     elif position_ids is not None and cache is None:
-        _place_documents(found, position_ids.expand(batch, -1), block)
+        _place_documents(found, position_ids.expand(batch, -1))
         if found.document_starts is not None:
             slots = torch.arange(length, device=inputs.device)
             found.counted = (found.document_starts < slots).sum().float()
             return found
-    found.counted = ((lengths - 1).clamp(min=0) // block).sum().clamp(min=1).float()
+    found.counted = (lengths - 1).clamp(min=0).sum().clamp(min=1).float()
     return found
 
 
@@ -206,16 +182,11 @@ def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:
         found.document_starts = torch.where(slots < real[:, None], 0, slots).int()
 
 
-def _place_documents(found: KernelPass, position_ids: torch.Tensor, block: int) -> None:
+def _place_documents(found: KernelPass, position_ids: torch.Tensor) -> None:
     """Find packed documents, which begin where positions restart."""
     begins = position_ids.diff(dim=1) != 1
     if not bool(begins.any()):
         return
-    if block > 1:
-        raise ValueError(
-            f"position_ids hold several documents with selection_block {block} and attn_implementation 'gsa'; pass "
-            "one document per row, with padding"
-        )
     slots = torch.arange(1, found.length, device=position_ids.device)
     starts = torch.where(begins, slots, 0).cummax(1).values
     found.document_starts = torch.nn.functional.pad(starts, (1, 0)).int()
@@ -226,7 +197,6 @@ def _decoding(
     past: int | torch.Tensor,
     batch: int,
     device: torch.device,
-    static: bool,
     memory: KernelMemory,
 ) -> KernelPass:
     if isinstance(past, torch.Tensor):
@@ -237,7 +207,7 @@ def _decoding(
     if padding is not None:
         starts = padding.int().argmax(1).int()
         lengths = lengths - starts
-    return KernelPass(memory, 1, -1, decodes=True, static=static, lengths=lengths, starts=starts)
+    return KernelPass(memory, 1, -1, decodes=True, lengths=lengths, starts=starts)
 
 
 def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ class KernelCall:
     tokens: Any
     """`IndexedTokens` of this forward pass, or None"""
     rows: torch.Tensor | None
-    """[B, Lk, width], the indexer's rows in the cache"""
+    """[B, Lk, DI], the indexer's keys in the cache"""
     selection: Any
     """The selection of an earlier layer, which the call replaces if this layer has an indexer"""
     gate_logits: torch.Tensor | None
@@ -61,23 +61,15 @@ def _attend(
     gate = None if call.gate_logits is None else place.arranged(call.gate_logits)
     # If every query selects all causal keys, only the indexer loss needs the scores.
     sparse = module.is_sparse and (call.learns or end >= config.dense_below)
-    block = config.selection_block if sparse else 1
     window = config.local_window if sparse else 0
     pool = config.indexer_pool if sparse else 1
-    geometry = types.Geometry(place.document_starts, place.past, block, window, pool)
+    geometry = types.Geometry(place.document_starts, place.past, local_window=window, indexer_pool=pool)
     applied = None
-    if module.indexer is not None and place.static and config.selection_block > 1:
-        assert call.rows is not None
-        place.memory.forget_block(call.rows)
     if module.indexer is not None and sparse:
         assert call.rows is not None
-        rows = call.rows[:, :end] if place.past else place.arranged(call.rows[:, :end])
-        tokens = call.tokens._replace(
-            queries=place.arranged(call.tokens.queries)[:, ::block],
-            keys=rows[..., : config.index_head_dim],
-            weights=place.arranged(call.tokens.weights)[:, ::block],
-        )
-        applied = applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
+        keys = call.rows[:, :end] if place.past else place.arranged(call.rows[:, :end])
+        queries, weights = (place.arranged(each) for each in (call.tokens.queries, call.tokens.weights))
+        applied = applied_indexer(module.indexer, queries, keys, weights)
         applied = kernel_module("indexer.pool").pooled(applied, geometry)
         call.selection = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
@@ -112,50 +104,22 @@ def _decode(
     batch, room, kv_heads, size = k.shape
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
-    block, window, pool = config.selection_block, config.local_window, config.indexer_pool
+    window, pool = config.local_window, config.indexer_pool
     most_keys = state.most_selected(kernel_rule(config), pool, room)
     assert place.lengths is not None
 
-    def cache(lengths: torch.Tensor, selection: Any) -> Any:
-        return state.LayerCache(k, v, lengths, selection, workspace, place.starts)
-
     if module.indexer is not None:
-        if block > 1:
-            lengths, applied = _of_leaders(module, call, most_keys)
-        else:
-            assert call.rows is not None
-            call.selection = place.memory.selection(batch, most_keys, query.device)
-            lengths = place.lengths
-            applied = applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights)
-        held = cache(lengths, call.selection)
+        call.selection = place.memory.selection(batch, most_keys, query.device)
+    held = state.LayerCache(k, v, place.lengths, call.selection, workspace, place.starts)
+    if module.indexer is not None:
+        assert call.rows is not None
+        applied = applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights)
+        selecting = held
         if pool > 1:  # from the cache's keys, which may have been reordered or cropped since the last step
             means = kernel_module("indexer.pool").group_means(applied.keys, pool, place.starts)
-            held = replace(held, group_keys=means)
-        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block, pool)
-    return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate, pool=pool)[:, None]
-
-
-def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor, Any]:
-    """Return the lengths with which the current blocks select, and the indexer's inputs at the blocks' first queries.
-
-    With a static cache a block selects once. If the stored selection belongs to the current block, the function returns
-    a length at which the kernels do not select.
-    """
-    place, block, rows = call.kernel_pass, module.config.selection_block, call.rows
-    assert place.lengths is not None
-    assert rows is not None
-    position = place.lengths - 1
-    first = position - position % block
-    lengths = first + 1
-    if place.static:
-        call.selection, of_block = place.memory.of_block(rows, keys)
-        lengths = torch.where((of_block == first) & (position != first), first + 2, lengths)
-        of_block.copy_(first)
-    else:
-        call.selection = place.memory.selection(len(first), keys, rows.device)
-    slots = first if place.starts is None else first + place.starts
-    tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None])
-    return lengths, applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
+            selecting = replace(held, group_keys=means)
+        decode.decode_select(applied, selecting, kernel_rule(config), module.indexer.variance_ema, pool=pool)
+    return decode.decode_attend(q, held, window, gate, pool=pool)[:, None]
 
 
 def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:

@@ -174,7 +174,7 @@ class GSAModel(GSAPreTrainedModel):
         r"""
         position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Positions of the tokens. If unset and `attention_mask` is 2-d, positions count from the first real token
-            of each sequence. Blocks of queries that share a selection are aligned to positions.
+            of each sequence.
         past_key_values, cache (`Cache`, *optional*):
             Two names of one argument.
         output_indexer_loss (`bool`, *optional*):
@@ -206,7 +206,6 @@ class GSAModel(GSAPreTrainedModel):
         hidden_states = inputs_embeds
         shared: dict[str, Any] = {
             "attention_mask": visible,
-            "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
             "indexer_embeddings": None,
             "kernel_pass": kernel_pass,

@@ -142,7 +142,6 @@ class ReplacedAttention(GSAAttention):
             hidden_states,
             position_embeddings,
             visible,
-            position_ids,
             cache,
             indexer_embeddings=embeddings,
             kernel_pass=kernel_pass,

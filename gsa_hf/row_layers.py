@@ -40,8 +40,7 @@ class Parts(NamedTuple):
 def parts(selects: bool, gated: bool) -> Parts:
     """Return the order of the sections. The kernel that follows needs the sections in `front`.
 
-    The gate G1 can come late, because the product with W_O applies G1. A layer that keeps its selection does not need
-    the indexer's queries, which come from the cache if the block's selection is made again.
+    The gate G1 can come late, because the product with W_O applies G1.
 
     Args:
         selects: whether the layer selects in this step

@@ -4,7 +4,7 @@ theory."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
 """arXiv 2601.15305: GSA relative to the standard model, at 128K tokens except for the training step."""
 STEPS = "bench_step_lengths"
 BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
-SHARED_BLOCK, SHARED_WINDOW = 32, 64
-"""Block and window of the benchmarks' shared selections."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def random_inputs(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) ->
             shape, length = row["shape"], row["length"]
             values = {
                 "forward": row["forward_ms"] / row["dense_forward_ms"],
-                "theory": forward_ratio(shapes.get(shape), length, 1),
+                "theory": forward_ratio(shapes.get(shape), length),
                 "forward_backward": row["both_without_kl_ms"] / row["dense_both_ms"],
                 "with_indexer_loss": row["both_ms"] / row["dense_both_ms"],
             }
@@ -98,10 +96,10 @@ def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
             if row["r"] is None:
                 continue
             shape, length = row["shape"], row["length"]
-            other, block = dense[shape, length], 32 if "block" in row["attention"] else 1
+            other = dense[shape, length]
             values = {
                 "forward": row["forward_ms"] / other["forward_ms"],
-                "theory": forward_ratio(shapes.get(shape), length, block),
+                "theory": forward_ratio(shapes.get(shape), length),
                 "forward_backward": row["both_ms"] / other["both_ms"],
                 "with_indexer_loss": _over(row["both_kl_ms"], other["both_ms"]),
                 "memory": row["peak_gib"] / other["peak_gib"],
@@ -111,15 +109,15 @@ def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
             yield Case(name, (shape, length, kind, r), values, bench)
 
 
-def forward_ratio(config: Config | None, length: int, block: int) -> float | None:
+def forward_ratio(config: Config | None, length: int) -> float | None:
     """Return the operations of GSA's attention in a forward pass, divided by the operations of dense attention. GSA
-    computes scores of all keys and products with the selected keys. A block computes one score for all its queries."""
+    computes scores of all keys and products with the selected keys."""
     if config is None:
         return None
     model, gsa = config.model, config.gsa
     dense = 4 * model.num_heads * model.head_dim * causal_mean_keys(length)
     selected = mean_selected_keys(gsa, [range(1, length + 1)])
-    scores = 2 * gsa.indexer_heads * (gsa.indexer_dim + 1) * causal_mean_keys(length) / block
+    scores = 2 * gsa.indexer_heads * (gsa.indexer_dim + 1) * causal_mean_keys(length)
     return (4 * model.num_heads * model.head_dim * selected + scores) / dense
 
 
@@ -183,16 +181,13 @@ def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
         yield Case(_name("step", shape, length, model), about, values, STEPS, row["commit"])
 
 
-def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
+def prefill_ratio(config: Config | None, length: int) -> float | None:
     """Return the operations of GSA's forward pass divided by the operations of the standard model's forward pass. Both
     counts leave out the logits."""
     if config is None:
         return None
-    gsa = config.gsa
-    if is_shared:
-        gsa = replace(gsa, selection_block=SHARED_BLOCK, local_window=SHARED_WINDOW)
     phase = PhaseConfig(attention="sparse", train="base")
-    found = flops_per_token(config.model, gsa, config.moe, phase, length)
+    found = flops_per_token(config.model, config.gsa, config.moe, phase, length)
     # The forward pass is a third of a trained part. The indexer is not trained, and has only a forward pass.
     trained = found.projections + found.gates + found.mlp + found.attention
     ours = trained / 3 + found.indexer_projections + found.indexer_scores
@@ -211,7 +206,7 @@ def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
             if each["model"] == "standard" and all(each.get(key) == row.get(key) for key in same)
         )
         if (length := row.get("prefill")) is not None:
-            theory = prefill_ratio(shapes.get("1.7B"), length, model == "GSA shared")
+            theory = prefill_ratio(shapes.get("1.7B"), length)
             values = {
                 "ms": row["ms"],
                 "time": row["ms"] / standard["ms"],

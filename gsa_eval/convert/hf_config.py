@@ -36,7 +36,7 @@ NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
 GSA_FIELDS = {
     **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
     **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
-    **{name: name for name in ("local_window", "selection_block")},
+    "local_window": "local_window",
     **{
         f"indexer_{name}": f"indexer_{name}" for name in ("activation", "norm", "rope", "temperature", "pool")
     },

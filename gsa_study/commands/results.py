@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gsa_study.efficiency import (
@@ -30,7 +31,8 @@ from gsa_train.config.load import problem_line, read_yaml
 from gsa_train.process.as_command import as_command
 
 SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
-"""The benches' name of a model shape -> a shipped config of that shape."""
+"""The benches' name of a model shape -> a shipped config of that shape. The benches have the selection of PAPER."""
+PAPER = "paper_gsa_1.7b"
 
 
 @as_command()
@@ -41,7 +43,10 @@ def main() -> int:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
         check_names(studies)
-        shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
+        paper = load_config(PAPER, need_data=False).gsa
+        shapes = {
+            name: replace(load_config(each, need_data=False), gsa=paper) for name, each in SHAPES.items()
+        }
         benches = read_benches(arguments.benches)
         tables = efficiency_tables(benches, shapes)
         written += write_efficiency_values(tables, benches, arguments.out)

@@ -57,9 +57,8 @@ class GSAConfig:
     """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. The paper has 1."""
     indexer_loss_row_fraction: float = 1.0
     """Share of the queries, 1 / n, on which training computes the indexer loss. Every n-th stretch of 128 queries
-    counts, from an offset drawn for each micro-batch and layer. With key lists a stretch is 32 queries, or the
-    `selection_block` queries that share a selection. The estimate is unbiased. Below 1 it is cheaper and noisier.
-    Validation uses all queries. The paper has 1."""
+    counts, from an offset drawn for each micro-batch and layer. With key lists a stretch is 32 queries. The estimate is
+    unbiased. Below 1 it is cheaper and noisier. Validation uses all queries. The paper has 1."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """How a query's budget of keys is computed (eq. 8), with var the variance of its scores and ema the moving average
     of var. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""
@@ -75,9 +74,6 @@ class GSAConfig:
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
     """Number of latest keys that are always selected, in addition to the budget. The paper has 0."""
-    selection_block: int = 1
-    """Number of neighbouring queries, in aligned blocks, that share the selection of the first of them. The paper has
-    1."""
     indexer_pool: int = 1
     """Number of neighbouring keys, aligned in the sequence, that the indexer scores as a group by their mean key.
     Groups are selected within the same budget of keys. A query always reads its own group. The kernels support powers
@@ -90,8 +86,7 @@ class GSAConfig:
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
     """Fused kernel that attends to the selected keys. `masked`: every tile of keys, under a packed mask. `gathered`:
     only the keys that any of 32 neighbouring queries selects, from key lists. `auto`: `masked` below 16384 tokens,
-    `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection. For shared
-    selections `auto` is `gathered` if `k_base` + `local_window` is less than 0.42 of the sequence."""
+    `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """Kernel for dense attention from which no indexer learns, if the fused kernels are in use: our kernel (`triton`),
     torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
@@ -99,8 +94,8 @@ class GSAConfig:
 
     @property
     def most_selected_keys(self) -> int:
-        """The largest selection of a query that leaves keys out: in a block the first query may select densely."""
-        return max(self.k_max, self.dense_below) + self.local_window + self.indexer_pool
+        """The largest selection of a query that leaves keys out."""
+        return self.k_max + self.local_window + self.indexer_pool
 
 
 @dataclass(frozen=True)
@@ -150,17 +145,10 @@ def check_selection(config: Config) -> list[str]:
                 "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
             )
         )
-    if gsa.selection_block > 1 and gsa.local_window < gsa.selection_block:
-        lines.append(
-            problem_line(
-                "gsa.local_window",
-                gsa.local_window,
-                f"below gsa.selection_block = {gsa.selection_block}, so queries would miss the keys of their own block",
-                f"set gsa.local_window to {gsa.selection_block} or more",
-            )
-        )
-    if gsa.indexer_pool > 1:
-        lines += _check_pool(config)
+    if 1 < gsa.indexer_pool > gsa.k_min:
+        wrong = f"above gsa.k_min = {gsa.k_min}, so that a query could select no group of keys"
+        remedy = f"set gsa.k_min to {gsa.indexer_pool} or more"
+        lines.append(problem_line("gsa.indexer_pool", gsa.indexer_pool, wrong, remedy))
     share = gsa.indexer_loss_row_fraction
     # Exact to one percent, as in `gsa_kernels.sampling`: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
@@ -187,17 +175,4 @@ def check_selection(config: Config) -> list[str]:
                 f"choose a divisor of {undivided}",
             )
         )
-    return lines
-
-
-def _check_pool(config: Config) -> list[str]:
-    gsa, field, lines = config.gsa, "gsa.indexer_pool", []
-    if gsa.indexer_pool > gsa.k_min:
-        wrong = f"above gsa.k_min = {gsa.k_min}, so that a query could select no group of keys"
-        lines.append(
-            problem_line(field, gsa.indexer_pool, wrong, f"set gsa.k_min to {gsa.indexer_pool} or more")
-        )
-    if gsa.selection_block > 1:
-        wrong = f"groups of keys are for queries that select alone, and gsa.selection_block = {gsa.selection_block}"
-        lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
     return lines

@@ -27,10 +27,6 @@ def unsupported_by_kernels(config: Config) -> list[str]:
     gsa = config.gsa
     if gsa.attention == "dense":
         return reasons
-    if gsa.selection_block not in limits.SELECTION_BLOCKS:
-        reasons.append(
-            f"gsa.selection_block = {gsa.selection_block}: the kernels have {_listed(limits.SELECTION_BLOCKS)}"
-        )
     if SCORES[gsa.indexer_activation].activation not in limits.INDEXER_ACTIVATIONS:
         reasons.append(
             f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have "

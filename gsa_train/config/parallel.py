@@ -246,12 +246,12 @@ def _check_instances(config: Config, world_size: int) -> list[str]:
 
 def _check_context(config: Config) -> list[str]:
     """Check that each context-parallel rank holds whole chunks, which sequence parallelism divides evenly."""
-    length, block = config.train.seq_len_tokens, config.gsa.selection_block
+    length, pool = config.train.seq_len_tokens, config.gsa.indexer_pool
     context, tensor, chunks = config.parallel.context, config.parallel.tensor, config.parallel.context_chunks
     if chunks < 2 or chunks % 2 != 0:
         remedy = f"set it to an even number, such as {max(2, chunks + chunks % 2)}"
         return [problem_line("parallel.context_chunks", chunks, "is not an even number of chunks", remedy)]
-    if context < 2 or length < 1 or tensor < 1 or block < 1:
+    if context < 2 or length < 1 or tensor < 1 or pool < 1:
         return []
     shares = math.lcm(chunks, tensor if config.parallel.sequence else 1)
     unit = context * shares
@@ -266,18 +266,15 @@ def _check_context(config: Config) -> list[str]:
             )
         ]
     chunk = length // (chunks * context)
-    fields = {"gsa.selection_block": block, "gsa.indexer_pool": config.gsa.indexer_pool}
-    return [
-        problem_line(
-            field,
-            unit,
-            f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
-            "parallel.context_chunks), and no block or group may cross chunks",
-            f"set train.seq_len_tokens to {nearest(length, chunks * context * unit)}, or change parallel.context",
-        )
-        for field, unit in fields.items()
-        if config.gsa.attention == "sparse" and chunk % unit != 0
-    ]
+    if config.gsa.attention == "dense" or chunk % pool == 0:
+        return []
+    wrong = (
+        f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
+        "parallel.context_chunks), and no group may cross chunks"
+    )
+    nearby = nearest(length, chunks * context * pool)
+    remedy = f"set train.seq_len_tokens to {nearby}, or change parallel.context"
+    return [problem_line("gsa.indexer_pool", pool, wrong, remedy)]
 
 
 def _check_pipeline(config: Config, world_size: int) -> list[str]:

@@ -165,11 +165,11 @@ def _of_attention(config: Config) -> list[Reason]:
         )
         reasons.append((wrong, "set that to 1"))
     sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
-    if not sparse or gsa.selection_block > 1:
+    if not sparse:
         return reasons
     if length > limits.PACKED_MASK_MAX_TOKENS:
         wrong = f"of {length} tokens (train.seq_len_tokens) each query has key lists, whose length the host reads back"
-        reasons.append((wrong, "share selections by gsa.selection_block"))
+        reasons.append((wrong, f"set train.seq_len_tokens to {limits.PACKED_MASK_MAX_TOKENS} or less"))
     elif gsa.attention_kernel == "gathered" or (
         gsa.attention_kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
     ):

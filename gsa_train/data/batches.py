@@ -70,21 +70,14 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
-def counted_rows(
-    micro_batches: Sequence[MicroBatch], selection_block: int, indexer_pool: int
-) -> torch.Tensor:
+def counted_rows(micro_batches: Sequence[MicroBatch], indexer_pool: int) -> torch.Tensor:
     """Returns the number of queries that select among at least two keys or groups: fp32, 0-d, on the device. The
-    others, first tokens of documents and filler, have no choice, and count in no mean of the indexer.
-
-    Args:
-        selection_block: block size; the first query of each aligned block selects.
-    """
+    others, first tokens of documents and filler, have no choice, and count in no mean of the indexer."""
     counts = []
     for batch in micro_batches:
         visible = batch.causal_keys()
         positions = torch.arange(visible.shape[1], device=visible.device)
-        choices = count_choices(visible, positions, indexer_pool)
-        counts.append((choices[:, ::selection_block] >= 2).sum())
+        counts.append((count_choices(visible, positions, indexer_pool) >= 2).sum())
     return torch.stack(counts).sum().float()
 
 

@@ -132,7 +132,7 @@ class AttentionOverChunks:
             geometry = self._geometry(document_ids, chunk)
             fused = self.implementation == "triton"
             selection = api.select(
-                applied.of_block_leaders(self.gsa.selection_block),
+                applied,
                 self.rule,
                 variance.ema,
                 geometry,
@@ -272,7 +272,7 @@ class AttentionOverChunks:
             self.implementation == "triton"
             and attention_pass.trains_indexer
             and attention_pass.has_graph
-            and sampled_one_of(num_rows, loss.rows.fraction, inputs.geometry.selection_block) == 1
+            and sampled_one_of(num_rows, loss.rows.fraction) == 1
             and self.tp_group.size() == 1
             and api.can_fuse_indexer_loss(inputs.q, inputs.k, attended)
         )
@@ -290,7 +290,7 @@ class AttentionOverChunks:
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and a second
-        value for the log. The second value is the KL of each row [B, R]. If the rows are sampled or sharded, it is
+        value for the log. The second value is the KL of each row [B, L]. If the rows are sampled or sharded, it is
         the sum over all rows, estimated from the sampled rows.
 
         The target averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and log-sum-exps,
@@ -370,8 +370,8 @@ class AttentionOverChunks:
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
         """Return the positions and documents of a chunk's queries."""
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
-        gsa = self.gsa
-        return Geometry(starts, chunk.start, gsa.selection_block, gsa.local_window, gsa.indexer_pool)
+        window, pool = self.gsa.local_window, self.gsa.indexer_pool
+        return Geometry(starts, chunk.start, local_window=window, indexer_pool=pool)
 
     def _loss_inputs(
         self,
@@ -387,11 +387,8 @@ class AttentionOverChunks:
         if measured is not None:
             counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
-        return LossInputs(
-            indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
-            self.runtime.draw_rows(attention_pass, self.layer),
-            on_rows,
-        )
+        rows = self.runtime.draw_rows(attention_pass, self.layer)
+        return LossInputs(indexer.applied(indexed), rows, on_rows)
 
 
 def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

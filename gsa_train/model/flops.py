@@ -172,17 +172,16 @@ def flops_per_token(
     experts = mixtures * 2 * 3 * d * widths
     output = 2 * d * model.vocab_size
 
-    # The indexer runs to select or to train. Its queries are the first of each selection block, or all.
+    # The indexer runs to select or to train.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
-    query_share = -(-tokens // gsa.selection_block) / tokens
     weighted = SCORES[gsa.indexer_activation].learns_head_weights * heads
-    indexer_projections = 2 * d * (query_share * (heads * dim + weighted) + dim)
+    indexer_projections = 2 * d * (heads * dim + weighted + dim)
     per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted or plain sum over heads
     scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
-    learned = row_share * min(scored, query_share * attended / gsa.indexer_pool)
+    learned = row_share * min(scored, attended / gsa.indexer_pool)
 
     return FlopsPerToken(
         projections=base_passes * projections,
@@ -214,16 +213,14 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 
 
 def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
-    """Count the scores that the indexer computes per token.
+    """Count the scores that the indexer computes per token: a query scores its causal keys, or with
+    `gsa.indexer_pool` the groups before its own group.
 
-    A block of queries scores the causal keys of its first query; the count is averaged over all tokens. With
-    `gsa.indexer_pool` a query scores the groups before its own group.
-
-    The count is exact for one document and for blocks of one query. Otherwise it scales the count of one document by
-    the mean causal keys. Its relative error is below block / L, because documents may start anywhere in a block.
+    The count is exact for one document, and without groups. Otherwise it scales the count of one document by the mean
+    causal keys, although documents may start anywhere in a group.
     """
-    pool, block = gsa.indexer_pool, gsa.selection_block
-    counts = range(1, seq_len_tokens + 1, block) if pool == 1 else (t // pool for t in range(seq_len_tokens))
+    pool = gsa.indexer_pool
+    counts = range(1, seq_len_tokens + 1) if pool == 1 else (t // pool for t in range(seq_len_tokens))
     of_one_document = sum(counts) / seq_len_tokens
     return of_one_document * (mean_visible / causal_mean_keys(seq_len_tokens))
 
@@ -231,17 +228,13 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    A block selects from the causal keys of its first query, which queries of another document cannot use. Each query
-    adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a window
-    the result is an upper bound.
+    Each query adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a
+    window the result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:
         for position, visible in enumerate(sequence):
-            offset = position % gsa.selection_block
-            of_first = sequence[position - offset]
-            budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
-            chosen = budget if visible > offset else 0
+            chosen = visible if visible < gsa.dense_below else min(gsa.k_base, visible)
             always = gsa.local_window
             if gsa.indexer_pool > 1:  # whole groups, and the query's own
                 chosen = chosen // gsa.indexer_pool * gsa.indexer_pool
@@ -268,7 +261,9 @@ _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
 
 DEVICES = tuple(_PEAK_FLOPS_PER_SECOND)
 """Devices with a known peak rate."""
-_MEASURED_MFU = {"NVIDIA H200": 0.46}  # measured on whole steps of gsa_1.7b: docs/reference/performance.md
+_MEASURED_MFU = {
+    "NVIDIA H200": 0.46
+}  # measured on whole steps of paper_gsa_1.7b: docs/reference/performance.md
 _MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle and are unmeasured
 
 

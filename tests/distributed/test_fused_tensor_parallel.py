@@ -7,7 +7,7 @@ import pytest
 
 from helpers.runs import run_script
 
-STEPS = {"bits": 3, "lists": 2, "blocks": 2}
+STEPS = {"bits": 3, "lists": 2}
 """Steps of each case: one per phase, and a validation."""
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,6 @@ from helpers.single_rank import single_rank
 
 MODEL = (*test_step_on_gpu.SMALL, "parallel.overlap_grad_reduce=false")
 BUDGETS = ("gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512")
-SHARED = (*BUDGETS, "gsa.selection_block=32", "gsa.local_window=64")
 ACROSS = "data.attend_across_documents=true"
 GRAPHS = "train.cuda_graphs=true"
 EXPERTS = (
@@ -88,9 +87,9 @@ def train(name: str, *overrides: str) -> Trained:
 
 
 CASES = {
-    "shared, rotary, one document": ("gsa_1.7b", (*SHARED, "gsa.indexer_rope=true", ACROSS)),
-    "shared, documents": ("gsa_1.7b", SHARED),
-    "per query": ("gsa_1.7b", BUDGETS),
+    "one document": ("gsa_1.7b", (*BUDGETS, ACROSS)),
+    "documents": ("gsa_1.7b", BUDGETS),
+    "as in the paper": ("paper_gsa_1.7b", BUDGETS),
     "groups of keys": ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
     "standard": ("standard_1.7b", ("gsa.dense_attention=triton",)),
     "experts, balanced by loads": ("gsa_moe_15b_a2b", EXPERTS),

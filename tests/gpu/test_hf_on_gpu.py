@@ -27,7 +27,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
     "reuse": {"index_topk_freq": 2, "local_window": 8, "indexer_rope": True},
-    "blocks": {"selection_block": 32, "local_window": 32, "indexer_rope": True},
     "groups": {"indexer_pool": 16, "local_window": 8, "indexer_rope": True},
     "gates": {
         "indexer_rope": True, "key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid",
@@ -35,7 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LENGTH, PROMPT = 400, 370
-"""Blocks have 32 tokens, so a block begins at 384."""
 
 
 def model_of(name: str = "gsa", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -73,10 +71,10 @@ def test_prompts_and_decoding(name: str) -> None:
             assert_nearly_all_close(torch.cat(found, 1)[real], expected)
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks", "groups"])
+@pytest.mark.parametrize("name", ["gsa", "groups"])
 @pytest.mark.parametrize("use_mask", [False, True])
 def test_a_step_is_a_cuda_graph(name: str, use_mask: bool) -> None:
-    """The step is captured once and replayed across the end of a block; nothing is read back from the device."""
+    """The step is captured once and replayed; nothing is read back from the device."""
     model, (tokens, mask) = model_of(name, torch.bfloat16), padded()
     model.set_attn_implementation("gsa")
     if not use_mask:
@@ -125,7 +123,7 @@ def test_a_step_is_a_cuda_graph(name: str, use_mask: bool) -> None:
             assert torch.equal(logits, expected), t
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks", "mixed"])
+@pytest.mark.parametrize("name", ["gsa", "mixed"])
 def test_generate(name: str) -> None:
     model, tokens = model_of(name), distinct_tokens(2, 90).cuda()
     mask = torch.ones_like(tokens)
@@ -149,7 +147,7 @@ def test_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "reuse", "blocks"])
+@pytest.mark.parametrize("name", ["gsa", "reuse"])
 def test_loss_and_gradients(name: str, checkpointing: bool) -> None:
     model = model_of(name, indexer_loss_coef=1.0, indexer_temperature="learned").train()
     tokens, mask = padded(length=100)

@@ -165,8 +165,7 @@ def test_only_the_first_step_compiles(trainer, kernel, monkeypatch):
         (-1, ()),
         (0, ()),
         (-1, ("gsa.attention_kernel=gathered",)),
-        (-1, ("gsa.selection_block=32", "gsa.local_window=64")),
-        (-1, ("gsa.indexer_activation=relu", "train.fused_ops=none")),
+        (-1, ("gsa.indexer_activation=sigmoid", "train.fused_ops=none")),
         (-1, ("gsa.attention_kernel=gathered", "train.seq_len_tokens=20000")),
     ],
 )
@@ -272,7 +271,12 @@ def test_dense_attention_by_other_kernels(trainer, name, config_name):
         (),
         ("gsa.indexer_activation=plain", "gsa.indexer_norm=true"),
         ("gsa.indexer_activation=qsa", "gsa.indexer_norm=true", "gsa.indexer_rope=true"),
-        ("gsa.selection_block=32", "gsa.local_window=32"),
+        (
+            "gsa.indexer_activation=sigmoid",
+            "gsa.indexer_norm=false",
+            "gsa.indexer_rope=false",
+            "gsa.local_window=0",
+        ),
         ("gsa.indexer_pool=4", "gsa.indexer_rope=true", "gsa.local_window=64"),
         ("gsa.key_gate=true", "gsa.query_gate=true", "gsa.projection_gate=true", "model.sandwich_norm=true"),
         ("gsa.gate_granularity=headwise", "gsa.gate_form=additive", "gsa.gate_activation=silu"),

@@ -47,8 +47,6 @@ train.seq_len_tokens=250 ; parallel.context=2 ->
     train.seq_len_tokens = 250 | parallel.context = 2 | 2 chunks | 248 or 252
 train.seq_len_tokens=36 ; parallel.context=2 ; parallel.tensor=4 ->
     train.seq_len_tokens = 36 | not a multiple of 8 | parallel.tensor = 4 | 32 or 40
-train.seq_len_tokens=80 ; parallel.context=2 ; gsa.selection_block=16 ; gsa.local_window=16 ->
-    gsa.selection_block = 16 | 20 tokens of a chunk | 64 or 128
 train.seq_len_tokens=256 ; parallel.context=2 ; parallel.context_chunks=3 ->
     parallel.context_chunks = 3 | even number | 4
 train.seq_len_tokens=264 ; parallel.context=2 ; parallel.context_chunks=8 ->
@@ -89,7 +87,6 @@ gsa.gate_sharing=head_shared ; gsa.projection_gate=on -> gsa.gate_sharing = head
 gsa.output_transform=silu -> gsa.output_transform = silu: stands in the place of G1
 gsa.k_min=3000 -> gsa.k_min = 3000 | above gsa.k_base = 2048
 gsa.k_max=2000 -> gsa.k_max = 2000 | below gsa.k_base = 2048
-gsa.selection_block=4 ; gsa.local_window=3 -> gsa.local_window = 3 | gsa.selection_block = 4
 gsa.attention_kernel=gathered ; gsa.attention_impl=reference ->
     gsa.attention_kernel = gathered | gsa.attention_impl = reference
 gsa.attention_kernel=masked ; train.seq_len_tokens=65536 -> gsa.attention_kernel = masked | train.seq_len_tokens = 65536
@@ -100,8 +97,6 @@ gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
 gsa.selection_reuse=3 -> gsa.selection_reuse = 3 | 8 layers of a stage
 gsa.selection_reuse=8 ; parallel.pipeline=2 -> gsa.selection_reuse = 8 | 4 layers of a stage
 gsa.indexer_pool=4 ; gsa.k_min=2 -> gsa.indexer_pool = 4 | gsa.k_min = 2 | set gsa.k_min to 4 or more
-gsa.indexer_pool=4 ; gsa.selection_block=16 ; gsa.local_window=16 ->
-    gsa.indexer_pool = 4 | gsa.selection_block = 16 | set one of them to 1
 train.seq_len_tokens=72 ; parallel.context=2 ; gsa.indexer_pool=4 ->
     gsa.indexer_pool = 4 | 18 tokens of a chunk | 64 or 80
 gsa.indexer_pool=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 3 | 32 and 64
@@ -263,7 +258,7 @@ gsa.indexer_loss_row_fraction=0.25 -> gsa.indexer_loss_row_fraction = 0.25 | ; s
 logging.every_steps=1 -> logging.every_steps = 1 | ; set that to 2 or more
 train.seq_len_tokens=16384 -> gsa.attention_kernel = auto and train.seq_len_tokens = 16384 | masked
 gsa.attention_kernel=gathered -> gsa.attention_kernel = gathered | masked
-train.seq_len_tokens=65536 -> of 65536 tokens (train.seq_len_tokens) | gsa.selection_block
+train.seq_len_tokens=65536 -> of 65536 tokens (train.seq_len_tokens) | set train.seq_len_tokens to 32768 or less
 EXPERTS ; moe.experts_impl=sequential -> moe.experts_impl = sequential | ; set that to grouped
 EXPERTS ; train.precision=fp32 -> train.precision = fp32 | ; set that precision to bf16
 EXPERTS ; parallel.expert=2 -> parallel.expert = 2 reads back | ; set that to 1

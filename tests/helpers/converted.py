@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
         "gsa": {"indexer_rope": True, "dense_below": 12},
     },
     "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
-    "qsa, blocks": {"gsa": {"indexer_activation": "qsa", "selection_block": 4, "local_window": 4}},
+    "qsa, window": {"gsa": {"indexer_activation": "qsa", "local_window": 4}},
     "groups of keys": {
         "gsa": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5},
     },
@@ -73,8 +73,8 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "options": {
         "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
         "gsa": {
-            "value_gate": False, "indexer_rope": True, "local_window": 4, "selection_block": 4,
-            "selection_reuse": 2, "indexer_temperature": "learned",
+            "value_gate": False, "indexer_rope": True, "local_window": 4, "selection_reuse": 2,
+            "indexer_temperature": "learned",
         },
     },
 }  # fmt: skip

@@ -19,14 +19,13 @@ from helpers.interpreter import mend_interpreter
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP, with_sections
 
-LENGTHS, STRETCH = {"bits": 72, "lists": 40, "blocks": 40}, 32
+LENGTHS, STRETCH = {"bits": 72, "lists": 40}, 32
 """Tokens, and rows of a stretch: two or three stretches for two ranks; the last one is short."""
 CASES: dict[str, dict[str, Any]] = {
     "bits": {},
     "lists": {"attention_kernel": "gathered"},
-    "blocks": {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16},
 }
-PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [SPARSE]}
+PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE]}
 """Phases by case. A warm-up attends to all keys, so one case suffices."""
 
 

@@ -17,10 +17,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "gated-only": {"attention": "dense"},
     "window, rope and reuse": {
-        "local_window": 5, "indexer_rope": True, "selection_reuse": 2, "adaptive_k": "direct",
+        "local_window": 5,
+        "indexer_rope": True,
+        "selection_reuse": 2,
+        "adaptive_k": "direct",
     },
     "sparse-only": {
-        "indexer_activation": "relu", "value_gate": False, "output_gate": False, "adaptive_k": "off",
+        "indexer_activation": "relu",
+        "value_gate": False,
+        "output_gate": False,
+        "adaptive_k": "off",
     },
     "plain and norm": {"indexer_activation": "plain", "indexer_norm": True},
     "qsa and lists": {"indexer_activation": "qsa", "adaptive_k": "off", "attention_kernel": "gathered"},
@@ -28,15 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lists": {"attention_kernel": "gathered", "local_window": 3},
     "groups": {"indexer_pool": 2, "indexer_rope": True, "local_window": 3, "k_base": 4},
     "groups over lists": {"indexer_pool": 4, "k_base": 8, "k_min": 4, "attention_kernel": "gathered"},
-    "blocks": {
-        "selection_block": 16, "local_window": 17, "selection_reuse": 2, "indexer_temperature": "learned",
-        "attention_kernel": "gathered",
-    },
-    "blocks under a mask": {
-        "selection_block": 16, "local_window": 17, "selection_reuse": 2, "indexer_temperature": "learned",
-        "attention_kernel": "masked",
-    },
-}  # fmt: skip
+}
 
 
 def one_step(

@@ -13,15 +13,11 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.3, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6, "k_min": 2,
     "k_max": 9,
 }  # fmt: skip
-BLOCKS = {"selection_block": 16, "local_window": 17}
 MODELS: dict[str, dict[str, Any]] = {
     "sparse": {"dense_below": 20},
     "dense": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
-    "blocks": BLOCKS,
-    "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, **BLOCKS},
-    "norms, no head weights": {
-        "indexer_norm": True, "indexer_activation": "plain", "indexer_rope": True, **BLOCKS,
-    },
+    "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, "local_window": 3},
+    "norms, no head weights": {"indexer_norm": True, "indexer_activation": "plain", "indexer_rope": True},
     "groups of keys": {
         "index_topk": 8, "k_min": 4, "k_max": 16, "indexer_pool": 4, "indexer_rope": True, "local_window": 3,
         "index_topk_freq": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
@@ -30,7 +26,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": [DENSE_LAYER, INDEXED_LAYER], "qk_norm": True, "qkv_bias": True, "indexer_rope": True,
         "indexer_activation": "relu", "adaptive_k": "direct",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        **BLOCKS,
     },
 }  # fmt: skip
 

@@ -28,7 +28,6 @@ YARN: dict[str, Any] = {
     "beta_fast": 3.0, "beta_slow": 0.2,
 }  # fmt: skip
 BEYOND: dict[str, dict[str, Any]] = {
-    "blocks": {"selection_block": 4, "local_window": 5},
     "reuse": {"index_topk_freq": 2, "indexer_rope": True, "rope_parameters": YARN},
     "gates": {
         "key_gate": True, "query_gate": True, "projection_gate": True, "gate_activation": "silu",
@@ -40,8 +39,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     },
     "pool": {"indexer_pool": 3, "indexer_rope": True, "local_window": 2, "index_topk_freq": 2},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "adaptive_k": "direct"},
-    "blocks-rope-reuse": {
-        "selection_block": 4, "local_window": 4, "indexer_rope": True, "index_topk_freq": 2, "qkv_bias": True,
+    "window-rope-reuse": {
+        "local_window": 4, "indexer_rope": True, "index_topk_freq": 2, "qkv_bias": True,
         "qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },

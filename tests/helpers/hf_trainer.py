@@ -13,7 +13,7 @@ from helpers.hf import distinct_tokens, tiny_model
 
 def main(folder: str) -> None:
     os.environ.pop("LOCAL_RANK", None)  # DeepSpeed sets it, and accelerate would wait for its world
-    model = tiny_model("blocks", indexer_loss_coef=1.0, indexer_temperature="learned")
+    model = tiny_model("window-rope-reuse", indexer_loss_coef=1.0, indexer_temperature="learned")
     average = model.model.layers[0].self_attn.indexer.variance_ema.clone()
     before = {name: value.clone() for name, value in model.named_parameters()}
     rows = [{"input_ids": row, "labels": row} for row in distinct_tokens(16, 16)]

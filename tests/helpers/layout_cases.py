@@ -17,8 +17,8 @@ ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all its causal keys, so that rounding cannot change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gsa": {
-        **ALL_KEYS["gsa"], "indexer_rope": True, "local_window": 4, "selection_block": 4,
-        "selection_reuse": 2, "indexer_temperature": "learned",
+        **ALL_KEYS["gsa"], "indexer_rope": True, "local_window": 4, "selection_reuse": 2,
+        "indexer_temperature": "learned",
     },
     "model": {
         "qk_norm": True, "tie_embeddings": True, "qkv_bias": True, "rotary_percent": 0.5,
@@ -41,7 +41,7 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
 SHARED_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_sharing": "head_shared",
-        "indexer_activation": "qsa", "local_window": 4, "selection_block": 4,
+        "indexer_activation": "qsa", "local_window": 4,
     },
 }  # fmt: skip
 FREE_GATES: dict[str, dict[str, Any]] = {

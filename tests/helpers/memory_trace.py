@@ -39,7 +39,7 @@ from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
-from gsa_kernels.selection import block_op, groups, lists_op
+from gsa_kernels.selection import groups, lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import step
 from gsa_train.config import Config, load_config
@@ -199,6 +199,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
                 lambda self, fn, recurse=True: self,
             ),  # Everything is on the device, in its precision.
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
+            (torch.nn.functional, "rms_norm", lambda x, size, weight, eps: _FusedRMSNorm.apply(x, weight)),
             # The operation is in place, as in cuBLAS.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
             (
@@ -276,19 +277,20 @@ def traced_steps(
 
 def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
     """Return peak bytes of one layer's selection of the queries from start to stop, and bytes of its lists."""
-    gsa, block, dtype = config.gsa, config.gsa.selection_block, torch.bfloat16
+    gsa, dtype = config.gsa, torch.bfloat16
     live, rows = LiveBytes(), stop - start
     with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
         indexer = Indexer(
             torch.empty(1, rows, gsa.indexer_heads, gsa.indexer_dim, dtype=dtype),
             torch.empty(1, stop, gsa.indexer_dim, dtype=dtype),
             torch.empty(1, rows, gsa.indexer_heads, dtype=dtype),
-        ).of_block_leaders(block)
+        )
         variance_ema = torch.empty(())
         before = live.peak = live.now
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        select = lists_op.select_key_lists if block == 1 else block_op.select_block_lists
-        lists = select(indexer, rule, variance_ema, Geometry(None, start, block, gsa.local_window)).key_lists
+        geometry = Geometry(None, start, local_window=gsa.local_window)
+        lists = lists_op.select_key_lists(indexer, rule, variance_ema, geometry).key_lists
+        assert lists is not None
         return {"peak": live.peak - before, "lists": lists.keys.nbytes + lists.words.nbytes}
 
 

@@ -137,7 +137,7 @@ def test_names_of_other_frameworks_lead_to_fields():
 
 
 MISTAKES = r"""
-gsa.reuse_teacher=group -> gsa.reuse_teacher = group: removed after release studies-0.1; use that
+gsa.selection_block=32 -> gsa.selection_block = 32: removed after release studies-0.1; use that
 model.num_layer=3 -> model.num_layer = 3 | did you mean model.num_layers? | Keys of model: | head_dim
 modle.num_layers=3 -> modle = {...} | did you mean model? | Sections: | phases
 phases.0.step=3 -> phases.0.step = 3 | did you mean phases.0.steps? | Keys of phases.0: | min_lr
@@ -281,7 +281,7 @@ def test_what_a_saved_config_has_of_another_version(write):
         config_from_yaml(saved, "saved.pt")
     said = "model.future = 3: unknown key; use the version of gsa_train that saved it"
     assert str(caught.value) == f"saved.pt: 1 problem\n  {said}"
-    removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n"
+    removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n  selection_block: 1\n"
     saved = config_to_yaml(Config()).replace("gsa:\n", removed)
     saved = saved.replace("initial_text: fresh", "initial_text: anew")
     assert "initial_text: anew" in saved

@@ -36,12 +36,12 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         "gsa_1.7b on 8 ranks",
         "8 = tensor 1 x context 1 x pipeline 1 x data 8",
         "8 micro-batches of 4",
-        "1,730,508,992",
+        "1,743,291,392",
         "1,048,576 tokens per step",
         "104,857,600,000",
         "warm-up",
         "dense equivalent",
-        "22.56; for the copies about 2.82 of each rank's host memory,",
+        "22.73; for the copies about 2.84 of each rank's host memory,",
         f"data.train_dir = data/slimpajama/train: not in the current folder {tmp_path};",
     ):
         assert fragment in report
@@ -179,8 +179,6 @@ def test_every_config_fits_the_gpus_that_its_head_names(name: str) -> None:
     assert (peak, peak_with) == pytest.approx((int(said), int(said_with)), abs=0.51)  # rounded to integers
     assert peak * 2**30 < 0.9 * 80e9
     assert peak < peak_with < 0.9 * 141e9 / 2**30
-    for shared in re.findall(r"gsa\.indexer_rope=\S+ gsa\.local_window=\S+ gsa\.selection_block=\S+", head):
-        assert peak_gib(name, shared.split()) < 1.1 * peak
 
 
 def test_long_contexts_come_with_their_baseline() -> None:

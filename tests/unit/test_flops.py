@@ -38,7 +38,7 @@ VARIANTS = [
     (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False), DENSE),
     (MODEL, dataclasses.replace(GSA, indexer_activation="plain", indexer_norm=True), DENSE),
     (MODEL, dataclasses.replace(GSA, indexer_activation="qsa"), DENSE),
-    (MODEL, dataclasses.replace(GSA, selection_block=4, local_window=6), DENSE),
+    (MODEL, dataclasses.replace(GSA, local_window=6), DENSE),
 ]
 
 
@@ -83,15 +83,14 @@ def brute_force(
     """
     starts = starts or [0] * LENGTH
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
-    heads, dim, block = gsa.indexer_heads, gsa.indexer_dim, gsa.selection_block
+    heads, dim = gsa.indexer_heads, gsa.indexer_dim
     forward = dict.fromkeys(("projections", "gates", "mlp", "router", "experts", "output", "attention"), 0)
     indexer = dict.fromkeys(("indexer_projections", "indexer_scores"), 0)
     learned_scores = target = dense = 0
     for query in range(LENGTH):
-        first = query - query % block
         visible = set(range(starts[query], query + 1))
-        # The indexer may select any k_base keys up to the block's first query; the oldest overlap the window least.
-        chosen = set(range(starts[first], first + 1)[: gsa.k_base])
+        # The indexer may select any k_base keys; the oldest overlap the window least.
+        chosen = set(range(starts[query], query + 1)[: gsa.k_base])
         selected = visible & (chosen | {s for s in visible if query - s < gsa.local_window})
         attended = selected if phase.attention == "sparse" else visible
         forward["output"] += d * model.vocab_size
@@ -109,13 +108,11 @@ def brute_force(
             owns = gsa.attention == "sparse" and layer % gsa.selection_reuse == 0
             if not owns or (phase.attention == "dense" and phase.train == "base"):
                 continue
-            indexer["indexer_projections"] += d * dim
+            weighted = gsa.indexer_activation in ("sigmoid", "relu")
+            indexer["indexer_projections"] += d * dim + d * heads * dim + weighted * d * heads
+            indexer["indexer_scores"] += sum(heads * dim + heads for _ in visible)
+            learned_scores += sum(heads * dim + heads for _ in attended)
             target += n_h * d_k * len(attended)
-            if query == first:
-                weighted = gsa.indexer_activation in ("sigmoid", "relu")
-                indexer["indexer_projections"] += d * heads * dim + weighted * d * heads
-                indexer["indexer_scores"] += sum(heads * dim + heads for _ in visible)
-                learned_scores += sum(heads * dim + heads for _ in attended)
 
     base = 1 if phase.train == "indexer" else 3
     learns = phase.train != "base"
@@ -133,19 +130,10 @@ PHASES += [PhaseConfig(attention="sparse", train=train) for train in ("all", "ba
 
 RUNS = [
     (model, gsa, moe, phase)
-    for model, gsa, moe in VARIANTS[:-1]
+    for model, gsa, moe in VARIANTS
     for phase in PHASES
     if gsa.attention == "sparse" or (phase.attention == "dense" and phase.train != "indexer")
 ]
-
-
-def test_shared_selections_score_fewer_queries():
-    gsa = VARIANTS[-1][1]
-    phase = PhaseConfig(attention="dense", train="base")
-    sparse = PhaseConfig(attention="sparse", train="base")
-    expected = brute_force(MODEL, gsa, DENSE, sparse)
-    assert dataclasses.asdict(flops_per_token(MODEL, gsa, DENSE, sparse, LENGTH)) == pytest.approx(expected)
-    assert flops_per_token(MODEL, gsa, DENSE, phase, LENGTH).indexer_scores == 0
 
 
 def test_dropped_choices_cost_nothing():
@@ -169,20 +157,19 @@ def test_a_measured_selection_replaces_the_assumed_one():
     assert half.dense_equivalent == assumed.dense_equivalent
 
 
-SAMPLED = [(6 * STRETCH_ROWS, 1, 0.3333), (12 * STRETCH_ROWS, 2, 0.5)]
-SAMPLED += [(2 * STRETCH_ROWS, 1, 0.25), (STRETCH_ROWS, 4, 0.5)]
+SAMPLED = [(6 * STRETCH_ROWS, 0.3333), (2 * STRETCH_ROWS, 0.25), (STRETCH_ROWS, 0.5)]
 
 
 @pytest.mark.parametrize(
-    ("length", "block", "fraction"), SAMPLED, ids=["of runs", "of blocks", "fewer runs than n", "one run"]
+    ("length", "fraction"), SAMPLED, ids=["of stretches", "fewer stretches than n", "one stretch"]
 )
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
-def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, block, fraction, attention):
-    whole = dataclasses.replace(GSA, selection_block=block, local_window=6, k_base=10**6)
+def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, fraction, attention):
+    whole = dataclasses.replace(GSA, local_window=6, k_base=10**6)
     gsa = dataclasses.replace(whole, indexer_loss_row_fraction=fraction)
     phase = PhaseConfig(attention=attention, train="all")
-    draws = {sample_rows(length // block, fraction, seed, queries_per_row=block)[0] for seed in range(50)}
-    rows = torch.arange(1, length + 1).view(-1, block).double().sum(1)  # keys of each row's queries
+    draws = {sample_rows(length, fraction, seed)[0] for seed in range(50)}
+    rows = torch.arange(1, length + 1).double()  # keys of each query
     taken = sum(rows[draw.rows()].sum().item() for draw in draws) / len(draws)
 
     count, full = (flops_per_token(MODEL, each, DENSE, phase, length) for each in (gsa, whole))
@@ -197,8 +184,7 @@ def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, block, frac
 
 def test_mean_keys():
     assert causal_mean_keys(4) == (1 + 2 + 3 + 4) / 4
-    blocks = dataclasses.replace(GSA, selection_block=2)
-    assert mean_scored_keys(blocks, 5, causal_mean_keys(5)) == (1 + 3 + 5) / 5
+    assert mean_scored_keys(GSA, 4, causal_mean_keys(4)) == causal_mean_keys(4)
     windowed = dataclasses.replace(GSA, k_base=1, local_window=2)
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
     pairs = dataclasses.replace(GSA, indexer_pool=2)  # 5 keys have two pairs, and the query's own
@@ -212,7 +198,7 @@ def test_mean_keys():
 
 ONE_DOCUMENT = torch.arange(1, LENGTH + 1)[None]
 STARTS = [0] * 9 + [9] * 12 + [21] * 2
-"""Three documents. Some blocks of 4 queries contain the end of one document and the start of the next."""
+"""Three documents."""
 THREE_DOCUMENTS = ONE_DOCUMENT - torch.tensor([STARTS])
 
 
@@ -229,27 +215,6 @@ def test_operations_match_the_loops_also_where_documents_end(model, gsa, moe, ph
     assert count.dense_equivalent < whole.dense_equivalent
     assert count.total < whole.total
     assert flops_per_token(model, gsa, moe, phase, LENGTH, mean_visible=causal_mean_keys(LENGTH)) == whole
-
-
-def test_selected_keys_of_blocks_that_hold_two_documents():
-    # Documents have 3 and 4 keys, blocks two: the query at 3 is in another document than its block's first query.
-    gsa = dataclasses.replace(GSA, k_base=1, selection_block=2, local_window=2)
-    visible = torch.tensor([[1, 2, 3, 1, 2, 3, 4]])
-    assert mean_selected_keys(gsa, visible.tolist()) == (1 + 2 + 3 + 1 + 2 + 3 + 3) / 7
-    assert mean_selected_keys(gsa, [[1, 2, 3, 1, 2, 3, 4], [1] * 7]) == (15 + 7) / 14
-    # Documents have 1 and 6 keys, blocks four: the query at 3 has its window, and none of its block's selection.
-    visible = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
-    gsa = dataclasses.replace(gsa, selection_block=4)
-    assert mean_selected_keys(gsa, visible.tolist()) == (1 + 1 + 2 + 2 + 3 + 3 + 3) / 7
-
-
-def test_scores_of_blocks_of_queries_are_near_the_loops():
-    gsa, length = dataclasses.replace(GSA, selection_block=16), 4096
-    opens = torch.rand(length, generator=torch.Generator().manual_seed(0)) < 1 / 300
-    position = torch.arange(length)
-    visible = position + 1 - torch.where(opens, position, 0).cummax(0).values
-    exact = float(visible[::16].sum()) / length
-    assert mean_scored_keys(gsa, length, float(visible.double().mean())) == pytest.approx(exact, rel=0.01)
 
 
 def test_peaks_are_known_or_none():

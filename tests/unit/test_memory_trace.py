@@ -17,7 +17,7 @@ from gsa_train.distributed.context_sharding import QueryChunk
 from gsa_train.model.flops import count_parameters
 from gsa_train.planning.memory import selection as memory_selection
 from gsa_train.planning.memory.estimate import WORKSPACE_BYTES, estimate_memory
-from gsa_train.planning.memory.selection import listing_bytes, selecting_bytes
+from gsa_train.planning.memory.selection import listing_bytes
 from gsa_train.planning.memory.sizes import sizes_of
 from helpers.runs import REPOSITORY, run_script
 from helpers.tiers import chosen, with_nightly
@@ -27,8 +27,6 @@ GSA_128K = "configs/gsa_1.7b_128k.yaml"
 WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
-
-SHARED = ["parallel.context=1", "gsa.selection_block=32", "gsa.local_window=64"]
 
 GROUPS = ["gsa.indexer_pool=4", "data.attend_across_documents=true"]
 
@@ -69,9 +67,6 @@ groups of keys over lists | GSA 0/1 SPARSE | GROUPS LONG train.global_batch_size
 standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
 operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
 operations one by one, z-loss | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none train.z_loss_coeff=1e-4
-shared selections | GSA 0/1 SPARSE | ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64
-shared selections over lists | GSA 0/1 SPARSE |
-    ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64 gsa.attention_kernel=gathered
 experts | GSA 0/1 SPARSE | EXPERTS
 experts, first stage of 2, expert 2, warm-up | GSA 0/4 WARM_UP | EXPERTS FEW_WORDS PP_2 EXPERT_2
 experts split over 2, first stage of 2, recomputed | GSA 0/8 SPARSE |
@@ -118,16 +113,15 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "first": (0, 32768, []),
     "small budgets": (98304, 131072, ["gsa.k_max=1024", "gsa.k_base=512"]),
     "all of few keys": (98304, 131072, ["gsa.dense_below=6000"]),
-    "shared": (0, 131072, SHARED),
-    "shared, large budgets": (0, 131072, [*SHARED, "gsa.k_max=16384"]),
-    "shared, 512K tokens": (0, 524288, [*SHARED, "train.seq_len_tokens=524288"]),
 }
 
-LISTED = [*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered"]
 # Cases of one rank, whose second step must leave the same memory as the first.
 TWO_STEPS: dict[str, list[str]] = {
     "two steps, recompute full": ["train.recompute=full"],
-    "two steps over shared lists, recompute selective": [*LISTED, "train.recompute=selective"],
+    "two steps over lists, recompute selective": [
+        "gsa.attention_kernel=gathered",
+        "train.recompute=selective",
+    ],
 }
 
 
@@ -178,16 +172,13 @@ def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any])
     assert 0.97 <= (estimate.total - static - WORKSPACE_BYTES) / added <= 1.09
 
 
-@pytest.mark.parametrize("name", with_nightly(SELECTIONS, SELECTIONS.keys() - {"whole", "shared"}))
+@pytest.mark.parametrize("name", with_nightly(SELECTIONS, SELECTIONS.keys() - {"whole"}))
 def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, Any]) -> None:
     start, stop, overrides = SELECTIONS[name]
     config = load_config(REPOSITORY / GSA_128K, overrides, world_size=8, need_data=False)
     lists = traced[name]["lists"]
-    sizes = sizes_of(config)
-    if config.gsa.selection_block > 1:
-        said = lists + selecting_bytes(config, sizes)
-    else:
-        said = lists + listing_bytes(config, sizes, QueryChunk(slice(0, stop - start), start, stop), lists)
+    queries = QueryChunk(slice(0, stop - start), start, stop)
+    said = lists + listing_bytes(config, sizes_of(config), queries, lists)
     assert 0.97 <= said / traced[name]["peak"] <= 1.09
 
 

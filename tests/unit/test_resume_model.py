@@ -33,8 +33,8 @@ YARN = {"rope_scaling": RopeScalingConfig("yarn", 4.0, 64)}
     [
         (
             CONFIG,
-            {"gsa": {"selection_block": 16, "local_window": 16}},
-            r"gsa\.selection_block = 16: .* has 1",
+            {"gsa": {"indexer_pool": 16, "k_min": 16}},
+            r"gsa\.indexer_pool = 16: .* has 1",
         ),
         (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4: the checkpoint has 2"),
         (CONFIG, {"model": YARN}, r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"),
@@ -73,10 +73,8 @@ def test_a_field_that_the_checkpoint_does_not_have_stood_at_its_default() -> Non
 
 def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
     saved = yaml.safe_load(config_to_yaml(CONFIG))
-    saved["gsa"] |= {"reuse_teacher": "leader", "selection_query": "first"}
+    saved["gsa"] |= {"reuse_teacher": "leader", "selection_query": "first", "selection_block": 1}
     resume(CONFIG, yaml.safe_dump(saved))
-    saved["gsa"]["selection_query"] = "previous_mean"
-    with pytest.raises(
-        ResumeError, match=r"gsa\.selection_query = previous_mean .*: removed after release stu"
-    ):
+    saved["gsa"]["selection_block"] = 32
+    with pytest.raises(ResumeError, match=r"gsa\.selection_block = 32 .*: removed after release studies"):
         resume(CONFIG, yaml.safe_dump(saved))

@@ -103,7 +103,7 @@ def test_another_length_base_and_budget(trained: Trained) -> None:
     longer = tiny_config(
         [DENSE, SPARSE],
         model={"rope_base": 5e5},
-        gsa={"k_base": 8, "k_max": 16, "local_window": 2, "selection_block": 2},
+        gsa={"k_base": 8, "k_max": 16, "local_window": 2},
         train={"seq_len_tokens": 32},
     )
     loaded = start(folder, longer)
@@ -283,8 +283,7 @@ def test_every_field_of_the_attention_has_been_thought_of() -> None:
     """A new field that changes the meaning of weights must be added to MEANING, or here."""
     shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
     # How much is read.
-    reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "selection_block"}
-    reads |= {"indexer_pool"}
+    reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "indexer_pool"}
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     known = {*MEANING["gsa"], *WITHOUT_WEIGHTS} | shapes | reads | trains | runs

@@ -159,14 +159,14 @@ def top_key_overlap(
 
 @torch.no_grad()
 def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: MeasuredQueries) -> Statistics:
-    """Measure the budgets of the R queries that select.
+    """Measure the budgets of the queries.
 
     Args:
-        budget: k_t, int [B, R]
-        variance: variance of their scores, fp32 [B, R]
+        budget: k_t, int [B, L]
+        variance: variance of their scores, fp32 [B, L]
     """
     chooses = queries.leave_keys_out(budget)
-    members, in_groups = queries.leaders_by_position
+    members, in_groups = queries.by_position
     # Integer sums do not depend on the order. A scatter would serialize the additions.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)
     statistics = Statistics(
@@ -176,7 +176,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
         vectors={"k_by_position": Vector(of_groups, in_groups)},
     )
     statistics.average("k_mean", budget, chooses)
-    statistics.average("dense_query_share", ~chooses, queries.leaders_with_choice)
+    statistics.average("dense_query_share", ~chooses, queries.with_choice)
     statistics.maximum("k_max", budget, chooses)
     statistics.maximum("k_min", -budget, chooses)
     return statistics

@@ -118,41 +118,33 @@ class MeasuredQueries:
         return (ends if starts is None else ends - starts).expand(self.batch, -1)
 
     @cached_property
-    def leaders_visible(self) -> torch.Tensor:
-        """`visible` of the queries that select, which are the first of each block: [B, R]."""
-        return self.visible[:, :: self.geometry.selection_block]
+    def choices(self) -> torch.Tensor:
+        """Number of causal keys, or of selectable groups: [B, L]."""
+        positions = torch.arange(self.geometry.query_start, self.num_keys, device=self.sample.rows.device)
+        return count_choices(self.visible, positions, self.geometry.indexer_pool)
 
     @cached_property
-    def leaders_choices(self) -> torch.Tensor:
-        """Number of causal keys, or of selectable groups, of the queries that select: [B, R]."""
-        geometry, device = self.geometry, self.sample.rows.device
-        positions = torch.arange(geometry.query_start, self.num_keys, geometry.selection_block, device=device)
-        return count_choices(self.leaders_visible, positions, geometry.indexer_pool)
-
-    @cached_property
-    def leaders_with_choice(self) -> torch.Tensor:
-        """bool [B, R]: at least two causal keys, or two selectable groups."""
-        return self.leaders_choices >= 2
+    def with_choice(self) -> torch.Tensor:
+        """bool [B, L]: at least two causal keys, or two selectable groups."""
+        return self.choices >= 2
 
     def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
-        """bool [B, R]: the budget is below the number of causal keys, or of selectable groups.
+        """bool [B, L]: the budget is below the number of causal keys, or of selectable groups.
 
         Args:
-            budget: k_t, int [B, R]
+            budget: k_t, int [B, L]
         """
-        all_keys = budget >= self.leaders_visible
-        return ~all_keys & (budget // self.geometry.indexer_pool < self.leaders_choices)
+        return (budget < self.visible) & (budget // self.geometry.indexer_pool < self.choices)
 
     @cached_property
     def number_with_choice(self) -> torch.Tensor:
         """0-d"""
-        return self.leaders_with_choice.sum()
+        return self.with_choice.sum()
 
     @cached_property
-    def leaders_by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Membership of the selecting queries in each group of POSITIONS, bool [groups, B R], and group sizes, int64
-        [groups]."""
-        groups = position_groups(self.leaders_visible - 1).flatten()
+    def by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Membership of the queries in each group of POSITIONS, bool [groups, B L], and group sizes, int64 [groups]."""
+        groups = position_groups(self.visible - 1).flatten()
         members = groups == torch.arange(len(POSITIONS), device=groups.device)[:, None]
         return members, members.sum(1)
 

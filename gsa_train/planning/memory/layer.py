@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.gates import has_paper_form
 from gsa_train.planning.memory.experts import kept_by_mixture
-from gsa_train.planning.memory.selection import fuses_indexer_loss, selection_bytes, turned_lists_bytes
+from gsa_train.planning.memory.selection import selection_bytes
 from gsa_train.planning.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels
 
 Tensors = dict[str, float]
@@ -36,7 +36,7 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
     core = _core(config, sizes)
     selection = 0.0
     if indexes and uses_kernels(config):
-        selection = selection_bytes(config, sizes) + turned_lists_bytes(config, phase, sizes)
+        selection = selection_bytes(config, sizes)
     elif indexes:
         selection = sizes.pairs  # bool [B, L, Lw]
         core |= _reference_indexer(config, sizes)
@@ -162,27 +162,22 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     recomputes = train.recompute == "selective"
     if phase.train == "base" and not recomputes:
         return {}
-    # Of the first queries of blocks a view is kept, where the loss waits for attention's backward pass.
-    keeps_all = fuses_indexer_loss(config, phase, sizes)
-    queries = sizes.tokens / (1 if keeps_all else gsa.selection_block)
     keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_chunks)
+    of_heads = gsa.indexer_heads * (gsa.indexer_dim + 1)
     kept = {
-        "of queries and weights [B, L / selection_block, H_I (d_I + 1)]": sizes.value
-        * queries
-        * gsa.indexer_heads
-        * (gsa.indexer_dim + 1),
+        "of queries and weights [B, L, H_I (d_I + 1)]": sizes.bytes(of_heads),
         "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
     }
+    if gsa.indexer_norm and phase.train != "base":
+        kept["projections before their norms [L, B, H_I (d_I + 1) + d_I]"] = sizes.bytes(
+            of_heads + gsa.indexer_dim
+        )
+        kept["1 / rms of them, fp32 [L, B, H_I + 1]"] = 4 * sizes.tokens * (gsa.indexer_heads + 1)
     if sizes.shards > 1 and not sizes.gates_gather:
         kept["its input, gathered [L, B, d]"] = sizes.gathered
     return kept
 
 
 def _reference_indexer(config: Config, sizes: Sizes) -> Tensors:
-    per_head = config.gsa.indexer_heads
-    return {
-        "activations, I, target and log softmax(I), fp32 [B, H_I + 3, L / selection_block, Lw]": 4
-        * sizes.pairs
-        / config.gsa.selection_block
-        * (per_head + 3)
-    }
+    scores = 4 * sizes.pairs * (config.gsa.indexer_heads + 3)
+    return {"activations, I, target and log softmax(I), fp32 [B, H_I + 3, L, Lw]": scores}

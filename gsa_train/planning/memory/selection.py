@@ -16,25 +16,17 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 def selection_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
     lists with a key and a word per entry; with groups of keys also the mask or lists of groups."""
-    if config.gsa.selection_block > 1 and gathers(config):
-        return 4 * sizes.tokens * sum(_block_entries(config))
     of_keys = 8 * _list_entries(config) if gathers(config) else sizes.pairs / 8
     return of_keys if config.gsa.indexer_pool == 1 else of_keys + of_keys / config.gsa.indexer_pool
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists that are made from packed masks add two
-    chunks' masks, and the lists before they are joined. Blocks add the masks of some chunks and of the previous
-    chunks, and the buffers of the search in long rows."""
-    block, pool = config.gsa.selection_block, config.gsa.indexer_pool
-    scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
+    chunks' masks, and the lists before they are joined."""
+    pool = config.gsa.indexer_pool
+    scores = min(4 * sizes.pairs_of_chunk / pool, limits.SELECTION_CHUNK_BYTES)
     if pool > 1:
         return max(scores + _of_groups(config, sizes), _listing_groups(config, sizes))
-    if block > 1:
-        length = config.train.seq_len_tokens
-        of_row = limits.long_row_bytes(length, most_keys(config)) if length > limits.REGISTER_KEYS else 0
-        mask = min(sizes.pairs_of_chunk / 8 / block, 2 * limits.SELECTION_CHUNK_BYTES)
-        return scores + mask + scores / (4 * length) * of_row
     if not gathers(config):
         return scores
     lists = selection_bytes(config, sizes) / sizes.query_chunks
@@ -93,18 +85,14 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     keys = key_gradients(sizes)
     if not gathers(config):
         return keys + _key_parts(config, sizes) + sizes.pairs / 8
-    block, longest = config.gsa.selection_block, _longest_list(config)
-    if block > 1:
-        entries, queries = float(longest), min(block, limits.TILE_QUERIES)
-    else:
-        entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
+    entries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES
     row = 2 * config.model.head_dim * sizes.value
     room = limits.GATHERED_GRADIENT_BYTES
-    of_head = min(sizes.tokens / sizes.query_chunks / queries * entries * row, room)
+    of_head = min(sizes.tokens / sizes.query_chunks / limits.TILE_QUERIES * entries * row, room)
     heads = round(sizes.key_value / config.model.head_dim)
     together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * of_head <= room))
     sums = 4 * 2 * sizes.key_value * sizes.all_tokens
-    last = max(keys, limits.segments_bytes(longest, limits.MULTIPROCESSORS))
+    last = max(keys, limits.segments_bytes(_longest_list(config), limits.MULTIPROCESSORS))
     return of_head * (together + 4 / row) + sums + last
 
 
@@ -145,32 +133,17 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         entries, per_entry = _loss_entries(config, sizes)
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
     # For each pair: the target, which is fp16 in bf16 runs, and partial gradients.
-    target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
+    target = 2 if sizes.value == 2 else 4
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk / gsa.selection_block * share)
+    pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk * share)
     return max(gathering, heads + pairs * (target + gradients))
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
     """Returns the list entries of a chunk of queries (lists at their largest length), and the loss's bytes per entry.
-    An entry has the target of each query with its own target, and the key's gradient, fp32."""
-    gsa = config.gsa
-    rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
-    lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
-    return lists * _longest_list(config), 4 * (rows + gsa.indexer_dim)
-
-
-def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Returns the bytes of transposed shared lists: a row per entry and a start per key, int32. The indexer loss keeps
-    the lists for attention's backward pass if it has all tiles of a chunk of queries at once (`KeptHits`)."""
-    gsa = config.gsa
-    learns = phase.attention == "sparse" and phase.train != "base" and gathers(config)
-    tile_by_tile = 1 < gsa.selection_block <= limits.TILE_QUERIES
-    all_rows = gsa.indexer_loss_row_fraction == 1 and sizes.tensor == 1
-    entries, per_entry = _loss_entries(config, sizes)
-    if not (learns and tile_by_tile and all_rows and entries * per_entry <= limits.GATHERED_LOSS_BYTES):
-        return 0.0
-    return 4 * (entries * sizes.query_chunks + config.train.micro_batch_size * sizes.keys_of_chunks)
+    An entry has the target of each query, and the key's gradient, fp32."""
+    lists = sizes.tokens / sizes.query_chunks / limits.TILE_QUERIES
+    return lists * _longest_list(config), 4 * (limits.TILE_QUERIES + config.gsa.indexer_dim)
 
 
 def _group_learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes, share: float) -> float:
@@ -209,13 +182,11 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
 def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries. They are the target
     of a row chunk in fp16, as partial sums, and the partial gradients of `learning_bytes`."""
-    gsa, block = config.gsa, config.gsa.selection_block
+    gsa = config.gsa
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    if block > 1:
-        of_row += 4  # target, summed over the block
     pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
-    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + of_row / block)
+    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + of_row)
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
@@ -252,10 +223,8 @@ def _list_entries(config: Config) -> float:
 
 
 def _longest_list(config: Config) -> int:
-    """Returns the keys of a tile whose queries select no common key. For a shared list, returns its capacity."""
+    """Returns the keys of a tile whose queries select no common key."""
     gsa, length = config.gsa, config.train.seq_len_tokens
-    if gsa.selection_block > 1:
-        return min(most_keys(config) + _near(config), length)
     return min(max(limits.TILE_QUERIES * (gsa.k_base + gsa.local_window), gsa.dense_below), length)
 
 
@@ -267,14 +236,3 @@ def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
     return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]
-
-
-def _block_entries(config: Config) -> tuple[float, float]:
-    block, room = config.gsa.selection_block, _longest_list(config)
-    # Without attention across documents only the window has words.
-    words = _near(config) if config.data.attend_across_documents else room
-    return room / block, words / min(block, limits.TILE_QUERIES)
-
-
-def _near(config: Config) -> int:
-    return min(config.gsa.local_window + config.gsa.selection_block, config.train.seq_len_tokens)

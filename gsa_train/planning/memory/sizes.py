@@ -128,8 +128,4 @@ def has_graph(config: Config, phase: PhaseConfig) -> bool:
 
 def gathers(config: Config) -> bool:
     """Whether attention runs over key lists instead of packed masks."""
-    gsa = config.gsa
-    keys_per_query = gsa.k_base + gsa.local_window
-    return takes_key_lists(
-        gsa.attention_kernel, config.train.seq_len_tokens, gsa.selection_block, keys_per_query
-    )
+    return takes_key_lists(config.gsa.attention_kernel, config.train.seq_len_tokens)

@@ -298,7 +298,7 @@ def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["gsa.k_base=100"], "outside of gsa.k_min = 1 and gsa.k_max = 9"),
+        (["gsa.k_base=100"], "outside of gsa.k_min = 4 and gsa.k_max = 12"),
         (["gsa.k_base=many"], "not a number"),
         (["model.hidden_size=8"], "an evaluation cannot set it; give one of gsa.attention,"),
         (["gsa.attention=none"], "give dense or sparse"),
@@ -307,7 +307,7 @@ def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, 
         (["gsa.local_window=-1"], "gsa.local_window=-1: give 0 to 2147483647"),
         (["gsa.k_max=99999999999999999999"], "give 1 to 2147483647"),
         (["model.rope_base=nan"], "model.rope_base=nan: give a positive number"),
-        (["gsa.local_window=2"], "gsa.local_window=2: local_window is 2; pass at least selection_block 4"),
+        (["gsa.k_min=3"], "gsa.k_min=3: k_min is 3; pass at least indexer_pool 4"),
         (rope("factor=4"), "factor=4.0: does nothing without model.rope_scaling.rope_type=yarn"),
         (rope("rope_type=yarn"), "add model.rope_scaling.factor="),
         (rope("rope_type=linear"), "give default or yarn"),
@@ -316,9 +316,9 @@ def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, 
     ],
 )
 def test_wrong_settings_are_refused(settings: list[str], said: str) -> None:
-    blocks = GSAConfig(selection_block=4, local_window=4, k_min=1, index_topk=4, k_max=9)
+    groups = GSAConfig(indexer_pool=4, k_min=4, index_topk=8, k_max=12)
     with pytest.raises(Exception, match=re.escape(said)):
-        apply_settings(blocks, settings)
+        apply_settings(groups, settings)
 
 
 def test_wrong_use(run, tmp_path, monkeypatch, capsys):

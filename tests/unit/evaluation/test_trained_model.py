@@ -29,11 +29,8 @@ POOL: dict[str, dict[str, Any]] = {
     "gsa": {"indexer_pool": 2, "key_gate": True, "output_gate": False, "output_transform": "silu"},
     "model": {"sandwich_norm": True},
 }
-BLOCKS: dict[str, dict[str, Any]] = {
-    "gsa": {"selection_block": 4, "local_window": 4},
-    "data": {"attend_across_documents": True},
-}
-ALL: dict[str, dict[str, dict[str, Any]]] = {"pool": POOL, "blocks": BLOCKS, "plain": {}}
+ACROSS: dict[str, dict[str, Any]] = {"data": {"attend_across_documents": True}}
+ALL: dict[str, dict[str, dict[str, Any]]] = {"pool": POOL, "across": ACROSS, "plain": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +56,7 @@ def loss_of(evaluated: EvaluatedModel) -> float:
     return found
 
 
-@pytest.mark.parametrize("name", ["pool", "blocks"])
+@pytest.mark.parametrize("name", ["pool", "across"])
 def test_the_run_says_the_same(name, runs, monkeypatch):
     model, config, folder = runs[name]
     monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])

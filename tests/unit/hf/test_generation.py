@@ -1,4 +1,4 @@
-"""Compares generation with `model.generate()`: token by token, with padding, blocks, groups of layers; and errors."""
+"""Compares generation with `model.generate()`: token by token, with padding, groups of layers; and errors."""
 
 from typing import Any
 
@@ -14,18 +14,7 @@ from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_mod
 CUDA = torch.cuda.is_available()
 
 
-class WithoutGraphs:
-    """Replaces `DecodingGraphs`, which need a CUDA device."""
-
-    def __init__(self, decoder: decoding.FusedDecoder) -> None:
-        self.decoder, self.refreshes = decoder, []
-
-    def step(self, refresh: bool) -> torch.Tensor:
-        self.refreshes.append(refresh)
-        return self.decoder.step(refresh)
-
-
-@pytest.mark.parametrize("name", ["sparse", "dense", "blocks"])
+@pytest.mark.parametrize("name", ["sparse", "dense"])
 def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None:
     model = make_model(name)
     made = generation.Generator(model).generate(PROMPTS, 20)
@@ -42,7 +31,7 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
     ],
 )
 def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, Any], said: str) -> None:
-    model = make_model("blocks", **changes)
+    model = make_model("sparse", **changes)
     model.set_attn_implementation("gsa")
     with pytest.raises(ValueError, match=f"{said}; decode by the model"):
         decoding.FusedDecoder(model)
@@ -113,16 +102,13 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     wanted = by_transformers(model, 10)
     if name != "dense":
         model.set_attn_implementation("gsa")
-    monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
+    monkeypatch.setattr(generation, "DecodingGraph", lambda decoder: decoder)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model)
     assert generator.generate(PROMPTS, 10).tokens == wanted
-    first = generator._graphs
+    first = generator._graph
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
-    assert generator._graphs is first
-    if "selection_block" in MODELS[name]:
-        # After 30, 15 and 21 tokens, blocks begin at the second and third step.
-        assert first.refreshes[:9] == [False, True, True, *[False] * 6]
+    assert generator._graph is first
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
@@ -132,7 +118,6 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
         ("mixed", 3, 3),
         ("sparse", 1, 2),
         ("dense", 1, 3),
-        ("blocks", 1, 4),
         ("groups of keys", 1, 4),
         ("groups of keys", 2, 3),
     ],
@@ -142,57 +127,11 @@ def test_products_of_few_rows_give_the_same_tokens(name, count, new, monkeypatch
     wanted = [row[:new] for row in by_transformers(model, new)[:count]]
     if name != "dense":
         model.set_attn_implementation("gsa")
-    monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
+    monkeypatch.setattr(generation, "DecodingGraph", lambda decoder: decoder)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model, products="rows")
     assert generator.generate(PROMPTS[:count], new).tokens == wanted
     assert generator.decoder.products == "rows"
-
-
-@pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
-@pytest.mark.parametrize("batch", [1, 2])
-def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several sequences have more programs than a device runs at once."""
-    model = make_model("blocks")
-    model.set_attn_implementation("gsa")
-    decoder = decoding.FusedDecoder(model)
-    decoder.open(batch, 16)
-    decoder.place(9, torch.zeros(batch, dtype=torch.int32))
-    op, seen = decoding.kernel_module("decode.op"), []
-    attend = op.decode_attend
-
-    def noting(q: torch.Tensor, cache: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        seen.append(cache.settled)
-        return attend(q, cache, *rest, **options)
-
-    monkeypatch.setattr(op, "decode_attend", noting)
-    decoder.step(refresh=False)
-    assert set(seen) == {batch == 1}
-
-
-@pytest.mark.skipif(CUDA, reason="by the interpreter, which has enough with two layers")
-@torch.no_grad()
-def test_a_selection_is_made_again_from_the_cache() -> None:
-    """The block began at the third step. Steps around it keep a selection and write no queries."""
-    model = make_model("blocks", attn_implementation="gsa")
-    decoder = decoding.FusedDecoder(model, products="rows")
-    decoder.open(1, 64)
-    decoder.prefill(torch.tensor(PROMPTS[:1]), torch.ones(1, 30, dtype=torch.int64))
-    for token, refresh in enumerate([False, False, True, False]):
-        decoder.tokens.fill_(token)
-        decoder.step(refresh)
-    made = {place: (each.indices.clone(), each.counts.clone()) for place, each in decoder._selections.items()}
-    for each in decoder._selections.values():
-        each.indices.fill_(-1)
-        each.counts.zero_()
-    decoder.place(34, decoder.starts.clone())
-    for place, (indices, counts) in made.items():
-        found, count = decoder._selections[place], int(counts)
-        assert torch.equal(found.counts, counts)
-        assert torch.equal(found.indices[:, :count], indices[:, :count])
-    size, slots = model.config.index_head_dim, slice(30, 34)
-    queries = decoder.buffers[0].rows[0, slots, size : size * (1 + model.config.index_n_heads)]
-    assert queries.any(-1).tolist() == [False, False, True, False]
 
 
 def test_which_products_are_taken() -> None:

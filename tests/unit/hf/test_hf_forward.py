@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 from oracle import LayerOptions, Yarn, gsa_layer
 
 from gsa_hf import DENSE_LAYER
-from helpers.hf import BEYOND, MODELS, PAPER, YARN, distinct_tokens, tiny_model
+from helpers.hf import MODELS, PAPER, YARN, distinct_tokens, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **PAPER,
-    "blocks": {**BEYOND["blocks"], "indexer_rope": True},
     "window": {"local_window": 3, "adaptive_k": "direct"},
+    "window and rope": {"local_window": 5, "indexer_rope": True},
     "temperature": {"indexer_temperature": "learned"},
     "YaRN": {"indexer_rope": True, "rope_parameters": YARN},
     "dense below": {"dense_below": 20},
@@ -42,7 +42,7 @@ NO_INDEXER = {"w_iq": (8, 32), "w_ik": (8, 32), "w_iw": (1, 32), "b_j": (1,), "c
 """Shapes for a dense layer, because the loops always compute scores."""
 SAME = (
     *("value_gate", "output_gate", "indexer_activation", "adaptive_k", "dense_below", "indexer_rope"),
-    *("local_window", "selection_block"),
+    "local_window",
 )
 """Fields that the loops name as the config does."""
 
@@ -146,7 +146,7 @@ def slots_of_tokens(side: str, length: int, room: int) -> torch.Tensor:
     return torch.arange(length) + (room - length if side == "left" else 0)
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_positions_that_start_again_are_documents(name: str, attention: str) -> None:
     """Documents need neither cache nor mask; with one, transformers lets the documents attend to each other."""

@@ -40,9 +40,9 @@ def test_with_a_cache_as_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
-@pytest.mark.parametrize("name", ["blocks", "pool"])
+@pytest.mark.parametrize("name", ["gsa", "pool"])
 def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
-    """Gaps may be inside a block or a group of keys."""
+    """Gaps may be inside a group of keys."""
     model, prompt = tiny_model(name), distinct_tokens(1, 14)
     tokens, mask = torch.zeros(2, 1, 20, dtype=torch.long)
     slots = [0, 1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 16, 18, 19]
@@ -53,9 +53,8 @@ def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_beams(name: str, static: bool) -> None:
-    """Reordering includes the first queries of open blocks."""
     model, prompts = tiny_model(name), padded((11, 6))
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 24, "length_penalty": 0.5, **GREEDY}
     without = model.generate(**prompts, use_cache=False, **options)
@@ -73,7 +72,7 @@ def test_prompt_lookup_crops_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "pool", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "pool", "window-rope-reuse"])
 def test_a_prompt_in_pieces(name: str, static: bool) -> None:
     model, tokens = tiny_model(name), distinct_tokens(2, 30)
     cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)

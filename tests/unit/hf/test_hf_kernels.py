@@ -27,7 +27,6 @@ KERNEL_SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "index_head_dim": 16,
 }
-BLOCKS: dict[str, Any] = {"selection_block": 16, "local_window": 16}
 OTHER_GATES: dict[str, Any] = {"key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid"}
 
 
@@ -76,15 +75,12 @@ def steps(
     [
         ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 18, 20, None),
         ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 18, 20, 19),
-        (BLOCKS, "static", 30, 36, 34),
-        ({**BLOCKS, "num_hidden_layers": 1}, "dynamic", 30, 33, None),
         ({**OTHER_GATES, "num_hidden_layers": 1}, "dynamic", 18, 20, None),
     ],
-    ids=["dense-and-sparse", "reuse", "blocks", "blocks-dynamic", "gates"],
+    ids=["dense-and-sparse", "reuse", "gates"],
 )
 def test_prompt_and_decoding(changes, kind, prompt, length, swap_at):
-    """The batch has padding in front, and the first sequence enters its third block. A static cache keeps selections of
-    blocks, but not when sequences change places."""
+    """The batch has padding in front, and sequences may change places in the cache."""
     model = model_of(**changes)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, prompt, kind, swap_at)
@@ -96,15 +92,10 @@ def test_prompt_and_decoding(changes, kind, prompt, length, swap_at):
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "length"),
-    [({"index_topk_freq": 2}, 27), ({**BLOCKS, "num_hidden_layers": 1}, 37)],
-    ids=["reuse", "blocks"],
-)
-def test_short_inputs_attend_to_all_keys(changes, length, monkeypatch):
+def test_short_inputs_attend_to_all_keys(monkeypatch):
     """A prompt with fewer keys than the limit uses dense attention and computes no scores. Tokens decoded after it pass
     the limit as after a longer prompt."""
-    model = model_of(**changes, dense_below=24, k_max=8)
+    model, length = model_of(index_topk_freq=2, dense_below=24, k_max=8), 27
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, length, "dynamic")
     selects = Mock(side_effect=api.select)
@@ -143,37 +134,10 @@ def test_groups_of_keys(kind: str, pads: int, changes: dict[str, Any]) -> None:
     torch.testing.assert_close(found[:, pads:], expected[:, pads:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [31, 32])
-def test_a_cropped_block_is_selected_again(kept: int) -> None:
-    """New tokens follow one at a time from 31 on, or two at once from 32 on, including the first of a block."""
-    budget = {"index_topk": 8, "k_min": 8, "k_max": 8}
-    model = model_of(**BLOCKS, **budget, num_hidden_layers=1)
-    tokens, mask = distinct_tokens(1, 35), torch.ones(1, 35, dtype=torch.long)
-    other = tokens.clone()
-    other[:, kept:] = distinct_tokens(1, 35 - kept, seed=5)
-    places = [(t, t + 1) for t in range(31, 34)] if kept == 31 else [(32, 34), (34, 35)]
-    found = []
-    for attention in ("eager", "gsa"):
-        model.set_attn_implementation(attention)
-        cache = a_cache(model, "static")
-        held = {CACHE_ARGUMENT: cache, "use_cache": True}
-        with torch.no_grad():
-            for first, end in [(0, 31), (31, 32), (32, 33), (33, 34)]:
-                model(tokens[:, first:end], attention_mask=mask[:, :end], **held)
-            for layer in cache.layers:  # 5.17 has no crop of static caches
-                layer.cumulative_length.sub_(34 - kept)
-                layer.indexer_cumulative_length.sub_(34 - kept)
-            for first, end in places:
-                logits = model(other[:, first:end], attention_mask=mask[:, :end], **held).logits
-        found.append(logits)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("changes", [{}, BLOCKS], ids=["queries", "blocks"])
-def test_loss_and_gradients(changes: dict[str, Any]) -> None:
+def test_loss_and_gradients() -> None:
     """The sequences have padding in front or at the end."""
     learned = {"indexer_loss_coef": 1.0, "indexer_temperature": "learned"}
-    model = model_of(**changes, num_hidden_layers=1, **learned).train()
+    model = model_of(num_hidden_layers=1, **learned).train()
     tokens, mask = padded(20, 3)
     mask[0, 17:] = 0
     labels = tokens.masked_fill(mask == 0, -100)
@@ -226,7 +190,7 @@ def test_groups_of_keys_that_the_kernels_cannot_run(changes: dict[str, Any], sai
 
 
 def test_what_the_kernels_cannot_run() -> None:
-    model = model_of(**BLOCKS, num_hidden_layers=1)
+    model = model_of(**GROUPS, num_hidden_layers=1)
     model.set_attn_implementation("gsa")
     tokens, mask = padded(20, 3)
     gaps = mask.clone()
@@ -235,12 +199,10 @@ def test_what_the_kernels_cannot_run() -> None:
         model(tokens, attention_mask=gaps)
     with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
         model(tokens, attention_mask=torch.ones(2, 1, 20, 20))
-    with pytest.raises(ValueError, match="position_ids hold several documents with selection_block 16"):
-        model(tokens, position_ids=torch.arange(20)[None] % 10, use_cache=False)
     held = {CACHE_ARGUMENT: a_cache(model, "dynamic"), "use_cache": True}
     with torch.no_grad():
-        model(tokens, **held)
-        with pytest.raises(ValueError, match="2 tokens follow 20 in the cache with selection_block 16"):
+        model(tokens[:, :18], **held)
+        with pytest.raises(ValueError, match="2 tokens follow 18 in the cache with indexer_pool 4"):
             model(tokens[:, :2], **held)
         held[CACHE_ARGUMENT] = a_cache(model, "dynamic")
         model(tokens, attention_mask=mask.flip(1), **held)

@@ -53,12 +53,11 @@ INDEX: dict[str, Any] = {
     "k_min": 3,
     "k_max": 16,
     "indexer_rope": True,
-    "selection_block": 4,
     "local_window": 4,
 }
 
 
-GROUPS = {**INDEX, "selection_block": 1, "indexer_pool": 3}
+GROUPS = {**INDEX, "indexer_pool": 3}
 
 
 def host(name: str) -> Any:

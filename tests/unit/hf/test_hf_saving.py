@@ -42,7 +42,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("name", ["standard", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["standard", "window-rope-reuse"])
 def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     model, tokens = tiny_model(name, indexer_temperature="learned"), distinct_tokens(1, 20)
     model.save_pretrained(tmp_path)
@@ -88,7 +88,7 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -
     assert GSAConfig(**SIZES, layer_types=names).layer_types == [INDEXED_LAYER] * 2
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_weights_that_wait_on_the_disk(name: str, tmp_path: Path) -> None:
     """accelerate provides them only in the forward pass of their module."""
     pytest.importorskip("accelerate")
@@ -108,7 +108,7 @@ def test_weights_that_wait_on_the_disk(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
     folder = tmp_path / "exported"
-    model, tokens = tiny_model("blocks-rope-reuse", attention="sdpa"), distinct_tokens(2, 14)
+    model, tokens = tiny_model("window-rope-reuse", attention="sdpa"), distinct_tokens(2, 14)
     gsa_hf.GSAConfig.register_for_auto_class()
     gsa_hf.GSAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     try:
@@ -149,7 +149,6 @@ def test_a_saved_folder_has_the_code_that_it_names(tmp_path: Path) -> None:
 
 
 GATE: dict[str, Any] = {"projection_gate": True, "gate_sharing": "head_shared"}
-POOL: dict[str, Any] = {"indexer_pool": 2, "selection_block": 4, "local_window": 4}
 DENSE_FIRST: dict[str, Any] = {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "index_topk_freq": 2}
 FOO: dict[str, Any] = {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}
 
@@ -159,12 +158,11 @@ FOO: dict[str, Any] = {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4
     [
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; pass a multiple of num_key_value_heads 3"),
         ({"k_min": 20}, "k_min is 20; pass at most k_max 16"),
-        ({"selection_block": 4}, "local_window is 0; pass at least selection_block 4"),
+        ({"selection_block": 4}, "selection_block is 4: removed; pass 1, or use release studies-0.1"),
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         ({"index_topk_freq": 0}, "index_topk_freq is 0; pass 1, or"),
         ({"selection_query": "previous_mean"}, "removed; pass 'first', or use release studies-0.1"),
         ({"indexer_pool": 4}, "k_min is 3; pass at least indexer_pool 4"),
-        (POOL, "indexer_pool is 2 with selection_block 4; pass 1 for one of them"),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (GATE, "True with gate_granularity 'elementwise' and gate_sharing 'head_shared'"),
         ({"indexer_temperature": "warm"}, "is 'warm'; pass a positive number or 'learned'"),

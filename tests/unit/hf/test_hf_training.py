@@ -35,7 +35,7 @@ def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]
     }
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_checkpointed_gradients_are_equal(name: str) -> None:
     model = tiny_model(name, indexer_loss_coef=0.5, indexer_temperature="learned").train()
     tokens = distinct_tokens(2, 20)
@@ -151,7 +151,7 @@ class Wrapped(torch.nn.Module):
         return self.linear(x) + self.more(x)
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_linear_layers_are_called(name: str) -> None:
     model, tokens = tiny_model(name, indexer_loss_coef=0.5).train(), distinct_tokens(2, 20)
     loss, _ = gradients(model, input_ids=tokens, labels=tokens)

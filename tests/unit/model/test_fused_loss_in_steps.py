@@ -72,7 +72,7 @@ def counted_kl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-FUSED = [("window, rope and reuse", False), ("sparse-only", True), ("blocks under a mask", False)]
+FUSED = [("window, rope and reuse", False), ("sparse-only", True)]
 
 
 @pytest.mark.slow
@@ -153,7 +153,6 @@ ELSEWHERE = [
     (WARM_UP, {}, 16),
     (FROZEN_INDEXER, {}, 16),
     (SPARSE, {"attention_kernel": "gathered"}, 16),
-    (SPARSE, {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16}, 1),
     (SPARSE, {"indexer_loss_row_fraction": 0.25}, 1),  # only the estimate of the sum
 ]
 

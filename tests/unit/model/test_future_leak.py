@@ -15,8 +15,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "eq. 8 to the letter": {"adaptive_k": "direct"},
     "window": {"local_window": 3},
-    "block": {"local_window": 4, "selection_block": 4, "indexer_rope": True},
-    "uneven block": {"local_window": 6, "selection_block": 5},
     "groups of keys": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True},
     "reuse": {"selection_reuse": 2},
     "indexer RoPE": {"indexer_rope": True},

@@ -67,17 +67,13 @@ CASES = {
     ),
     "indexer norm, warm-up": Case({"indexer_norm": True}, phase=WARM_UP),
     "plain": Case({"indexer_activation": "plain"}, packing=PACKED),
-    "plain, norm, block, warm-up": Case(
-        {"indexer_activation": "plain", "indexer_norm": True, "local_window": 4, "selection_block": 4}, phase=WARM_UP
-    ),
+    "plain, norm, warm-up": Case({"indexer_activation": "plain", "indexer_norm": True}, phase=WARM_UP),
     "qsa": Case({"indexer_activation": "qsa", "adaptive_k": "off"}, packing=PACKED),
     "qsa, norm": Case({"indexer_activation": "qsa", "indexer_norm": True}, ema=0.2),
     "dense below, packed": Case({"dense_below": 7}, packing=PACKED),
-    "dense below, block": Case({"dense_below": 9, "local_window": 4, "selection_block": 4}),
+    "dense below, window": Case({"dense_below": 9, "local_window": 4}),
     "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
     "window, packed": Case({"local_window": 3}, packing=PACKED),
-    "block": Case({"local_window": 4, "selection_block": 4, "indexer_rope": True}),
-    "block, packed": Case({"local_window": 5, "selection_block": 4}, packing=PACKED),
     "groups of keys": Case({"indexer_pool": 2, "indexer_rope": True}, model={"rope_base": 100.0}, ema=2e-3),
     "groups of keys, packed, window": Case(
         {"indexer_pool": 2, "indexer_norm": True, "indexer_rope": True, "local_window": 4, "adaptive_k": "off"},
@@ -91,9 +87,7 @@ CASES = {
     "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
     "fixed temperature": Case({"indexer_temperature": 8.0}),
     "warm-up": Case(phase=WARM_UP),
-    "warm-up, block, packed": Case(
-        {"local_window": 4, "selection_block": 4}, phase=WARM_UP, packing=PACKED
-    ),
+    "warm-up, packed": Case(phase=WARM_UP, packing=PACKED),
     "dense, all trained": Case(
         phase=PhaseConfig(attention="dense", train="all"), packing=PACKED
     ),
@@ -132,9 +126,9 @@ def test_layer_equals_the_oracle(name: str) -> None:
     has_indexer = layer.indexer is not None
     if has_indexer:
         assert torch.equal(shared_mask(model), theirs["selected"])
-        visible = torch.tensor([seen_by_leaders(case, config, b) for b in (0, 1)])
+        visible = torch.tensor([seen(case, b) for b in (0, 1)])
         pool = config.gsa.indexer_pool
-        last = torch.arange(visible.shape[1]) * config.gsa.selection_block
+        last = torch.arange(LENGTH)
         choices = visible if pool == 1 else last // pool - (last + 1 - visible) // pool
         counted = int((choices >= 2).sum())
         assert 0 < counted < visible.numel()
@@ -174,12 +168,9 @@ def test_layer_equals_the_oracle(name: str) -> None:
         assert_close(actual.reshape(expected.shape), KL_SCALE * expected, f"d KL / d {key}", tolerance)
 
 
-def seen_by_leaders(case: Case, config: Config, sequence: int) -> list[int]:
+def seen(case: Case, sequence: int) -> list[int]:
     documents = case.packing[sequence] if case.packing else [0] * LENGTH
-    return [
-        sum(documents[s] == documents[t] for s in range(t + 1))
-        for t in range(0, LENGTH, config.gsa.selection_block)
-    ]
+    return [sum(documents[s] == documents[t] for s in range(t + 1)) for t in range(LENGTH)]
 
 
 def test_the_cases_select_and_adapt() -> None:
@@ -234,7 +225,6 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         yarn=Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
         indexer_rope=g.indexer_rope,
         local_window=g.local_window,
-        selection_block=g.selection_block,
         indexer_pool=g.indexer_pool,
         inverse_temperature=beta,
     )

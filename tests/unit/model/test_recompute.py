@@ -25,8 +25,7 @@ from helpers.single_rank import (
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "reuse": {"selection_reuse": 2},
-    "block": {"selection_block": 4, "local_window": 5},
-    "reuse and block": {"selection_reuse": 2, "selection_block": 4, "local_window": 4},
+    "window": {"local_window": 5},
     "gated-only": {"attention": "dense"},
     "sparse-only": {"indexer_activation": "relu", "value_gate": False, "output_gate": False},
     "learned temperature": {"indexer_temperature": "learned"},

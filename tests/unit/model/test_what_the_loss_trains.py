@@ -49,13 +49,12 @@ def test_indexer_loss_does_not_reach_the_base(recompute: str) -> None:
     assert all(with_loss[name].any() for name in with_loss if is_indexer(name))
 
 
-@pytest.mark.parametrize("gsa", [{}, {"selection_block": 4, "local_window": 4}], ids=["queries", "blocks"])
 @pytest.mark.parametrize("phase", [DENSE_ALL, WARM_UP], ids=lambda phase: phase.name)
 def test_indexer_gradient_matches_lambda_times_the_mean_kl_over_queries_and_layers(
-    phase: PhaseConfig, gsa: dict[str, int]
+    phase: PhaseConfig,
 ) -> None:
     """The test uses finite differences of the logged KL, and dense attention, where no selection changes."""
-    config = tiny_config(gsa=gsa)
+    config = tiny_config()
     weights = named_weights(tiny_model(config))
     generator = torch.Generator().manual_seed(5)
     direction = {
