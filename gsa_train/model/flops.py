@@ -231,9 +231,9 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    A block selects from the causal keys of its first query, which queries of another document cannot use. Each query
-    adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a window
-    the result is an upper bound.
+    A block selects from the causal keys of its first query. Queries of a later document cannot use this selection.
+    Each query adds its local window. Selection and window count as disjoint, up to the causal keys, so with a
+    window the result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:
