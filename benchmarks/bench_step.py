@@ -4,8 +4,8 @@
     python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard gsa] [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
-`key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` fields
-of one config. The third default config trains its indexer on a quarter of the queries. Step times are medians over
+`key=value` overrides fields of all configs (`model.num_layers=4` for a quick look). `--configs NAME,key=value` does so
+for one config. The third default config trains its indexer on a quarter of the queries. Step times are medians over
 unlogged steps. Each config takes turns with the first one, step by step, because the clock of a device changes with its
 temperature. `ratio` is the median ratio of neighbouring steps, with its standard error. Ratios differ by some
 thousandths between devices of one kind. The table by part is one profiled step, in ms per sequence: the kernels of each
@@ -15,10 +15,10 @@ part, and `idle`, the time without any kernel.
 models have few layers, but their real embedding and head. Each row is saved at once in bench_step_lengths.json. A later
 call measures only cases that have no row for its device and commit.
 
-The columns: `speed_up` is the standard model's time divided by this model's, in turns. `host_ms` is the time that the
-host needs to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which
+`speed_up` is the standard model's step time divided by this model's. The two models take turns. `host_ms` is the
+host's time to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which
 projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a trained model) or
-exported ones. Models with names in `_graphs` run with train.cuda_graphs, and `peak_gib` shows the memory this costs.
+exported ones. Models named `..._graphs` run with train.cuda_graphs. Their `peak_gib` includes the graphs' memory.
 `layer_ms` and the step of the whole model follow from two depths. `--layers 24` measures whole models without scaling.
 """
 

@@ -124,7 +124,8 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0) -> IndexerInp
 
 
 def judge_wide_heads(report: harness.Report, *alike: str) -> None:
-    """Check the bar for heads of 256 if both shapes were measured. `alike`: columns in which the two rows agree."""
+    """Check the forward time of heads-256 relative to heads-128, if both were measured. Compared rows agree in the
+    columns `alike`."""
     rows = {(row["shape"], *(row[name] for name in alike)): row for row in report.rows if "forward_ms" in row}
     for (shape, *case), row in list(rows.items()):
         narrow = rows.get(("heads-128", *case))

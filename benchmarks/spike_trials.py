@@ -99,8 +99,8 @@ def _delay(detector: SpikeDetector, fault: torch.Tensor, grad_clip: float) -> fl
 def table(trials: Mapping[str, Trial]) -> str:
     """Format a table with one column per detection rule.
 
-    The rows show a rule's number of false alarms. For each fault they show how often the rule finds the
-    fault, and after how many steps. The last row adds up these steps over all faults.
+    The first row counts false alarms. The row of a fault shows how often a rule finds the fault, and after
+    how many steps on average. The last row adds up the steps over all faults.
     """
     lines = [f"{'':<38}" + "".join(f"{rule:>22}" for rule in trials)]
     counts = [f"{len(trial.false_alarms):>22}" for trial in trials.values()]

@@ -149,8 +149,8 @@ def read_commit(repository: Path) -> tuple[str, list[str]]:
 
 
 def unprintable_word(arguments: argparse.Namespace, config: Config) -> str | None:
-    """What is wrong with a word that reaches the job script: a newline in it would be a line of the script, and an
-    option of sbatch after it one that nobody gave."""
+    """Return an error if a value for the job script has unprintable characters. A newline would add a line to the
+    script, such as an sbatch option that nobody gave."""
     words = {
         "--time": [arguments.time],
         "--partition": [arguments.partition],
@@ -198,12 +198,12 @@ def script_words(
 
 
 def render(template: str, words: dict[str, str]) -> str:
-    """Every `__WORD__` replaced; KeyError for one without a value."""
+    """Replace every `__WORD__`. A word without a value raises KeyError."""
     return re.sub(r"__([A-Z_]*[A-Z])__", lambda found: words[found[1]], template)
 
 
 def freeze(folder: Path, config: Config, script: str, commit: str, changed: list[str]) -> None:
-    """Config, script, commit and source of the job; the source as git has it, or as it lies here if that differs."""
+    """Write the job's config, script, commit and source. The source is the working tree without ignored files."""
     source = folder / "source"
     source.mkdir(parents=True)
     listed = ["git", "-C", str(REPOSITORY), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -201,7 +201,7 @@ def start(
         agent: a torchrun forks the ranks.
         faults: faults of its ranks, see faults.py.
         torchrun: other options of it than for `ranks` on this machine.
-        mark: that of another start, to which this one belongs as a node of the same job.
+        mark: mark of another start, to which this one belongs as a node of the same job.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex

@@ -208,7 +208,7 @@ def test_rows_without_target_or_attended_keys(
 def test_temperature_scale_and_frozen_tensors(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A temperature may be a number or have one dimension. The upstream gradient scales the others."""
+    """A temperature may be a number or have one dimension. The upstream gradient scales all gradients."""
     cut(monkeypatch, SMALL)
     problem = make_problem(form, 33, device, batch=1)
     once = differentiate(problem, through_api(problem, "triton", RowSample()))
@@ -232,8 +232,8 @@ def test_temperature_scale_and_frozen_tensors(
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits do not change, because tiles are added in the same order whatever the chunk. Over key lists, chunks divide
-    the sums of the keys' gradients."""
+    """Chunks change no bits, because tiles are added in the same order. Only the keys' gradients over key lists may
+    differ slightly, because chunks divide their sums."""
     problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 
@@ -267,8 +267,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss saves a pass if both sums are known. A wrong log-sum changes the gradient, so the loss reads it. The
-    value changes only in second order, here by 1e-3 squared per row."""
+    """The loss saves a pass if both sums are known. A log-sum that is wrong by 1e-3 changes the gradient. It changes
+    the value only in second order, by less than 1e-6 per row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
@@ -337,7 +337,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """Parts give the loss of their sum. Values off the attended set are NaN and not read; the rows have gaps."""
+    """Parts of a target give the loss of their sum. Unattended entries are NaN and not read. Rows have gaps in
+    memory."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)

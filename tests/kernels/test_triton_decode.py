@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
     splits=[None, 1, 4],
 )
 def test_step(device: str, options: dict[str, Any]) -> None:
-    """Lengths are 1, below k_t, 0 for an unused slot, and several tiles."""
+    """Lengths are 1, below k_t, 0 (an unused slot), and longer than a tile."""
     options = dict(options)
     rule, window = replace(RULE, adaptive_k=options.pop("mode")), options.pop("window")
     sigmoid = options["activation"] == "sigmoid"
@@ -59,8 +59,8 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """The selection has more keys than the parts take at once, and room for more; the last tile is short. Two steps
-    count the outputs of two sequences with two key-value heads."""
+    """Parts have several tiles of keys. The last tile is not full, and the selection has free slots. Two steps count
+    the outputs of two sequences with two key-value heads."""
     rule = BudgetRule(120, 4, 150, "off")
     case = make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits)
     check(case.with_new(in_chain=True, counted=True), rule, 9)
@@ -144,8 +144,8 @@ def test_default_parts(programs: int, rows: int, splits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
-    """The newest key is the first or last of a chunk, one of few, or the only one, with an unused slot. The kernel
-    beside it is launched, too."""
+    """The newest key is first or last in a chunk, one of few keys, or the only key. One slot is unused. The kernel
+    `beside` is launched, too."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
     launched: list[int] = []
