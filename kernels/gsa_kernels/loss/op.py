@@ -98,7 +98,7 @@ def masked_indexer_loss(
     Args:
         indexer: its keys up to the last query's own
         rows: which rows are computed; the sample is the same on every tensor-parallel rank
-        queries_per_row: queries that one row of the sample counts for: the size of a group of keys (loss/groups.py), or 1
+        queries_per_row: queries for which one row counts: the size of a group of keys (loss/groups.py), or 1
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         blocks: block shapes, for measurements
 
