@@ -109,8 +109,8 @@ def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
     tags = {tag for record in records for tag in to_scalars(record)}
     # This run does not use other packing, source weights and GPU kernels.
     used = DataConfig(packing="best_fit", source_weights={"a": 1.0})
-    # The run has no experts.
-    keys |= {"expert_load_max", "expert_load_min"}
+    # The run has no experts, no z-loss and no batch ramp.
+    keys |= {"expert_load_max", "expert_load_min", "z_loss", "global_batch_size"}
     # The run has no queries with 64 causal keys.
     keys |= {"first_token_attention", "first_token_attention_spread", "sink_by_position"}
     # The run scores no `evaluate.tasks`.

@@ -277,15 +277,15 @@ def test_segments_of_lists_fit_what_is_counted_for_them(monkeypatch, heads, head
     monkeypatch.setattr(backward, "_add_segments_kernel", MagicMock())
     monkeypatch.setattr(backward, "count_multiprocessors", lambda device: limits.MULTIPROCESSORS)
     q, k = (tensor(1, 65536, count, head_size) for count in heads)
-    lists = MagicMock(queries=32, counts=tensor(1, 2048, dtype=torch.int32))
-    members = heads_per_program(heads[0] // heads[1], 32, backward.backward_tiles(head_size, q.dtype).queries)
+    lists = MagicMock(counts=tensor(1, 2048, dtype=torch.int32))
+    members = heads_per_program(heads[0] // heads[1], backward.backward_tiles(head_size, q.dtype).queries)
     rows = TileRows(0, tiles, tensor(tiles), tensor(tiles), tiles * keys)
     grad_q = torch.empty_like(q)
     backward._launch(
         GradientInputs(q, q, k, k, tensor(1), tensor(1)), lists, grad_q, members, rows, 0, tensor(1)
     )
     walk.__getitem__.assert_called_once_with((tiles * segments,))
-    results = walk.__getitem__.return_value.call_args.args[12]
+    results = walk.__getitem__.return_value.call_args.args[10]
     taken = 0 if results is grad_q else results.nbytes
     assert (taken > 0) == (segments > 1)
     counted = limits.segments_bytes(keys, limits.MULTIPROCESSORS)
@@ -307,9 +307,8 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
         assert most * limits.SEGMENT_GRADIENT_BYTES <= limits.segments_bytes(keys, limits.MULTIPROCESSORS)
     for size in limits.HEAD_SIZES:
         for dtype in (torch.bfloat16, torch.float32):
-            for queries in limits.TILE_SIZES:
-                rows = queries * heads_per_program(64, queries, backward_tiles(size, dtype).queries)
-                assert 4 * rows * size <= limits.SEGMENT_GRADIENT_BYTES
+            rows = limits.TILE_QUERIES * heads_per_program(64, backward_tiles(size, dtype).queries)
+            assert 4 * rows * size <= limits.SEGMENT_GRADIENT_BYTES
     assert limits.segments_bytes(8191, limits.MULTIPROCESSORS) == 0
 
 

@@ -31,7 +31,7 @@ def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 def test_with_a_cache_as_without(name: str) -> None:
     """Budgets are adaptive; prompts end inside blocks and groups of keys."""
     model, prompts = tiny_model(name, attention="sdpa"), padded((14, 9))
-    long = name in ("gsa", "blocks-rope-reuse")
+    long = name in ("gsa", "window-rope-reuse")
     options: dict[str, Any] = {"max_new_tokens": 100 if long else 40, **GREEDY}
     found = model.generate(**prompts, **options)
     assert torch.equal(found, model.generate(**prompts, use_cache=False, **options))
@@ -62,7 +62,7 @@ def test_beams(name: str, static: bool) -> None:
     assert torch.equal(model.generate(**prompts, **kept, **options), without)
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_prompt_lookup_crops_the_cache(name: str) -> None:
     """Several tokens follow a cache at once, and some are removed again."""
     model, prompt = tiny_model(name, indexer_rope=True), distinct_tokens(1, 12).repeat(1, 2)
