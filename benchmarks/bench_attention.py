@@ -27,6 +27,8 @@ from gsa_kernels.packed_mask import pack_mask, unpack_mask
 
 CHECKED_LENGTH = 1024
 TOLERANCE = 1e-2
+WIDE_OVER_NARROW = 1.2
+"""Largest allowed time of the forward pass for heads-256 relative to heads-128."""
 
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
@@ -112,6 +114,20 @@ def measure(report: harness.Report, shape: Shape, length: int, masks: Mapping[st
         )
 
 
+def judge_wide_heads(report: harness.Report) -> None:
+    forward = {
+        (row["shape"], row["length"], row["attention"]): row["forward_ms"]
+        for row in report.rows
+        if "forward_ms" in row
+    }
+    for (shape, length, attention), ms in forward.items():
+        narrow = forward.get(("heads-128", length, attention))
+        if shape == "heads-256" and narrow and not str(attention).startswith("torch"):
+            ratio = float(str(ms)) / float(str(narrow))
+            what = f"{length}, {attention}: heads of 256 / of 128, forward"
+            report.bar(what, ratio, at_most=WIDE_OVER_NARROW)
+
+
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
@@ -144,7 +160,7 @@ def main() -> int:
         for length in trained or arguments.lengths:
             masks = trained.get(length) or {"masked": random_packed_mask(1, length, arguments.selected)}
             measure(report, shape, length, masks)
-    cases.judge_wide_heads(report, "length", "attention")
+    judge_wide_heads(report)
     return report.finish()
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import harness
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,9 +35,6 @@ SHAPES = {
         Shape("heads-128", 32, 4, 128),
     )
 }
-
-WIDE_OVER_NARROW = 1.2
-"""Largest allowed time of attention's forward pass for heads-256 relative to heads-128."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +117,6 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0) -> IndexerInp
     for leaf in inputs.leaves:
         leaf.requires_grad_()
     return inputs
-
-
-def judge_wide_heads(report: harness.Report, *alike: str) -> None:
-    """Check the forward time of heads-256 relative to heads-128, if both were measured. Compared rows agree in the
-    columns `alike`."""
-    rows = {(row["shape"], *(row[name] for name in alike)): row for row in report.rows if "forward_ms" in row}
-    for (shape, *case), row in list(rows.items()):
-        narrow = rows.get(("heads-128", *case))
-        ours = not str(row.get("attention", "")).startswith("torch")
-        if ours and shape == "heads-256" and narrow is not None:
-            what = ", ".join(map(str, case))
-            ratio = float(row["forward_ms"]) / float(narrow["forward_ms"])  # type: ignore[arg-type]
-            report.bar(f"{what}: heads of 256 / of 128, forward", ratio, at_most=WIDE_OVER_NARROW)
 
 
 def normal(*shape: int) -> torch.Tensor:
