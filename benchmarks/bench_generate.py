@@ -10,8 +10,7 @@ in one run.
 `standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
 with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
 backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
-`products`), unless --products names them. `standard, our products` is the standard model with our kernels for few
-rows.
+`products`). `standard, our products` is the standard model with our kernels for few rows.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
 all steps are at the same position.
@@ -40,7 +39,7 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
-from gsa_hf.decoding import PRODUCTS, FusedDecoder
+from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraph
 
 POOL = 16
@@ -204,8 +203,8 @@ def open_decoder(
 ) -> FusedDecoder:
     """Return a model with full caches; the next token goes to slot `filled`, which `ROOM_TOKENS` slots follow."""
     config = model_config(name, layers, filled + ROOM_TOKENS, arguments.shapes)
-    products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, arguments.products)
-    decoder = FusedDecoder(make_model(config, device), arguments.compile, products)
+    products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, "auto")
+    decoder = FusedDecoder(make_model(config, device), True, products)
     decoder.open(batch, filled + ROOM_TOKENS)
     fill(decoder)
     decoder.tokens.random_(0, config.vocab_size)
@@ -291,7 +290,7 @@ def measure(
             hidden = head.new_zeros(batch, head.shape[1])
             steps[f"{name} head"] = harness.capture(partial(torch.nn.functional.linear, hidden, head))
             print(f"{name}: ready in {time.perf_counter() - started:.1f} s, {layers} layers", flush=True)
-        limits: dict[str, Any] = {"budget_ms": arguments.budget_ms, "flush_l2": False, "compiled": True}
+        limits: dict[str, Any] = {"budget_ms": 400.0, "flush_l2": False, "compiled": True}
         times |= harness.measure(steps, before=back, **limits)
         for name, decoder in decoders.items():
             facts[name] = {"products": decoder.products}
@@ -376,13 +375,8 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[PROMISED_LENGTH, 32768], help="tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--models", nargs="+", default=[STANDARD, OUR_STANDARD, *PROMISES])
-    parser.add_argument("--products", choices=PRODUCTS, default="auto", help="of GSA")
     parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
     parser.add_argument("--prefill", type=int, nargs="+", default=[32768], help="tokens; 0: leave it out")
-    parser.add_argument("--budget-ms", type=float, default=400.0, help="of device time for each step")
-    parser.add_argument(
-        "--eager", dest="compile", action="store_false", help="do not compile what is between products"
-    )
     parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
     arguments = parser.parse_args()
     arguments.until = time.perf_counter() + arguments.seconds

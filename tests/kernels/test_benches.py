@@ -61,6 +61,17 @@ def test_bench_gsa_runs(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("tiny")
+def test_bench_kl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_kl
+
+    assert call(monkeypatch, bench_kl, "--out", tmp_path, "--lengths", "40") == 0
+    report = json.loads((tmp_path / "bench_kl.json").read_text())
+    checks = [row for row in report["rows"] if "value_error" in row]
+    assert [row["attended"] for row in checks] == ["all", "sparse"]
+    assert len(report["rows"]) == 4
+
+
+@pytest.mark.usefixtures("tiny")
 def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_long
 
