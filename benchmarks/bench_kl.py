@@ -127,9 +127,12 @@ def check(report: harness.Report, case: Case) -> None:
 
 
 def measure(report: harness.Report, case: Case) -> None:
-    *tensors, beta = (leaf.detach() for leaf in case.leaves.values())
+    q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (
+        leaf.detach() for leaf in case.leaves.values()
+    )
     kind = score_kind(cases.DTYPE, "sigmoid", beta.device)
-    inputs = Inputs(*tensors, beta.reshape(1), case.packed_mask, None, kind)
+    mask = case.packed_mask
+    inputs = Inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta.reshape(1), mask, None, kind)
     outputs = new_outputs(inputs, with_gradients=True, sampled=False, one_chunk=False)
     length = case.target.shape[1]
     chunk = min(length, 256 * 2**20 // (4 * length))
