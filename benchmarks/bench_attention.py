@@ -23,21 +23,12 @@ from trained_indexers import read_all
 
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
-from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.packed_mask import unpack_mask
 
 CHECKED_LENGTH = 1024
 TOLERANCE = 1e-2
-
-
-def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """Draw int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
-    keys = torch.arange(length, device=cases.DEVICE)
-    parts = []
-    for rows in keys.split(1024):  # the mask of all rows would be large
-        chance = (selected / (rows[:, None] + 1)).clamp(max=1)
-        chosen = torch.rand(batch, len(rows), length, device=cases.DEVICE) < chance
-        parts.append(pack_mask((chosen | (keys == 0)) & (keys <= rows[:, None])))
-    return torch.cat(parts, 1)
+WIDE_OVER_NARROW = 1.2
+"""Largest allowed time of the forward pass for heads-256 relative to heads-128."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +103,20 @@ def measure(report: harness.Report, shape: Shape, length: int, masks: Mapping[st
         )
 
 
+def judge_wide_heads(report: harness.Report) -> None:
+    forward = {
+        (row["shape"], row["length"], row["attention"]): row["forward_ms"]
+        for row in report.rows
+        if "forward_ms" in row
+    }
+    for (shape, length, attention), ms in forward.items():
+        narrow = forward.get(("heads-128", length, attention))
+        if shape == "heads-256" and narrow and not str(attention).startswith("torch"):
+            ratio = float(str(ms)) / float(str(narrow))
+            what = f"{length}, {attention}: heads of 256 / of 128, forward"
+            report.bar(what, ratio, at_most=WIDE_OVER_NARROW)
+
+
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
@@ -134,7 +139,7 @@ def main() -> int:
     report = harness.Report("bench_attention_trained" if trained else "bench_attention", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:
-        some = random_packed_mask(1, CHECKED_LENGTH, CHECKED_LENGTH // 2)
+        some = cases.random_packed_mask(1, CHECKED_LENGTH, CHECKED_LENGTH // 2)
         for name, packed_mask in (("masked", some), ("dense", None)):
             error = worst_error(shape, packed_mask)
             report.row(shape=shape.name, length=CHECKED_LENGTH, attention=name, relative_error=error)
@@ -142,9 +147,9 @@ def main() -> int:
                 report.fail(f"{name}, {shape.name}: relative error {error:.1e}, at most {TOLERANCE:g}")
     for shape in shapes:
         for length in trained or arguments.lengths:
-            masks = trained.get(length) or {"masked": random_packed_mask(1, length, arguments.selected)}
+            masks = trained.get(length) or {"masked": cases.random_packed_mask(1, length, arguments.selected)}
             measure(report, shape, length, masks)
-    cases.judge_wide_heads(report, "length", "attention")
+    judge_wide_heads(report)
     return report.finish()
 
 

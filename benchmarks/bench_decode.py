@@ -1,6 +1,6 @@
 """Compares GSA decoding with dense decoding: one token per sequence, each in a CUDA graph, on one CUDA device.
 
-    python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--selected 2048]
+    python benchmarks/bench_decode.py [--length 131072] [--batches 1 16]
 
 A graph runs the attention of several layers, each with its own caches, so that the L2 cache holds none of them. Times
 are medians in microseconds per layer. Dense rows are the torch SDPA backends that support the case, and a split-key
@@ -33,7 +33,9 @@ MAX_LAYERS = 16
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 """MATH is left out, because it copies the cache several times and takes 50 times as long."""
 TOLERANCE = 1e-2
-PROMISED_LENGTH, PROMISED_KEYS = 131072, 2048
+SELECTED = 2048
+"""Keys per query."""
+PROMISED_LENGTH = 131072
 PROMISE = 5.0
 """Promised speed of `GSA token` relative to the fastest dense decoding."""
 
@@ -158,8 +160,7 @@ def dense_decode(layer: Layer, partial_out: torch.Tensor, stats: torch.Tensor) -
 class Gsa:
     """Runs decoding steps of GSA, all with one workspace."""
 
-    def __init__(self, batch: int, length: int, selected: int) -> None:
-        self.selected = selected
+    def __init__(self, batch: int, length: int) -> None:
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
         self.ema = torch.zeros((), device="cuda")
         self.workspace = new_workspace(
@@ -170,7 +171,7 @@ class Gsa:
         return LayerCache(x.k, x.v, self.lengths, x.selection, self.workspace)
 
     def step(self, x: Layer) -> torch.Tensor:
-        rule = BudgetRule(k_base=self.selected, k_min=min(256, self.selected), k_max=self.selected)
+        rule = BudgetRule(k_base=SELECTED, k_min=256, k_max=SELECTED)
         return decode_step(x.q, x.indexer, self.cache(x), rule, self.ema, Geometry(), x.gate, x.out)
 
     def attend(self, x: Layer) -> torch.Tensor:
@@ -181,7 +182,7 @@ class Gsa:
 def check_step(report: harness.Report, gsa: Gsa, layer: Layer) -> None:
     """Check the first sequence: the selection is exact for the kernel's scores, and the output agrees with fp64."""
     output = gsa.step(layer)
-    length, k = layer.k.shape[1], gsa.selected
+    length, k = layer.k.shape[1], SELECTED
     every = torch.ones(1, 1, length, dtype=torch.bool, device="cuda")
     budget = torch.full((1, 1), k, device="cuda")
     chosen = select_top_k(gsa.workspace.scores[:1, None, :length], every, budget)[0, 0]
@@ -244,11 +245,11 @@ def bandwidth() -> float:
     return 2 * source.nbytes / (ms * 1e3)
 
 
-def measure(report: harness.Report, batch: int, length: int, selected: int, bytes_per_us: float) -> None:
+def measure(report: harness.Report, batch: int, length: int, bytes_per_us: float) -> None:
     per_layer = batch * length * 2 * (2 * KV_HEADS * HEAD_SIZE + INDEXER_SIZE)
     count = max(2, min(MAX_LAYERS, int(CACHE_BYTES / per_layer)))
-    layers = [make_layer(batch, length, selected) for _ in range(count)]
-    gsa, dense = Gsa(batch, length, selected), dense_decoders(batch, layers[0])
+    layers = [make_layer(batch, length, SELECTED) for _ in range(count)]
+    gsa, dense = Gsa(batch, length), dense_decoders(batch, layers[0])
     check_step(report, gsa, layers[0])
     check_dense(report, dense, layers[0])
 
@@ -262,7 +263,7 @@ def measure(report: harness.Report, batch: int, length: int, selected: int, byte
     us = {name: timing.ms * 1e3 / count for name, timing in times.items()}
 
     token_bytes = 4 * KV_HEADS * HEAD_SIZE
-    attended, indexed = batch * selected * token_bytes, batch * length * 2 * INDEXER_SIZE
+    attended, indexed = batch * SELECTED * token_bytes, batch * length * 2 * INDEXER_SIZE
     read: dict[str, float] = dict.fromkeys(dense, batch * length * token_bytes)
     read |= {"GSA token": indexed + attended, "GSA attention": attended}
     fastest = min(us[name] for name in dense)
@@ -270,14 +271,14 @@ def measure(report: harness.Report, batch: int, length: int, selected: int, byte
         report.row(
             batch=batch,
             length=length,
-            selected=selected,
+            selected=SELECTED,
             layers=count,
             decoding=name,
             us=us[name],
             bound_us=read[name] / bytes_per_us,
             speedup=fastest / us[name],
         )
-    if (length, selected) == (PROMISED_LENGTH, PROMISED_KEYS):
+    if length == PROMISED_LENGTH:
         what = f"fastest dense decoding / GSA token, batch {batch} at {length}"
         report.bar(what, fastest / us["GSA token"], at_least=PROMISE)
 
@@ -286,7 +287,6 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--length", type=int, default=PROMISED_LENGTH, help="tokens; a multiple of 4096")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--selected", type=int, default=PROMISED_KEYS, help="k")
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
@@ -294,7 +294,7 @@ def main() -> int:
     bytes_per_us = bandwidth()
     print(f"a copy moves {bytes_per_us / 1e6:.2f} TB/s")
     for batch in arguments.batches:
-        measure(report, batch, arguments.length, arguments.selected, bytes_per_us)
+        measure(report, batch, arguments.length, bytes_per_us)
     return report.finish()
 
 

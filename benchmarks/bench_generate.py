@@ -1,6 +1,6 @@
 """Measures tokens per second of decoding and prefill in a whole 1.7B model: GSA, GSA with groups of keys, standard.
 
-    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...] [--timeline]
+    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...]
 
 The models have the sizes in configs/gsa_1.7b.yaml and run in bf16. Weights and cache contents are random. The script
 compares the standard model (dense, no gates, no indexer), GSA, and GSA that selects groups of 16 keys. All models
@@ -10,8 +10,7 @@ in one run.
 `standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
 with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
 backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
-`products`), unless --products names them. `standard, our products` is the standard model with our kernels for few
-rows.
+`products`). `standard, our products` is the standard model with our kernels for few rows.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
 all steps are at the same position.
@@ -19,9 +18,6 @@ all steps are at the same position.
 `bound` is the time to read the required weights and keys at the bandwidth of a device copy. A model that does not fit
 is cut to the layers that fit, and its time is scaled to all layers (column `layers`). The output layer is timed
 separately.
-
---timeline also shows when the kernels of one layer, and those at both ends of a step, start and end. It records three
-successive steps and shows the second. The time of a kernel includes its wait for the previous kernel.
 """
 
 import argparse
@@ -40,11 +36,10 @@ from typing import Any
 import harness
 import torch
 import yaml
-from timeline import show_layer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
-from gsa_hf.decoding import PRODUCTS, FusedDecoder
+from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraph
 
 POOL = 16
@@ -61,11 +56,9 @@ CUDNN_WITHIN = 1.03
 128K tokens, flash was slightly faster per layer, but cuDNN was faster in the whole step (e8920a8c, 74fdd2d)."""
 TOLERANCE = 2e-2
 ROOM_TOKENS = 64
-"""Slots after the filled ones. Steps write into the first one; the timeline's last step writes into the second."""
+"""Slots after the filled ones. Steps write into the first one."""
 
 Step = Callable[[], object]
-Place = Callable[[int], object]
-"""Sets a decoder's counters to this number of tokens after the position at which steps are measured."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +203,8 @@ def open_decoder(
 ) -> FusedDecoder:
     """Return a model with full caches; the next token goes to slot `filled`, which `ROOM_TOKENS` slots follow."""
     config = model_config(name, layers, filled + ROOM_TOKENS, arguments.shapes)
-    products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, arguments.products)
-    decoder = FusedDecoder(make_model(config, device), arguments.compile, products)
+    products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, "auto")
+    decoder = FusedDecoder(make_model(config, device), True, products)
     decoder.open(batch, filled + ROOM_TOKENS)
     fill(decoder)
     decoder.tokens.random_(0, config.vocab_size)
@@ -226,9 +219,9 @@ def capture(
     what: str,
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
-) -> tuple[Step, Place]:
-    """Capture the step at the decoder's position, and return it with a `Place`. The step advances the counters, and the
-    `Place` resets them."""
+) -> tuple[Step, Step]:
+    """Capture the step at the decoder's position. Return it, and a function that resets the counters, which the step
+    advances."""
     filled = int(decoder.slot)
     with attends():
         wanted = decoder.step().clone()
@@ -236,11 +229,11 @@ def capture(
         graph = DecodingGraph(decoder)
     check(report, what, wanted, graph.step())
 
-    def place(tokens: int) -> None:
-        decoder.slot.fill_(filled + tokens)
-        decoder.lengths.fill_(filled + 1 + tokens)
+    def go_back() -> None:
+        decoder.slot.fill_(filled)
+        decoder.lengths.fill_(filled + 1)
 
-    return graph.step, place
+    return graph.step, go_back
 
 
 def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
@@ -281,7 +274,7 @@ def measure(
     for group in groups:
         decoders: dict[str, FusedDecoder] = {}
         steps: dict[str, Step] = {}
-        places: dict[str, Place] = {}
+        back: dict[str, Step] = {}
         for name in group:
             started = time.perf_counter()
             decoder = open_decoder(name, batch, filled, layers, arguments, "cuda")
@@ -291,22 +284,18 @@ def measure(
                 decoder.visible_from_mask = sdpa.masked
                 attends = partial(sdpa_kernel, sdpa.backend)
             what = f"{name}, batch {batch} at {length}"
-            steps[name], places[name] = capture(report, what, decoder, attends)
+            steps[name], back[name] = capture(report, what, decoder, attends)
             decoders[name] = decoder
             head = decoder.model.lm_head.weight
             hidden = head.new_zeros(batch, head.shape[1])
             steps[f"{name} head"] = harness.capture(partial(torch.nn.functional.linear, hidden, head))
             print(f"{name}: ready in {time.perf_counter() - started:.1f} s, {layers} layers", flush=True)
-        back = {what: partial(place, 0) for what, place in places.items()}
-        limits: dict[str, Any] = {"budget_ms": arguments.budget_ms, "flush_l2": False, "compiled": True}
+        limits: dict[str, Any] = {"budget_ms": 400.0, "flush_l2": False, "compiled": True}
         times |= harness.measure(steps, before=back, **limits)
-        if arguments.timeline:
-            for what, place in places.items():
-                show_layer(what, steps[what], place)
         for name, decoder in decoders.items():
             facts[name] = {"products": decoder.products}
             facts[name] |= {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
-        del decoders, steps, places, back, decoder, head, hidden
+        del decoders, steps, back, decoder, head, hidden
         gc.collect()
         torch.cuda.empty_cache()
     per_token = {}
@@ -386,14 +375,8 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[PROMISED_LENGTH, 32768], help="tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--models", nargs="+", default=[STANDARD, OUR_STANDARD, *PROMISES])
-    parser.add_argument("--products", choices=PRODUCTS, default="auto", help="of GSA")
     parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
     parser.add_argument("--prefill", type=int, nargs="+", default=[32768], help="tokens; 0: leave it out")
-    parser.add_argument("--budget-ms", type=float, default=400.0, help="of device time for each step")
-    parser.add_argument(
-        "--eager", dest="compile", action="store_false", help="do not compile what is between products"
-    )
-    parser.add_argument("--timeline", action="store_true", help="of one layer's kernels, by our products")
     parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
     arguments = parser.parse_args()
     arguments.until = time.perf_counter() + arguments.seconds

@@ -121,7 +121,6 @@ class Turns:
     warm_up_steps: int
     steps: int
     traces: bool
-    dispatcher: str
 
 
 def load(name: str, options: Sequence[str]) -> Config:
@@ -183,7 +182,7 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
 
     def prepare(model: Model) -> None:
         if experts:
-            found.difference = megatron_experts.take_megatron_experts(model, experts, turns.dispatcher)
+            found.difference = megatron_experts.take_megatron_experts(model, experts)
 
     batches = random_batches(config, parallel)
     reset_peak_memory(parallel.device)
@@ -296,12 +295,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=3, help="of each turn")
     parser.add_argument("--steps", type=int, default=5, help="of each turn")
-    parser.add_argument(
-        "--dispatcher",
-        choices=megatron_experts.DISPATCHERS,
-        default="allgather",
-        help="of megatron-core, which has allgather by default; on one rank neither sends anything",
-    )
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
@@ -318,13 +311,7 @@ def main() -> int:
     report = harness.Report("bench_moe", arguments)
     parallel = init_parallel(config.parallel, seed=1)
     leave_default_stream(parallel.device)  # for CUDA graphs; the same for all models
-    turns = Turns(
-        arguments.rounds,
-        arguments.warm_up_steps,
-        arguments.steps,
-        not arguments.no_profile,
-        arguments.dispatcher,
-    )
+    turns = Turns(arguments.rounds, arguments.warm_up_steps, arguments.steps, not arguments.no_profile)
     take_turns(found, turns, parallel)
     add_to(report, found)
     shutdown_parallel()

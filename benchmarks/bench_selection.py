@@ -1,14 +1,13 @@
 """Times the indexer scores and the selection on one CUDA device, and checks each selection.
 
-    python benchmarks/bench_selection.py [--lengths 4096 32768] [--query-start 98304] [--candidates-from 8192]
-        [--profile]
+    python benchmarks/bench_selection.py [--lengths 4096 32768] [--query-start 98304]
 
 For each length it times the score pass and the selection pass over the same chunks of rows. It times both together as
 `select_keys` runs them, by all scores (select_keys_ms) and by candidates (candidates_ms). It times `select_key_lists`
 in both ways (lists_ms, candidate_lists_ms), and torch.topk over the same scores (only its sort). best_ratio is the
 faster way to the lists divided by the score pass. TFLOP/s count the products of the causal pairs, 2 HI DI each. GB/s
 count one write (scores) or one read (selection) of each causal score. --query-start N takes the queries from N on and
-all keys, as on a context-parallel rank. --profile adds the share of each kernel in the time of the lists.
+all keys, as on a context-parallel rank.
 """
 
 import argparse
@@ -35,15 +34,14 @@ from gsa_kernels.selection.score_chunks import chunk_view
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 RULE = BudgetRule(K_BASE, K_MIN, K_MAX)
+CANDIDATES_FROM = 8192
+"""Keys of the first row that is selected by candidates, in the runs that select so."""
 
 
 def measure(report: harness.Report, args: argparse.Namespace, length: int) -> None:
     """Measure the queries from `args.query_start` on, with all `length` keys."""
-    query_start, candidates_from = args.query_start, args.candidates_from
-    indexer, geometry = (
-        make_indexer(length, query_start, getattr(torch, args.dtype)),
-        Geometry(query_start=query_start),
-    )
+    query_start = args.query_start
+    indexer, geometry = make_indexer(length, query_start), Geometry(query_start=query_start)
     num_rows = length - query_start
 
     def select(ema: torch.Tensor, start: int | None = None) -> Selection:
@@ -54,7 +52,7 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
 
     ema = select(torch.ones((), device="cuda")).variance.mean()
     selection = select(ema)
-    for way, found in (("all scores", selection), ("candidates", select(ema, candidates_from))):
+    for way, found in (("all scores", selection), ("candidates", select(ema, CANDIDATES_FROM))):
         if not is_correct(indexer, geometry, found, ema):
             report.fail(f"selection of {length} tokens by {way}")
 
@@ -80,9 +78,9 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
         "scores": scores_pass,
         "selection": selection_pass,
         "select_keys": lambda: select(ema),
-        "candidates": lambda: select(ema, candidates_from),
+        "candidates": lambda: select(ema, CANDIDATES_FROM),
         "lists": select_lists,
-        "candidate_lists": lambda: select_lists(candidates_from),
+        "candidate_lists": lambda: select_lists(CANDIDATES_FROM),
         "topk": topk_pass,
     }
     ms = {name: timed.ms for name, timed in harness.measure(candidates).items()}
@@ -96,36 +94,20 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
         scores_gbps=4 * pairs / ms["scores"] / 1e6,
         selection_gbps=4 * pairs / ms["selection"] / 1e6,
         mean_k=selection.budget.float().mean().item(),
-        dtype=args.dtype,
     )
-    if args.profile:
-        print_kernels(candidates["candidate_lists"])
 
 
-def make_indexer(length: int, query_start: int, dtype: torch.dtype) -> Indexer:
+def make_indexer(length: int, query_start: int) -> Indexer:
     generator = torch.Generator("cuda").manual_seed(length)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
 
     q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)[:, query_start:].contiguous()
     # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     k_idx = draw(1, length, INDEXER_SIZE) * 1.5
     weight_logits = draw(1, length, INDEXER_HEADS)[:, query_start:].contiguous()
     return Indexer(q_idx, k_idx, weight_logits)
-
-
-def print_kernels(run: harness.Run) -> None:
-    """Print the time of each kernel in one run, the longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    times = sorted(
-        ((event.device_time_total / 1e3, event.count, event.key[:60]) for event in profile.key_averages()),
-        reverse=True,
-    )
-    for ms, count, name in times[:12]:
-        print(f"  {ms:8.3f} ms in {count:4d} launches: {name}")
 
 
 def is_correct(
@@ -152,10 +134,7 @@ def is_correct(
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--query-start", type=int, default=0, help="position of the first query")
-    parser.add_argument("--candidates-from", type=int, default=8192, help="keys of the first such row")
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
     args = parser.parse_args()
     if not 0 <= args.query_start < min(args.lengths):
         parser.error(f"--query-start is {args.query_start}; pass 0 to {min(args.lengths) - 1}")

@@ -34,7 +34,7 @@ from gsa_train.distributed.parallel import init_parallel, shutdown_parallel
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from whole_steps import step_sweep
 from whole_steps.step_bench import OurTrainee, release_memory
-from whole_steps.step_timing import Row, Subject, Turns, measure, part_of
+from whole_steps.step_timing import Row, Subject, Turns, measure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ def load(name: str, sequences: int, overrides: list[str]) -> Config:
 def add_to(report: harness.Report, rows: list[Row]) -> None:
     for row in rows:
         cells = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        report.row(**{name: cell for name, cell in cells.items() if name not in ("parts", "top")})
+        report.row(**{name: cell for name, cell in cells.items() if name != "parts"})
     for part in dict.fromkeys(part for row in rows for part in row.parts):
         times = {f"{row.config}, {row.micro_batch}": row.parts.get(part, 0.0) for row in rows}
         report.row(ms_per_sequence=part, **times)
@@ -75,7 +75,6 @@ def main() -> int:
     parser.add_argument("--warm-up-seconds", type=float, default=10.0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--no-profile", action="store_true")
-    parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
     step_sweep.add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
@@ -99,8 +98,6 @@ def main() -> int:
             row = measure(subject, reference, turns, not arguments.no_profile)
             rows.append(row)
             print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")
-            for kernel, count, took in row.top[: arguments.top]:
-                print(f"  {took:8.3f} ms {count:6} x [{part_of(kernel)}] {kernel[:130]}")
         if reference is None:
             reference = subject
         else:

@@ -54,7 +54,7 @@ from gsa_train.config import ConfigError
 from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability, prepare_connections
 from whole_steps.layout_names import layout_list
 from whole_steps.results import Result, VariantFailed, as_row, scaling
-from whole_steps.variants import ATTENTIONS, Sizes, variants
+from whole_steps.variants import Sizes, variants
 
 TRACED_STEPS = 2
 LAST_WORDS_SECONDS = 5
@@ -68,9 +68,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, nargs="+", default=[], metavar="FILE", help="our models")
     parser.add_argument(
         "--megatron", type=Path, metavar="FILE", help="megatron-core's model with these sizes"
-    )
-    parser.add_argument(
-        "--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="of megatron"
     )
     parser.add_argument("--layouts", default="tp=1", help='"tp=1;tp=2,sp"; see layout_names.py')
     parser.add_argument("--steps", type=int, default=10, help="that are measured")
@@ -141,9 +138,7 @@ def measure(arguments: argparse.Namespace) -> int:
     layouts = layout_list(arguments.layouts)
     try:
         world_size = announced_world_size()
-        plan = variants(
-            arguments.config, arguments.megatron, arguments.attention, layouts, sizes, world_size, checkpoints
-        )
+        plan = variants(arguments.config, arguments.megatron, layouts, sizes, world_size, checkpoints)
     except (ConfigError, ValueError) as error:
         return refuse(error)
     chosen = VARIABLE in os.environ

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import harness
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import Indexer
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -36,9 +36,6 @@ SHAPES = {
         Shape("heads-128", 32, 4, 128),
     )
 }
-
-WIDE_OVER_NARROW = 1.2
-"""Largest allowed time of attention's forward pass for heads-256 relative to heads-128."""
 
 
 @dataclass(frozen=True)
@@ -123,21 +120,19 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0) -> IndexerInp
     return inputs
 
 
-def judge_wide_heads(report: harness.Report, *alike: str) -> None:
-    """Check the forward time of heads-256 relative to heads-128, if both were measured. Compared rows agree in the
-    columns `alike`."""
-    rows = {(row["shape"], *(row[name] for name in alike)): row for row in report.rows if "forward_ms" in row}
-    for (shape, *case), row in list(rows.items()):
-        narrow = rows.get(("heads-128", *case))
-        ours = not str(row.get("attention", "")).startswith("torch")
-        if ours and shape == "heads-256" and narrow is not None:
-            what = ", ".join(map(str, case))
-            ratio = float(row["forward_ms"]) / float(narrow["forward_ms"])  # type: ignore[arg-type]
-            report.bar(f"{what}: heads of 256 / of 128, forward", ratio, at_most=WIDE_OVER_NARROW)
-
-
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
+
+
+def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
+    """Draw int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
+    keys = torch.arange(length, device=DEVICE)
+    parts = []
+    for rows in keys.split(1024):  # the mask of all rows would be large
+        chance = (selected / (rows[:, None] + 1)).clamp(max=1)
+        chosen = torch.rand(batch, len(rows), length, device=DEVICE) < chance
+        parts.append(pack_mask((chosen | (keys == 0)) & (keys <= rows[:, None])))
+    return torch.cat(parts, 1)
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

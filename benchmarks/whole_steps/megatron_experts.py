@@ -30,7 +30,6 @@ from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.profiling.trace_spans import trace_span
 
 EXPERTS = ("sequential", "grouped")
-DISPATCHERS = ("allgather", "alltoall")
 COMPARED_TOKENS = 256
 
 
@@ -45,12 +44,11 @@ def unsupported_by_megatron_experts(config: Config) -> str:
     return ""
 
 
-def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
+def take_megatron_experts(model: Model, experts: str) -> float:
     """Replace our mixture in all layers that have one, before the optimizer is built.
 
     Args:
         experts: one of EXPERTS.
-        dispatcher: one of DISPATCHERS.
 
     Returns:
         The largest difference over the layers of its outputs for random tokens from ours, ||theirs - ours|| / ||ours||.
@@ -59,7 +57,7 @@ def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
-    transformer = _transformer_config(model.mcore_config, dispatcher)
+    transformer = _transformer_config(model.mcore_config)
     for layer in (layer for chunk in model.chunks for layer in chunk.decoder.layers):
         ours = layer.mlp
         if isinstance(ours, MixtureOfExperts):
@@ -71,7 +69,7 @@ def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
     return worst
 
 
-def _transformer_config(ours: GSATransformerConfig, dispatcher: str) -> TransformerConfig:
+def _transformer_config(ours: GSATransformerConfig) -> TransformerConfig:
     moe, on_gpu = ours.moe, not ours.use_cpu_initialization
     balanced = moe.balancing == "global_batch" and moe.balance_coeff > 0
     changes: dict[str, Any] = {
@@ -83,7 +81,7 @@ def _transformer_config(ours: GSATransformerConfig, dispatcher: str) -> Transfor
         "moe_aux_loss_coeff": moe.balance_coeff if balanced else 0.0,
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size or None,
-        "moe_token_dispatcher_type": dispatcher,
+        "moe_token_dispatcher_type": "allgather",  # its default; on one rank no dispatcher sends anything
         "bf16": True,  # GroupedMLP asserts bf16 because grouped_gemm supports nothing else, unlike torch's product
         "use_te_activation_func": False,
         "bias_activation_fusion": on_gpu,  # torch.compile takes longer than a test on CPUs

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.checkpoint.load import load_checkpoint
-from gsa_train.config import Config, PhaseConfig, load_config
+from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, TrainBatches, to_micro_batch
 from gsa_train.data.tokenizer import load_tokenizer
-from gsa_train.distributed.parallel import Parallel, init_parallel
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, new_graph
@@ -28,14 +26,6 @@ from gsa_train.step import Training, train_step
 
 NO_TOKEN = -1
 """End-of-document id that no random token equals, so that each sequence is one document."""
-
-
-def start_model(arguments: argparse.Namespace) -> tuple[Config, Parallel]:
-    """Return the config to measure and its layout, without its text."""
-    fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
-    return config, init_parallel(config.parallel, seed=1)
 
 
 def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:

@@ -21,7 +21,7 @@ from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from whole_steps.planted_indexer import LIKENESS, Planted, alike, exported, plant
 from whole_steps.step_bench import OurTrainee, release_memory
 from whole_steps.step_cases import BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
-from whole_steps.step_timing import Row, Subject, Turns, measure
+from whole_steps.step_timing import Subject, Turns, measure
 
 FILE = "bench_step_lengths"
 
@@ -81,9 +81,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("alike", "own"),
         default="alike",
         help="selections like a trained model's, or selections of random weights",
-    )
-    group.add_argument(
-        "--likeness", type=float, default=LIKENESS, help="of neighbouring queries, from 0 to 1"
     )
     group.add_argument(
         "--selection",
@@ -169,7 +166,7 @@ class Sweep:
             return "none"
         if self.files:
             return f"exported at {self._file_length(case)}"
-        return "own" if self.arguments.indexer == "own" else f"alike {self.arguments.likeness:g}"
+        return "own" if self.arguments.indexer == "own" else f"alike {LIKENESS:g}"
 
     def _file_length(self, case: StepCase) -> int:
         """Return the shortest exported length with enough tokens."""
@@ -217,7 +214,7 @@ class Sweep:
 
         def prepare(model: Model) -> None:
             found = layers or [
-                alike(attention.indexer, case.length, self.arguments.likeness, attention.layer)
+                alike(attention.indexer, case.length, LIKENESS, attention.layer)
                 for attention in model.attentions
                 if attention.indexer is not None
             ]
@@ -231,7 +228,6 @@ class Sweep:
         turns = Turns(self.arguments.seconds / 5, self.arguments.steps, self.arguments.seconds)
         row = measure(subject, reference, turns, not self.arguments.no_profile)
         host = statistics.median(subject.host_seconds() for _ in range(3))
-        print_top(row, self.arguments.top)
         in_turn = reference is not None or case.model == STANDARD
         parts = dict.fromkeys(COLUMNS, 0.0)
         for name, took in row.parts.items():
@@ -268,11 +264,6 @@ class Sweep:
         identity = {name: cells[name] for name in FIXED[: FIXED.index("step_ms")]}
         self.report.rows = [row for row in self.report.rows if not identity.items() <= row.items()]
         self.report.row(**{name: cells.get(name) for name in names})
-
-
-def print_top(row: Row, number: int) -> None:
-    for kernel, count, took in row.top[:number]:
-        print(f"  {took * row.sequences:8.3f} ms {count:6} x {kernel[:130]}")
 
 
 def selected(subject: Subject) -> Cells:

@@ -73,8 +73,6 @@ class Row:
     """Kernels, copies and fills of a step."""
     parts: dict[str, float] = field(default_factory=dict)
     """ms per sequence."""
-    top: list[tuple[str, int, float]] = field(default_factory=list)
-    """Kernels with the longest times: name, launches and ms per sequence."""
 
 
 @dataclass
@@ -183,17 +181,11 @@ def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
     kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     per_sequence = 1 / (1e3 * row.sequences)  # from us per step
     parts: Counter[str] = Counter()
-    names: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
     for kernel in kernels:
-        duration = kernel.time_range.elapsed_us() * per_sequence
-        parts[part_of(kernel.name)] += duration
-        names[kernel.name] += duration
-        launches[kernel.name] += 1
+        parts[part_of(kernel.name)] += kernel.time_range.elapsed_us() * per_sequence
     row.launches = len(kernels)
     row.parts = dict(parts.most_common())
     row.parts["idle"] = row.step_ms / row.sequences - busy_us(kernels) * per_sequence
-    row.top = [(name, launches[name], took) for name, took in names.most_common(40)]
 
 
 def part_of(kernel: str) -> str:

@@ -74,7 +74,6 @@ class Sizes:
 def variants(
     configs: Sequence[Path],
     megatron: Path | None,
-    attentions: Sequence[str],
     layouts: Sequence[str],
     sizes: Sizes,
     world_size: int,
@@ -102,7 +101,7 @@ def variants(
         if megatron is not None:
             config = plain(sizes.apply(megatron, layout, world_size))
             made += [
-                Variant(f"megatron ({each})", layout, config, each, text=sizes.text) for each in attentions
+                Variant(f"megatron ({each})", layout, config, each, text=sizes.text) for each in ATTENTIONS
             ]
     return made
 

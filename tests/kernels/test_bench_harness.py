@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import harness
-import plots
 import pytest
 import torch
 
@@ -83,35 +82,6 @@ def test_finite() -> None:
     harness.require_finite("good", [torch.ones(2)])
     with pytest.raises(ArithmeticError, match="bad: result 1"):
         harness.require_finite("bad", [torch.ones(2), torch.tensor([1.0, float("nan")])])
-
-
-def test_plots(tmp_path: Path) -> None:
-    environment = {"gpu": "a GPU", "commit": "1234abc"}
-    rows = [
-        {"shape": shape, "length": length, "attention": name, "r": r, "forward_ms": 1.0, "both_ms": both}
-        for shape in ("1.7B", "7B")
-        for length in (32768, 131072)
-        for name, r, both in (("cuDNN", None, 3.0), ("GSA", 1, 2.0), ("GSA", 4, 4.0), ("GSA blocks", 1, None))
-    ]
-    rows += [{"part": "selection", "ms": 1.0}]
-    (tmp_path / "bench_long.json").write_text(json.dumps({"environment": environment, "rows": rows}))
-    rows = [
-        row | {"attention": f"GSA layer {row['length']} selected", "r": 2.5}
-        for row in rows
-        if row.get("r") == 4
-    ]
-    (tmp_path / "bench_long_trained.json").write_text(json.dumps({"environment": environment, "rows": rows}))
-    rows = [{"shape": "7B", "batch": 1, "length": n, "mode": "graph", "ratio": 2.0} for n in (4096, 8192)]
-    (tmp_path / "bench_gsa.json").write_text(json.dumps({"environment": environment, "rows": rows}))
-    written = plots.write_plots(tmp_path)
-    assert [path.name for path in written] == ["long_length.png", "long_union.png", "gsa.png"]
-    assert all(path.stat().st_size > 10_000 for path in written)
-    long, trained = (json.loads((tmp_path / f"bench_{n}.json").read_text()) for n in ("long", "long_trained"))
-    for draw in (plots.draw_length, plots.draw_union):
-        stars = [line for ax in draw(long, trained).axes for line in ax.lines if line.get_marker() == "*"]
-        assert [len(line.get_xdata()) for line in stars] == [2 if draw is plots.draw_length else 1] * 4
-        assert not [line for ax in draw(long).axes for line in ax.lines if line.get_marker() == "*"]
-    assert plots.write_plots(tmp_path / "nothing") == []
 
 
 def test_what_is_called_before_a_run_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

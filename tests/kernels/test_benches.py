@@ -61,6 +61,17 @@ def test_bench_gsa_runs(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("tiny")
+def test_bench_kl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_kl
+
+    assert call(monkeypatch, bench_kl, "--out", tmp_path, "--lengths", "40") == 0
+    report = json.loads((tmp_path / "bench_kl.json").read_text())
+    checks = [row for row in report["rows"] if "value_error" in row]
+    assert [row["attended"] for row in checks] == ["all", "sparse"]
+    assert len(report["rows"]) == 4
+
+
+@pytest.mark.usefixtures("tiny")
 def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_long
 
@@ -135,23 +146,14 @@ def test_bench_long_reads_the_export(
     assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
 
 
-def test_the_benches_of_attention_alone_read_the_export(
+def test_the_bench_of_attention_alone_reads_the_export(
     exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import bench_attention
-    import bench_gathered
-
-    monkeypatch.setattr(bench_gathered, "CHECKED_LENGTH", 64)
-    monkeypatch.setattr(bench_gathered, "time_parts", lambda run: {"walk_ms": 1.0})
-    out = ("--out", tmp_path, "--selection")
-    assert call(monkeypatch, bench_gathered, *out, exports["own"]) == 0
-    row = json.loads((tmp_path / "bench_gathered_trained.json").read_text())["rows"][-1]
-    assert (row["length"], row["selection"]) == (72, "layer 3")
-    assert 1 < row["r"] < 72 / 8
 
     monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
     for name in ("window", "own"):
-        assert call(monkeypatch, bench_attention, *out, exports[name]) == 0
+        assert call(monkeypatch, bench_attention, "--out", tmp_path, "--selection", exports[name]) == 0
         rows = json.loads((tmp_path / "bench_attention_trained.json").read_text())["rows"]
         assert [row["attention"] for row in rows if row["length"] == 72][:2] == ["layer 3", "dense"]
 

@@ -43,7 +43,7 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
     data = REPOSITORY / "data" / "sample"
     overrides = (f"data.train_dir={data / 'train'}", f"data.tokenizer={data / 'tokenizer.model'}")
     sizes = Sizes(2, seq_len_tokens=32, num_layers=1, overrides=overrides, text=True)
-    (trained,) = variants([DEMO], None, (), ["tp=1"], sizes, 1)
+    (trained,) = variants([DEMO], None, ["tp=1"], sizes, 1)
     parallel = single_rank()
     (first, second), again = (training.batches_of(trained, parallel) for _ in range(2))
     assert first.tokens.shape == (1, 32)
@@ -66,7 +66,7 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
     saver.close()
     assert result.error is None
     checkpoints = {"demo": tmp_path / "step_00000001"}
-    (loaded,) = variants([DEMO], None, (), ["tp=1"], sizes, 1, checkpoints)
+    (loaded,) = variants([DEMO], None, ["tp=1"], sizes, 1, checkpoints)
     again, fresh = training.build(loaded, parallel), training.build(trained, parallel)
     for name, weight in trainee.model.chunks[0].state_dict().items():
         if isinstance(weight, torch.Tensor):

@@ -66,7 +66,7 @@ def unknown_options_of_benches(text: str) -> list[str]:
     shared = [ROOT / "benchmarks/harness.py", *(ROOT / "benchmarks/whole_steps").glob("*.py")]
     missing = []
     for words in map("".join, re.findall(r"`([^`\n]+)`|^(python .+)$", text, re.MULTILINE)):
-        if bench := re.search(r"\b(bench_\w+|spikes|data_wait)\b", words):
+        if bench := re.search(r"\b(bench_\w+)\b", words):
             files = (ROOT / "benchmarks" / f"{bench[1]}.py", *shared)
             source = "".join(file.read_text(encoding="utf-8") for file in files if file.exists())
             missing += [option for option in re.findall(r"--[a-z-]+", words) if f'"{option}"' not in source]
