@@ -156,7 +156,9 @@ def test_ranks_are_laid_out_as_megatron_core_does(tensor, context, pipeline, wor
         assert groups(axis) == sorted(generator.get_ranks(token))
 
 
-SHIPPED = sorted(path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith(("demo", "tiny", "convert")))
+SHIPPED = sorted(
+    path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith(("demo", "tiny", "convert"))
+)
 NOTE = r"Peak memory by --dry-run is (\d+) GiB \(for 80 GB GPUs\), or (\d+) GiB with (\S+) \(for 141 GB GPUs"
 
 

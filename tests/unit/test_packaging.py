@@ -122,5 +122,7 @@ def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert find_config("configs/demo.yaml") == Path("configs/demo.yaml")  # a path stays a path
     Path("demo").write_text("run:\n  name: mine\n")
     assert load_config("demo").run.name == "mine"
-    with pytest.raises(ValueError, match=r"or a name: convert_135m, demo, demo_moe, demo_sft, gated_only_1\.7b"):
+    with pytest.raises(
+        ValueError, match=r"or a name: convert_135m, demo, demo_moe, demo_sft, gated_only_1\.7b"
+    ):
         load_config("dmo")
