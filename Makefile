@@ -31,7 +31,7 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import gsa_train.train'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import gsa_train.train'
 	touch $@
 
 pretrain: setup

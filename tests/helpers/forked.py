@@ -210,7 +210,7 @@ def _in_words(code: int) -> str:
 
 def start_server(environment: Mapping[str, str]) -> None:
     """Start the server in this process unless it runs; it ends with this process and its forks."""
-    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", *LATER, __name__])
+    CONTEXT.set_forkserver_preload(["helpers.quiet", HEAVY, "torch.distributed.run", *LATER, __name__])
     # The server must import from the same paths as this process. On Python 3.11 only PYTHONPATH tells it.
     with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver._forkserver.ensure_running()
