@@ -127,8 +127,8 @@ def test_what_follows_a_step_lies_before_the_next_one() -> None:
 
 
 class Watched:
-    """Holds a watch of this process, whose end is recorded instead of executed. If it is not `running`, tests call its
-    parts."""
+    """Holds a HangWatchdog that sets `found` at a hang and leaves the process alive. With running=False its thread is
+    stopped, and tests call its methods."""
 
     def __init__(self, folder: Path, monkeypatch: Any, running: bool = True, **limits: float) -> None:
         self.found = threading.Event()

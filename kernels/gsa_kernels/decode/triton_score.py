@@ -133,7 +133,8 @@ def _score_kernel(
     SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: CHUNK keys of one sequence. With POOL > 1 a key is the mean of a group before the query's own."""
+    """Score CHUNK keys of one sequence in each program. With POOL > 1 a key is the mean of POOL neighbouring keys. The
+    query's own group is not scored."""
     if CHAINED:
         gdc_launch_dependents()
     chunk = tl.program_id(0)

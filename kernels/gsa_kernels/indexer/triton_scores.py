@@ -181,7 +181,8 @@ def write_scores(
 
 
 def can_stack(inputs: ScoreInputs) -> bool:
-    """Return whether one product can compute all heads in a layout in which a thread has all heads of its rows."""
+    """Return whether one product can compute the scores of all heads (gsa_kernels.triton_stacks). In Hopper's register
+    layout for bf16 each thread then has all heads of its rows."""
     queries = inputs.indexer.queries
     return queries.dtype == torch.bfloat16 and queries.shape[2] in (2, 4) and on_hopper(queries.device)
 
