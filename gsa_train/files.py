@@ -108,7 +108,7 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Read a file that `write_checked` wrote, and remove the checksum. Old files may lack the checksum.
+    """Read a file that `write_checked` wrote, and remove the checksum.
 
     Raises:
         ValueError: the content is not an object with exactly `keys`, or does not match its checksum.
@@ -119,7 +119,7 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     checksum = content.pop("crc32", None)
     if content.keys() != set(keys):
         raise ValueError(f"it holds {', '.join(content) or 'nothing'} instead of {', '.join(keys)}")
-    if checksum not in (None, _checksum(content)):
+    if checksum != _checksum(content):
         raise ValueError("its checksum does not match its content")
     return content
 
