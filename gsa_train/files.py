@@ -12,13 +12,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from gsa_data.whole_files import MOST_BYTES, parse_json, read_whole
+from gsa_data.whole_files import parse_json, read_whole
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without POSIX locks."""
 
 
-def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_named(option: str, path: Path) -> str:
     """Read the text of a file that the user names by an option, without a byte order mark.
 
     Raises:
@@ -26,7 +26,7 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
             and the remedy.
     """
     try:
-        return read_whole(path, most_bytes).decode("utf-8-sig")
+        return read_whole(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path}: not UTF-8 text ({error}); give a text file") from error
     except ValueError as error:
