@@ -45,21 +45,6 @@ def tokens(mixed: Manifest, tokenizer: Tokenizer, tmp_path_factory: pytest.TempP
     return prepare_tokens(mixed.root, tokenizer, tmp_path_factory.mktemp("tokens"), 1, Reading())
 
 
-def test_a_position_saved_before_there_were_weights(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    plain = replace(CONFIG, source_weights={})
-    whole, first = (read_run(mixed, tokenizer, plain, steps=steps) for steps in (8, 5))
-    old = first.state()
-    for later in ("pools", "packing", "packing_pool_documents", "source_weights"):
-        old.pop(later, None)
-    old["cursors"] = [cursor[:4] for cursor in old["cursors"]]
-    second = read_run(mixed, tokenizer, plain, steps=3, state=old)
-    assert {**first.samples, **second.samples} == whole.samples
-    assert second.state() == whole.state()
-
-
-# Counts and mixture
-
-
 # What is refused
 
 
