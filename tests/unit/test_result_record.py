@@ -366,9 +366,8 @@ def test_the_theory_of_one_layer_by_hand() -> None:
     config = Config(model=model, gsa=GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2))
     # Queries of 4 tokens have 1 to 4 causal keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
     dense, selected, scores = 4 * 16 * 2.5, 4 * 16 * 1.75, 8 * 2.5
-    assert forward_ratio(config, 4, 1) == pytest.approx((selected + scores) / dense)
-    assert forward_ratio(config, 4, 2) == pytest.approx((selected + scores / 2) / dense)
-    assert forward_ratio(None, 4, 1) is None
+    assert forward_ratio(config, 4) == pytest.approx((selected + scores) / dense)
+    assert forward_ratio(None, 4) is None
 
 
 def test_the_theory_of_prefill_by_hand() -> None:
@@ -381,5 +380,5 @@ def test_the_theory_of_prefill_by_hand() -> None:
     gates = 2 * (4 * 8 + 4 * 16)
     indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the causal keys
     ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
-    assert prefill_ratio(config, 4, is_shared=False) == pytest.approx(ratio)
-    assert prefill_ratio(None, 4, is_shared=False) is None
+    assert prefill_ratio(config, 4) == pytest.approx(ratio)
+    assert prefill_ratio(None, 4) is None
