@@ -155,26 +155,22 @@ def _leave_interrupts_to_the_parent() -> None:
 
 
 def gold_table(found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "title": f"RULER, bits per byte of the expected answers, {found['samples']} samples of each",
-        "head": ["tokens", *found["tasks"], "mean"],
-        "rows": [
-            [length, *(f"{each[name]:.3f}" for name in found["tasks"]), f"{found['mean'][length]:.3f}"]
-            for length, each in found["bits_per_byte"].items()
-        ],
-    }
+    title = f"RULER, bits per byte of the expected answers, {found['samples']} samples of each"
+    return _table(title, found, "bits_per_byte", ".3f")
 
 
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
     effective = found["effective_length"] or "below all of these"
-    return {
-        "title": f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}",
-        "head": ["tokens", *found["tasks"], "mean"],
-        "rows": [
-            [length, *(f"{each[name]:.1f}" for name in found["tasks"]), f"{found['mean'][length]:.1f}"]
-            for length, each in found["scores"].items()
-        ],
-    }
+    title = f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}"
+    return _table(title, found, "scores", ".1f")
+
+
+def _table(title: str, found: dict[str, Any], key: str, form: str) -> dict[str, Any]:
+    rows = [
+        [length, *(format(each[name], form) for name in found["tasks"]), format(found["mean"][length], form)]
+        for length, each in found[key].items()
+    ]
+    return {"title": title, "head": ["tokens", *found["tasks"], "mean"], "rows": rows}
 
 
 def _check(options: RulerOptions) -> None:

@@ -48,8 +48,6 @@ class Column:
     key: str
     at: str
     """Point at which the value is read, in words. Key and point together are unique in a study."""
-    is_timing: bool
-    """True if the value depends on the speed of the machine."""
     read: Callable[[RunMetrics], float | None]
     """Reads the value from a local run folder."""
     paper: Mapping[str, str] = field(default_factory=dict)
@@ -69,16 +67,16 @@ def columns_of(study: Study, equal: Equal | None) -> list[Column]:
 
 
 def _of_metric(study: Study, metric: MetricConfig, equal: Equal | None) -> list[Column]:
-    key, title, timing = metric.key, metric.label or metric.key, is_timing(metric.key)
+    key, title = metric.key, metric.label or metric.key
     if metric.source == "summary":
-        return [Column(title, key, "at the end", False, lambda run: number_of(run.summary.get(key)))]
+        return [Column(title, key, "at the end", lambda run: number_of(run.summary.get(key)))]
     if metric.source == "evaluation":
         return [
-            Column(f"{title}, {name}", key, f"evaluation {name}", False, _of_evaluation(name, key))
+            Column(f"{title}, {name}", key, f"evaluation {name}", _of_evaluation(name, key))
             for name in _evaluations(study, metric)
         ]
     if (statistic := metric.statistic) != "value":
-        return [Column(title, key, STATISTICS[statistic], timing, lambda run: run.statistic(key, statistic))]
+        return [Column(title, key, STATISTICS[statistic], lambda run: run.statistic(key, statistic))]
     return _at_points(metric, title, equal) if equal else []
 
 
@@ -100,19 +98,12 @@ def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
     key, columns = metric.key, []
     for tokens in metric.at_tokens or (equal.tokens,):
         at = f"at {compact(tokens)} tokens"
-        columns.append(Column(f"{title}, {at}", key, at, is_timing(key), _of_curve(key, "tokens", tokens)))
+        columns.append(Column(f"{title}, {at}", key, at, _of_curve(key, "tokens", tokens)))
     if metric.equal_time and equal.seconds is not None:
         at = f"at {duration(equal.seconds)} of training"
-        columns.append(Column(f"{title}, {at}", key, at, True, _of_curve(key, "seconds", equal.seconds)))
+        columns.append(Column(f"{title}, {at}", key, at, _of_curve(key, "seconds", equal.seconds)))
     return columns
 
 
 def _of_curve(key: str, over: Over, x: float) -> Callable[[RunMetrics], float | None]:
     return lambda run: interpolate(run.curve(key, over), x)
-
-
-TIMING_WORDS = ("seconds", "per_second", "mfu", "data_wait", "slowest_rank")
-
-
-def is_timing(key: str) -> bool:
-    return any(word in key for word in TIMING_WORDS)

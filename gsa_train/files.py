@@ -12,13 +12,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from gsa_data.whole_files import MOST_BYTES, parse_json, read_whole
+from gsa_data.whole_files import parse_json, read_whole
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without POSIX locks."""
 
 
-def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_named(option: str, path: Path) -> str:
     """Read the text of a file that the user names by an option, without a byte order mark.
 
     Raises:
@@ -26,7 +26,7 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
             and the remedy.
     """
     try:
-        return read_whole(path, most_bytes).decode("utf-8-sig")
+        return read_whole(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path}: not UTF-8 text ({error}); give a text file") from error
     except ValueError as error:
@@ -108,7 +108,7 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Read a file that `write_checked` wrote, and remove the checksum. Old files may lack the checksum.
+    """Read a file that `write_checked` wrote, and remove the checksum.
 
     Raises:
         ValueError: the content is not an object with exactly `keys`, or does not match its checksum.
@@ -119,7 +119,7 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     checksum = content.pop("crc32", None)
     if content.keys() != set(keys):
         raise ValueError(f"it holds {', '.join(content) or 'nothing'} instead of {', '.join(keys)}")
-    if checksum not in (None, _checksum(content)):
+    if checksum != _checksum(content):
         raise ValueError("its checksum does not match its content")
     return content
 

@@ -20,7 +20,7 @@ class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
     The document is in the lane's unit `unit`, a part of a shard, at slot (`document`, `copy`). Slots are defined in
-    source_weights.py. Without weights of sources `copy` is 0. Old saved positions lack `copy` and `lines`.
+    source_weights.py. Without weights of sources `copy` is 0.
     """
 
     epoch: int

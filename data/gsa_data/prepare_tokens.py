@@ -168,9 +168,8 @@ def summary(folder: TokenFolder) -> str:
         f"{sum(r.tokens for r in records)} tokens ({folder.identity.dtype.name}), "
         f"{sum(r.text_bytes for r in records)} bytes of text"
     ]
-    if folder.identity.has_sources:
-        counts = (f"{printable(name)} {count}" for name, count in sorted(folder.documents_by_source.items()))
-        lines.append(f"documents by source: {', '.join(counts)}")
+    counts = (f"{printable(name)} {count}" for name, count in sorted(folder.documents_by_source.items()))
+    lines.append(f"documents by source: {', '.join(counts)}")
     for record in records:
         left_out = {
             name: record.faults[name] for name in (*BAD_LINES, *HARMLESS_LINES) if name in record.faults

@@ -89,10 +89,9 @@ class BlockStream:
         if state is not None:
             _check_state(state, self._identity, tokenizer)
             self._start_samples = state["consumed_samples"]
-            pools = state.get("pools") or [[]] * config.num_lanes
             positions = [
                 Position(Cursor(*cursor), pool_of(pool))
-                for cursor, pool in zip(state["cursors"], pools, strict=True)
+                for cursor, pool in zip(state["cursors"], state["pools"], strict=True)
             ]
             carried_counters = state["counters"]
         if rank == 0:  # the counters are summed over the ranks
@@ -258,7 +257,6 @@ def replay_blocks(
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any], tokenizer: Tokenizer) -> None:
-    state = {"packing": "concatenate", "chat_version": 1, **state}  # the defaults of old states
     remedies = {
         "order_version": "resume with the version of gsa_data that saved it",
         "manifest_fingerprint": "point the data folder at the files of the saved run",

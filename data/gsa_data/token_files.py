@@ -5,7 +5,7 @@ For every shard of the source the folder has two files at the same relative path
     SHARD.tokens   the ids of all documents one after another, each with its EOS: little-endian uint16, or int32
                    if the vocabulary has more than 65536 entries
     SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines],
-                   sources [lines] (not in format version 1)
+                   sources [lines]
 
 A line with a fault k > 0 has no tokens, and the k-th fault in the shard's record is its fault. A run therefore counts
 the same faults as with the source. A line with source s >= 0 has the s-th source (from 0) in the record. The source of
@@ -36,7 +36,6 @@ from gsa_data.source_weights import NO_SOURCE, LineSources
 from gsa_data.tokenize import Tokenizer
 
 FORMAT_VERSION = 2
-"""The version that is written. Version 1 has no sources, so it allows no weights of sources."""
 MANIFEST_NAME = "tokens.json"
 JOURNAL_NAME = "tokens.journal"
 """The journal of finished shards. Its first line is the Identity, and each further line is a ShardRecord."""
@@ -63,10 +62,6 @@ class Identity:
     @property
     def dtype(self) -> np.dtype[Any]:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<i4")
-
-    @property
-    def has_sources(self) -> bool:
-        return self.format_version > 1
 
 
 def identity_of(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Identity:
@@ -107,8 +102,7 @@ class ShardRecord:
 
     def sizes_bytes(self, identity: Identity) -> dict[str, int]:
         """Returns suffix -> size of the file in bytes."""
-        columns = 4 if identity.has_sources else 3
-        return {".tokens": self.tokens * identity.dtype.itemsize, ".lines": 8 * (columns * self.lines + 1)}
+        return {".tokens": self.tokens * identity.dtype.itemsize, ".lines": 8 * (4 * self.lines + 1)}
 
 
 @dataclass(frozen=True)
@@ -151,17 +145,16 @@ class TokenFolder:
         try:
             content = orjson.loads(path.read_bytes())
             version = content["identity"]["format_version"]
-            if version not in (1, FORMAT_VERSION):
+            if version != FORMAT_VERSION:
                 raise DataFault(
-                    f"{path} has format version {version}, this program reads 1 to {FORMAT_VERSION}; write it again"
+                    f"{path} has format version {version}, this program reads {FORMAT_VERSION}; write it again"
                 )
             identity = Identity(**content["identity"])
             shards = tuple((str(name), int(size)) for name, size in content["source_shards"])
             text_field = str(content["text_field"])
             duplicates = tuple(str(name) for name in content["duplicates"])
             records = {record["path"]: ShardRecord(**record) for record in content["records"]}
-            checksum = content.pop("checksum", None)  # early versions wrote no checksum
-            if checksum not in (None, checksum_of(content)) or content.keys() != KEYS:
+            if content.pop("checksum") != checksum_of(content) or content.keys() != KEYS:
                 raise ValueError("its checksum does not match its content")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise DataFault(f"{path} is damaged ({error!r}); delete it and {AGAIN}") from error
@@ -179,13 +172,7 @@ class TokenFolder:
 
     @property
     def documents_by_source(self) -> dict[str, int]:
-        """Returns source -> number of documents. Raises DataFault if the folder does not have sources."""
-        if not self.identity.has_sources:
-            raise DataFault(
-                f"token folder {str(self.root)!r} does not know the sources of its documents (format version "
-                f"{self.identity.format_version}), which source_weights needs; prepare the tokens again into another "
-                "folder, or read the text"
-            )
+        """Returns source -> number of documents."""
         documents: Counter[str] = Counter()
         for record in self.records.values():
             documents.update(record.sources)
@@ -303,7 +290,6 @@ class LinesTable:
     text_bytes: NDArray[np.int64]
     faults: NDArray[np.int64]
     sources: NDArray[np.int64]
-    """All 0 if the format has no sources"""
 
 
 def checksum_of(content: dict[str, Any]) -> str:
@@ -322,8 +308,6 @@ def map_shard(root: Path, record: ShardRecord, identity: Identity) -> tuple[AnyT
     text_bytes, faults, sources = (
         table[begin : begin + lines] for begin in (k * lines + 1 for k in (1, 2, 3))
     )
-    if not identity.has_sources:
-        sources = np.zeros(lines, np.int64)
     split = LinesTable(table[: lines + 1], text_bytes, faults, sources)
     if record.tokens == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype), split
@@ -368,9 +352,8 @@ def problems(
     whole = table.offsets[0] == 0 and table.offsets[-1] == record.tokens and (lengths >= 0).all()
     if not whole or table.faults.min(initial=0) < 0 or table.faults.max(initial=0) > len(record.faults):
         yield f"{shard_file(root, record.path, '.lines')} has offsets or faults out of range"
-    elif identity.has_sources and (
-        ((table.sources < 0) != (table.faults > 0)).any()
-        or table.sources.max(initial=-1) >= len(record.sources)
+    elif ((table.sources < 0) != (table.faults > 0)).any() or table.sources.max(initial=-1) >= len(
+        record.sources
     ):
         yield f"{shard_file(root, record.path, '.lines')} has sources out of range"
 

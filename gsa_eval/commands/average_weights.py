@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.convert import missing_package
+from gsa_eval.commands.source import require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.process.as_command import as_command
 
@@ -32,9 +32,7 @@ def main() -> int:
     steps = sorted(set(arguments.steps))
     if len(steps) < 2 and not arguments.moving:
         parser.error(f"--steps {steps[0]}: give two or more steps, or --moving")
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    require_packages()
     quiet_libraries()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.average_weights import average_weights

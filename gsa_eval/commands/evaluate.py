@@ -18,7 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.convert import missing_package
+from gsa_eval.commands.source import add_source, check_step, require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.process.as_command import as_command
 
@@ -26,9 +26,7 @@ from gsa_train.process.as_command import as_command
 @as_command()
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    require_packages()
     quiet_libraries()
     # Imported after the usage checks, because it loads torch.
     from gsa_data.faults import DataFault
@@ -47,13 +45,7 @@ def main() -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Evaluate a model; nothing of its run is touched.")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
-    source.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
-    )
-    source.add_argument("--hf", type=Path, metavar="DIR", help="a folder that export_hf.py wrote")
-    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    add_source(parser)
     parser.add_argument("--name", required=True, help="of the evaluation: a new one")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of evaluations (default: in the run's)"
@@ -152,8 +144,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)
-    if arguments.step is not None and arguments.run is None:
-        parser.error("--step is of a run; give --run RUN_DIR")
+    check_step(parser, arguments)
     if arguments.ruler_gold and not arguments.ruler:
         parser.error("--ruler-gold: give the lengths, --ruler TOKENS[,TOKENS...]")
     if arguments.validation and (arguments.data or arguments.hf is not None):

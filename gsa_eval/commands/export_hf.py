@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from gsa_eval.convert import missing_package
+from gsa_eval.commands.source import add_source, check_step, require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.process.as_command import as_command
 
@@ -26,12 +26,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 @as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Export a checkpoint to Hugging Face's transformers.")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
-    source.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    add_source(parser, exported=False)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="of the weights (default: as they were trained)"
@@ -40,11 +35,8 @@ def main() -> int:
         "--max-shard-size", type=size_in_bytes, default=5 * 10**9, metavar="SIZE", help="(default: 5GB)"
     )
     arguments = parser.parse_args()
-    if arguments.step is not None and arguments.run is None:
-        parser.error("--step is of a run; give --run RUN_DIR")
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    check_step(parser, arguments)
+    require_packages()
     quiet_libraries()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.export_hf import Exported, export_hf

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
-from gsa_eval.convert import missing_package
+from gsa_eval.commands.source import add_source, check_step, require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.files import read_named
 from gsa_train.process.as_command import as_command
@@ -34,16 +34,13 @@ if TYPE_CHECKING:
 def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
-    if arguments.step is not None and arguments.run is None:
-        parser.error("--step is of a run; give --run RUN_DIR")
+    check_step(parser, arguments)
     if arguments.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {arguments.max_new_tokens}: below 1; give 1 or more")
     samples = [arguments.temperature, arguments.top_k, arguments.top_p]
     if arguments.seed is not None and all(each is None for each in samples):
         parser.error("--seed is of sampling; give --temperature, --top-k or --top-p, too")
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    require_packages()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     quiet_libraries()
     # Imported after the usage checks, because it loads torch.
@@ -67,13 +64,7 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Generate text from a checkpoint.", allow_abbrev=False)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
-    source.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
-    )
-    source.add_argument("--hf", type=Path, metavar="DIR", help="a folder that export_hf.py wrote")
-    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    add_source(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", action="append", metavar="TEXT", help="repeat it for a batch")
     text.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line")

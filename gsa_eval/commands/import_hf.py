@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.convert import missing_package
+from gsa_eval.commands.source import require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.process.as_command import as_command
 
@@ -38,9 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seq_len_tokens is not None and arguments.seq_len_tokens < 1:
         parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    require_packages()
     quiet_libraries()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.import_hf import TokenizerChoice, import_hf

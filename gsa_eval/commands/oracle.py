@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_eval.commands.evaluate import lengths, positive, samples
-from gsa_eval.convert import missing_package
+from gsa_eval.commands.source import require_packages
 from gsa_train.process.as_command import as_command
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
@@ -27,9 +27,7 @@ FORMS = "q1k1,q1k16,q1k64,q2k1,q4k1,q32k1"
 @as_command()
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    require_packages()
     try:
         return run(arguments)
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ import torch
 from gsa_eval.convert.export_hf import new_folder
 from gsa_train.checkpoint.files import MANIFEST, MEGATRON_METADATA
 from gsa_train.checkpoint.load import read_run_state
-from gsa_train.checkpoint.optimizer_state import PREFIX, SAVED_MAIN_WEIGHTS, has_average, main_weight_key
+from gsa_train.checkpoint.optimizer_state import PREFIX, SAVED_MAIN_WEIGHT, has_average, main_weight_key
 from gsa_train.checkpoint.tensors import CheckpointTensors, write_weights
 from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.optimizer.build import WEIGHT_AVERAGE
@@ -63,7 +63,7 @@ def _averages(sources: Sequence[CheckpointTensors], moving: bool) -> Iterator[tu
         mean = (total / len(sources)).float()
         yield name, mean.to(kind.dtype)
         if kind.dtype != torch.float32 and any(key != name for key in keys):
-            yield f"{PREFIX}.{SAVED_MAIN_WEIGHTS[0]}.{name}", mean
+            yield f"{PREFIX}.{SAVED_MAIN_WEIGHT}.{name}", mean
 
 
 def _key(source: CheckpointTensors, name: str, moving: bool) -> str:

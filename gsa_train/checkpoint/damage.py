@@ -60,20 +60,15 @@ def find_damage(
         dist.all_gather_object(found, mine)
         fault = faults_in_a_line([each for faults in found for each in faults])
     if fault is None:
-        refused = [_refused(checkpoint, manifest, run_id) if parallel.is_main else None]
+        refused = [_refused(checkpoint, manifest, run_id) if manifest is not None else None]
         dist.broadcast_object_list(refused, src=0)
         fault = refused[0]
     return fault
 
 
 def tensor_files(checkpoint: Path) -> dict[str, FileRecord]:
-    """Returns the manifest's records of the files with tensors, for an intact checkpoint. The result is empty for a
-    checkpoint without a manifest, which is an old format."""
-    try:
-        files = read_manifest(checkpoint).files
-    except FileNotFoundError:
-        return {}
-    return {name: record for name, record in files.items() if name.endswith(TENSORS)}
+    """Returns the manifest's records of the files with tensors, for an intact checkpoint."""
+    return {name: each for name, each in read_manifest(checkpoint).files.items() if name.endswith(TENSORS)}
 
 
 def _faults_in(
@@ -87,33 +82,32 @@ def _faults_in(
 def find_damage_alone(checkpoint: Path) -> str | None:
     """Run `find_damage` with checksums in one process without process groups."""
     fault, manifest = _read_manifest(checkpoint)
-    if fault is None and manifest is not None:
-        fault = faults_in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
+    if manifest is None:
+        return fault
+    fault = faults_in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
     return fault or _refused(checkpoint, manifest)
 
 
 def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
-    """Returns the fault of the manifest, or None, and the manifest. A checkpoint without a manifest has an old format
-    and is not verified."""
+    """Returns the fault of the manifest and None, or None and the manifest."""
     try:
         manifest = read_manifest(checkpoint)
     except FileNotFoundError:
-        return _why_no_manifest(checkpoint), None
+        return f"it has no {MANIFEST}" if is_complete(checkpoint) else "it is missing or incomplete", None
     except (OSError, ValueError) as error:
         return str(error), None
     unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - manifest.files.keys()
     if unlisted:
-        return f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}", manifest
+        return f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}", None
     return None, manifest
 
 
-def _refused(checkpoint: Path, manifest: Manifest | None, run_id: str = "") -> str | None:
+def _refused(checkpoint: Path, manifest: Manifest, run_id: str = "") -> str | None:
     """Returns why intact files are refused: a file was made to harm, or belongs to another checkpoint."""
-    files = None if manifest is None else manifest.files
-    return refused_content(checkpoint, files or None) or _other_identity(checkpoint, manifest, run_id)
+    return refused_content(checkpoint, manifest.files) or _other_identity(checkpoint, manifest, run_id)
 
 
-def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) -> str | None:
+def _other_identity(checkpoint: Path, manifest: Manifest, run_id: str) -> str | None:
     """Returns one line if an intact checkpoint is not the one that its folder names, else None."""
     try:
         state = read_run_state(checkpoint)
@@ -134,32 +128,12 @@ def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) ->
     step = step_of(checkpoint.name)
     if step is not None and state.step != step:
         return f"it is the checkpoint of step {state.step} under the name of step {step}"
-    if manifest is not None and state.format_version >= 4:
-        said, meant = (
-            f"run {run} ({number}), step {at}"
-            for run, number, at in (
-                (manifest.run, manifest.run_id, manifest.step),
-                (state.run, state.run_id, state.step),
-            )
-        )
-        if said != meant:
-            return f"{MANIFEST} belongs to {said}, {COMMON_STATE_FNAME} to {meant}"
+    said, meant = (f"run {each.run} ({each.run_id}), step {each.step}" for each in (manifest, state))
+    if said != meant:
+        return f"{MANIFEST} belongs to {said}, {COMMON_STATE_FNAME} to {meant}"
     if run_id and state.run_id and run_id != state.run_id:
         return (
             f"it belongs to another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}; "
             "give it by --resume-from from its own folder, or delete starts.jsonl if that file is wrong"
         )
-    return None
-
-
-def _why_no_manifest(checkpoint: Path) -> str | None:
-    if not is_complete(checkpoint):
-        return "it is missing or incomplete"
-    try:
-        version = read_run_state(checkpoint).format_version
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
-    if version >= 2:
-        return f"it has no {MANIFEST}"
-    logger.warning("%s has no %s, as checkpoints of format 1: it is not verified", checkpoint, MANIFEST)
     return None

@@ -48,11 +48,11 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     files: dict[str, FileRecord]
-    run: str = ""
+    run: str
     """`run.name` of the run that wrote it."""
-    run_id: str = ""
-    """gsa_train.run_folder.starts.new_run_id. Manifests of checkpoint formats 2 and 3 lack run and step."""
-    step: int | None = None
+    run_id: str
+    """gsa_train.run_folder.starts.new_run_id"""
+    step: int
 
 
 # --- which checkpoint ------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def read_manifest(folder: Path) -> Manifest:
         records = {
             name: FileRecord(record["bytes"], record["crc32"]) for name, record in content["files"].items()
         }
-        run, run_id, step = content.get("run", ""), content.get("run_id", ""), content.get("step")
+        run, run_id, step = content["run"], content["run_id"], content["step"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
     for name, record in records.items():
@@ -264,7 +264,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"{MANIFEST} names {name!r}, which leads out of the folder")
         if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.crc32, str):
             raise ValueError(f"{MANIFEST} is damaged: {name} has no size and checksum")
-    if not isinstance(run, str) or not isinstance(run_id, str) or type(step) not in (int, type(None)):
+    if not isinstance(run, str) or not isinstance(run_id, str) or type(step) is not int:
         raise ValueError(f"{MANIFEST} is damaged: it names no run and step")
     return Manifest(records, run, run_id, step)
 

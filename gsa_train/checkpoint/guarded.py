@@ -111,11 +111,11 @@ def read_common(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | None:
+def refused_content(checkpoint: Path, listed: Collection[str]) -> str | None:
     """Returns one line about why this checkpoint must not be loaded, or None. Reads all files except the tensors.
 
     Args:
-        listed: files whose checksums are known; None for a checkpoint without checksums.
+        listed: files whose checksums are known.
     """
     try:
         backend = parse_json((checkpoint / MEGATRON_METADATA).read_bytes())["sharded_backend"]
@@ -124,7 +124,7 @@ def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | N
         read_common(checkpoint)
         metadata = read_metadata(checkpoint)
         for index, place in metadata.storage_data.items():
-            if listed is not None and place.relative_path not in listed:
+            if place.relative_path not in listed:
                 return f"{TORCH_METADATA} names {place.relative_path}, which is not in the manifest"
             if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
                 with (checkpoint / place.relative_path).open("rb") as file:

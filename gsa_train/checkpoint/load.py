@@ -33,7 +33,6 @@ from gsa_train.checkpoint.optimizer_state import (
     names_of_others,
     parts_with_main_weights,
     saved_state,
-    step_count,
     wanted_state,
 )
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
@@ -44,9 +43,6 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 FORMAT_VERSION = 4
-"""4: the manifest names run and step. 3: only the optimizer's tensors and step count are stored. 2: there is a
-manifest. 1: there is no manifest, and the checkpoint loads unverified."""
-READABLE_VERSIONS = (1, 2, 3, 4)
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +82,9 @@ class RunState:
     task_clock: dict[str, Any] = field(default_factory=dict)
     """gsa_train.validation.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)
-    """gsa_train.reliability.monitor.monitor.MonitorState; empty in checkpoints older than the monitor."""
+    """gsa_train.reliability.monitor.monitor.MonitorState"""
     run: str = ""
-    """`run.name`. Formats up to 3 have neither this nor `run_id`."""
+    """`run.name`"""
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""
     format_version: int = FORMAT_VERSION
@@ -104,13 +100,12 @@ def read_run_state(checkpoint: Path) -> RunState:
         ValueError: the checkpoint has another format version.
     """
     content = read_common(checkpoint)["run"]
-    if content["format_version"] not in READABLE_VERSIONS:
+    if content["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"{checkpoint} has format version {content['format_version']}, this code reads "
-            f"{', '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
+            f"{checkpoint} has format version {content['format_version']}, this code reads {FORMAT_VERSION}; "
+            "use the version of gsa_train that wrote it"
         )
-    # Checkpoints that are older than context parallelism have three sizes.
-    return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
+    return RunState(**{**content, "layout": tuple(content["layout"])})
 
 
 def load_checkpoint(
@@ -146,12 +141,11 @@ def load_checkpoint(
         more = f" and {len(others) - 3} more" if others[3:] else ""
         raise StateError(
             f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} differ from the model's. "
-            "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
             "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
         )
     if with_optimizer:
-        phase_optimizer.set_updates(step_count(read_common(checkpoint)["optimizer"]))
+        phase_optimizer.set_updates(read_common(checkpoint)["optimizer"]["common_step"])
 
 
 def load_main_weights(

@@ -24,8 +24,8 @@ from gsa_train.optimizer.build import WEIGHT_AVERAGE
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 PREFIX = "optimizer.state"
-SAVED_MAIN_WEIGHTS = ("fp32_param", "param")
-"""Names of the fp32 weights in checkpoints. Up to format 2 the distributed optimizer used the second name."""
+SAVED_MAIN_WEIGHT = "fp32_param"
+"""Name of the fp32 weights in checkpoints"""
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 Saved: TypeAlias = Mapping[str, ShardedTensor]
@@ -34,12 +34,12 @@ Saved: TypeAlias = Mapping[str, ShardedTensor]
 
 def main_weight_key(name: str, saved: Collection[str]) -> str | None:
     """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`; None if there is none."""
-    keys = (f"{PREFIX}.{kind}.{name}" for kind in SAVED_MAIN_WEIGHTS)
-    return next((key for key in keys if key in saved), None)
+    key = f"{PREFIX}.{SAVED_MAIN_WEIGHT}.{name}"
+    return key if key in saved else None
 
 
 def has_main_weights(saved: Saved) -> bool:
-    return any(key.startswith(f"{PREFIX}.{kind}.") for kind in SAVED_MAIN_WEIGHTS for key in saved)
+    return any(key.startswith(f"{PREFIX}.{SAVED_MAIN_WEIGHT}.") for key in saved)
 
 
 def has_average(saved: Saved) -> bool:
@@ -63,7 +63,7 @@ def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) ->
     for part in phase_optimizer.state_parts():
         like = entries[id(part.parameter)]
         for kind, tensor in part.tensors.items():
-            key = f"{PREFIX}.{SAVED_MAIN_WEIGHTS[0] if kind == MAIN_WEIGHT else kind}.{like.key}"
+            key = f"{PREFIX}.{SAVED_MAIN_WEIGHT if kind == MAIN_WEIGHT else kind}.{like.key}"
             for box in _boxes_of(part, tensor, like, key, phase_optimizer.state_copy):
                 state[f"{len(state)}"] = box
     return state
@@ -145,22 +145,6 @@ def names_of_others(
         if ((rounded != weight) & finite).any():
             found.append(name)
     return found
-
-
-def step_count(common: Any) -> float:
-    """Returns the step count of a checkpoint's optimizer; before format 3 its place depended on the optimizer."""
-    count = _step_count(common)
-    assert count is not None, "the checkpoint's optimizer has no step count"
-    return count
-
-
-def _step_count(common: Any) -> float | None:
-    if isinstance(common, dict):
-        for key in ("common_step", "step"):
-            if key in common:
-                return float(common[key])
-    values = common.values() if isinstance(common, dict) else common if isinstance(common, list) else ()
-    return next((count for value in values if (count := _step_count(value)) is not None), None)
 
 
 def _boxes_of(

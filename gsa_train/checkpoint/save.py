@@ -257,10 +257,6 @@ class CheckpointSaver:
         assert self._save is None
         self.durable_step, self._retry_step = step, None
 
-    @property
-    def pinned_bytes(self) -> int:
-        return self._host_memory.block_bytes
-
     def close(self) -> None:
         """Wait for the save in progress, so that its files are complete whatever stops the training. Not collective."""
         self._thread.shutdown(wait=True)

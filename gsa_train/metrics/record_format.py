@@ -93,10 +93,6 @@ def validation_prefixes(record: Record) -> dict[str, str]:
     return first | {match[1]: match[2] for match in others if match}
 
 
-RENAMED = {"causal_keys": "causal_keys"}
-"""Keys of runs that an earlier version has logged -> their names now."""
-
-
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
     """Returns all intact records of a metrics.jsonl, in order. The run may still be writing the file.
 
@@ -108,7 +104,7 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
     lines, damaged = _read_lines(path, fault_of)
     if damaged:
         logger.warning("%s: %s; left out", path, damaged)
-    return [{RENAMED.get(key, key): value for key, value in record.items()} for _, record in lines]
+    return [record for _, record in lines]
 
 
 def _read_lines(

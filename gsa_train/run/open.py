@@ -214,7 +214,7 @@ def open_phase(
 
 
 def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Raise DamagedCheckpoint if a loaded value is not finite. Old versions saved such values. Collective."""
+    """Raise DamagedCheckpoint if a loaded value is not finite. Collective."""
     with phase_optimizer.whole_weights(changes=False):
         fault = not_finite(model, phase_optimizer, parallel)
     if fault is not None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import go_back_to, resume_candidates, step_of
 from gsa_train.config import Config
 from gsa_train.distributed.parallel import Parallel
@@ -45,7 +44,7 @@ class Rewind:
 def with_rewinds(state: MonitorState, rewinds: Sequence[dict[str, Any]]) -> MonitorState:
     """Returns a checkpoint's monitor state with the rewinds, and with the spikes that were counted after the
     checkpoint."""
-    spikes = max([state.spikes, *(each.get("spikes", 0) for each in rewinds)])  # absent in early versions
+    spikes = max([state.spikes, *(each["spikes"] for each in rewinds)])
     return replace(state, rewinds=list(rewinds), spikes=spikes)
 
 
@@ -143,7 +142,5 @@ def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[d
 
 
 def _read_rewinds(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError or TypeError for a damaged file. Early versions wrote only the list."""
-    content = parse_json(path.read_bytes())
-    rewinds = content if isinstance(content, list) else read_checked(path, ["rewinds"])["rewinds"]
-    return [asdict(Rewind(**{"spikes": 0, **each})) for each in rewinds]
+    """Raises ValueError or TypeError for a damaged file."""
+    return [asdict(Rewind(**each)) for each in read_checked(path, ["rewinds"])["rewinds"]]

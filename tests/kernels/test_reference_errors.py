@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "adaptive_k": (lambda: budget(adaptive_k="adaptive"), "adaptive_k is 'adaptive'"),
     "float counts": (lambda: budget(num_causal=torch.ones(1, 4)), "num_causal has dtype"),
     "float budget": (lambda: ops.select_top_k(ROWS, BOOL, torch.ones(1, 4)), "budget has dtype"),
-    "window": (lambda: ops.local_window_mask(4, -1), "window is -1"),
+    "window": (lambda: ops.local_window_mask(4, -1, query_positions=torch.arange(4)), "window is -1"),
     "heads": (lambda: ops.sparse_attention(Q[:, :, :3], KV, KV, BOOL), "q has 3 heads and k has 2"),
     "head size": (lambda: ops.sparse_attention(Q, KV[..., :1], KV, BOOL), "k has shape"),
     "values": (lambda: ops.sparse_attention(Q, KV, KV[:, :3], BOOL), "v has shape"),

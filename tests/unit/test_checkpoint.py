@@ -125,7 +125,7 @@ def test_latest_must_name_a_complete_checkpoint(lost, save, tmp_path):
 
 def test_another_format_version_is_refused(save, monkeypatch):
     folder = save(1)
-    monkeypatch.setattr(checkpoint, "READABLE_VERSIONS", (7,))
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 7)
     with pytest.raises(ValueError, match="has format version 4, this code reads 7"):
         read_run_state(folder)
 
@@ -160,7 +160,7 @@ def write_files(checkpoints: Path, step: int, keep_last: int = 2) -> None:
     unfinished.mkdir()
     names = ("__0_0.distcp", "common.pt", "metadata.json")
     files = {name: checkpoint_files.write_durably(unfinished / name, name.encode()) for name in names}
-    checkpoint_files.write_manifest(unfinished, checkpoint_files.Manifest(files))
+    checkpoint_files.write_manifest(unfinished, checkpoint_files.Manifest(files, "run", "", 8))
     checkpoint_files.publish(unfinished, final)
     assert checkpoint_files.prune(checkpoints, keep_last, newest=final) == []
 

@@ -58,15 +58,6 @@ def test_damage_is_found_and_named(damage, name, expected, folder):
         assert by_size == (None if "checksum" in expected else found)
 
 
-def test_a_checkpoint_from_before_manifests_loads_unverified(folder, caplog):
-    (folder / "manifest.json").unlink()
-    content = torch.load(folder / "common.pt", weights_only=False)
-    content["run"]["format_version"] = 1
-    torch.save(content, folder / "common.pt")
-    assert find_damage(folder, single_rank(), checksums=True) is None
-    assert "it is not verified" in caplog.text
-
-
 # --- while it is read ----------------------------------------------------------------------------------------
 
 

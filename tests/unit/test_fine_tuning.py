@@ -87,7 +87,7 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
     batches = TrainBatches(config, single_rank(), load_tokenizer(config), None)
     batches.next_step()
     state = batches.state()
-    del state["chat_version"]
+    state["chat_version"] = 1
     with pytest.raises(StateMismatch, match="saved with chat_version=1, but this run has chat") as refusal:
         TrainBatches(config, single_rank(), load_tokenizer(config), state)
     assert refusal.value.other_data, "--accept-new-data goes on"

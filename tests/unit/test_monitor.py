@@ -220,7 +220,6 @@ def test_spikes_that_a_run_went_back_for_are_counted() -> None:
     rewinds = [{"spikes": 3}, {"spikes": 4}]
     assert with_rewinds(MonitorState(1, spikes=2), rewinds) == MonitorState(1, spikes=4, rewinds=rewinds)
     assert with_rewinds(MonitorState(1, spikes=5), rewinds).spikes == 5  # of a later checkpoint
-    assert with_rewinds(MonitorState(1, spikes=1), [{"checkpoint_step": 4}]).spikes == 1
 
 
 # --- a start after the monitor stopped the run is refused unless something changed -------------------------

@@ -121,7 +121,6 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
     assert at_time.at == "at 10s of training"
     assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
-    assert [column.is_timing for column in results.columns] == [False, False, True, False, False]
     assert set(unknown.values.values()) == {None}
     assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
     states = ["finished"] * 3 + ["failed: exit code 1: out of memory"]

@@ -23,33 +23,10 @@ Line = Mapping[str, Any]
 
 START_UP = ("import", "process_groups", "health", "checkpoint", "readers", "model", "folder")
 """Activities of a process before its first step, and during a rewind."""
-ACTIVITIES = (
-    *START_UP,
-    "first_step",
-    "training",
-    "save",
-    "copies",
-    "validation",
-    "tasks",
-    "text",
-    "stragglers",
-    "other",
-)
+_BETWEEN = ("save", "copies", "validation", "tasks", "text", "stragglers")
+ACTIVITIES = (*START_UP, "first_step", "training", *_BETWEEN, "other")
 """Activities of the main thread. `copies`, `text` and `stragglers` are parts of steps."""
-LOSSES = (
-    *START_UP,
-    "first_step",
-    "repeated",
-    "save",
-    "copies",
-    "validation",
-    "tasks",
-    "text",
-    "stragglers",
-    "detection",
-    "down",
-    "other",
-)
+LOSSES = (*START_UP, "first_step", "repeated", *_BETWEEN, "detection", "down", "other")
 """Categories of lost time."""
 COMPLETE, INTERRUPTED, STOPPED = "complete", "interrupted", "stopped"
 """Reasons of an `end` after a save: no step is left, Ctrl-C, or any other stop request."""

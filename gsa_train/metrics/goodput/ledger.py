@@ -33,7 +33,7 @@ kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of the run so far. A run of an old version has none. Damaged lines are skipped with a warning,
+    """Read the lines of the run so far. Damaged lines are skipped with a warning,
     because later lines include their times."""
     path = folder / FILE
     if not path.is_file():

@@ -65,7 +65,7 @@ class Exchange:
         self._store.set(f"{stage}/{self._rank}", json.dumps(asdict(mine)))
         if self._rank in (0, self._count - 1):
             found = self._collect(stage)
-            if self._rank == 0 or not self._has_answered(stage, 0):
+            if self._rank == 0 or not self._store.check([f"{stage}/0"]):
                 at_first(found)
                 # Send only bad findings, because thousands of ranks read this value.
                 bad = {rank: asdict(each) for rank, each in enumerate(found) if each.faults}
@@ -89,9 +89,6 @@ class Exchange:
                 )
                 found.append(replace(device, faults=[silent]))
         return found
-
-    def _has_answered(self, stage: str, rank: int) -> bool:
-        return bool(self._store.check([f"{stage}/{rank}"]))
 
 
 def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:

@@ -1,7 +1,7 @@
 """Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function. The loss is
 linear in its upstream gradient, which is one scalar. The forward pass therefore also computes the gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,9 +11,6 @@ from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
 from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]
-Calculate = Callable[[Indexer], tuple[torch.Tensor, torch.Tensor, Gradients]]
-"""Returns the sum of the KL, the KL of each row, and the gradients of the tensors that `tensors_of`
-returns."""
 
 
 def tensors_of(indexer: Indexer) -> tuple[torch.Tensor | None, ...]:
@@ -54,7 +51,8 @@ def check_indexer(indexer: Indexer, query_start: int) -> tuple[int, int]:
 class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Arguments: `tensors_of` an indexer, its activation, and a `Calculate`."""
+        """Arguments: `tensors_of` an indexer, its activation, and a function of the indexer that returns the sum of the
+        KL, the KL of each row, and the gradients of those tensors."""
         *tensors, activation, calculate = arguments
         total, rows, gradients = calculate(indexer_of(tensors, activation))
         ctx.mark_non_differentiable(rows)

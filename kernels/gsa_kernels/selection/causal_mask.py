@@ -10,7 +10,6 @@ def causal_mask(
     *,
     query_positions: torch.Tensor | None = None,
     document_ids: torch.Tensor | None = None,
-    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Return causal[b, r, s] = (s <= t_r) and document(t_r) == document(s).
 
@@ -18,15 +17,13 @@ def causal_mask(
         num_keys: Lk, the keys of the sequence, at positions 0 .. Lk - 1.
         query_positions: int64 [R], the position t_r of each row; all positions if None.
         document_ids: int [B, Lk], one id per token of a packed sequence; one document if None.
-        device: device of the mask; default: the device of the given tensors.
 
     Returns:
         bool [B, R, Lk], or [1, R, Lk] without `document_ids`.
     """
     check_at_least("num_keys", num_keys, 1)
-    if device is None:
-        given = query_positions if query_positions is not None else document_ids
-        device = given.device if given is not None else "cpu"
+    given = query_positions if query_positions is not None else document_ids
+    device = given.device if given is not None else "cpu"
     key_positions = torch.arange(num_keys, device=device)
     if query_positions is None:
         query_positions = key_positions

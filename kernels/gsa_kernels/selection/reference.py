@@ -36,31 +36,19 @@ def select_top_k(scores: torch.Tensor, causal: torch.Tensor, budget: torch.Tenso
     return selected & causal
 
 
-def local_window_mask(
-    num_keys: int,
-    window: int,
-    *,
-    query_positions: torch.Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> torch.Tensor:
+def local_window_mask(num_keys: int, window: int, *, query_positions: torch.Tensor) -> torch.Tensor:
     """Return near[r, s] = (s <= t_r) and (t_r - s < window). The causal mask handles documents.
 
     Args:
         num_keys: Lk
         window: keys per query, including its own; 0 gives an all-False mask
-        query_positions: int64 [R], the position t_r of each row; all positions if None
-        device: device of the mask; default: the device of `query_positions`
+        query_positions: int64 [R], the position t_r of each row
 
     Returns:
         bool [R, Lk]
     """
     check_at_least("num_keys", num_keys, 1)
     check_at_least("window", window, 0)
-    if device is None:
-        device = query_positions.device if query_positions is not None else "cpu"
-    key_positions = torch.arange(num_keys, device=device)
-    if query_positions is None:
-        query_positions = key_positions
     check_shape("query_positions", query_positions, "[R]", (None,))
-    distance = query_positions.to(device)[:, None] - key_positions[None, :]
+    distance = query_positions[:, None] - torch.arange(num_keys, device=query_positions.device)
     return (distance >= 0) & (distance < window)

@@ -178,8 +178,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tokenizer: Tokenizer, copy: Path)
     ids[5] = 320
     ids.tofile(path)
     manifest = orjson.loads((copy / MANIFEST_NAME).read_bytes())
-    manifest.pop("checksum")  # as early versions wrote it
+    del manifest["checksum"]
     manifest["records"][2]["tokens_sha256"] = gsa_data.token_files.hashlib.sha256(ids).hexdigest()
+    manifest["checksum"] = gsa_data.token_files.checksum_of(manifest)
     (copy / MANIFEST_NAME).write_bytes(orjson.dumps(manifest))
     stream = BlockStream(open_corpus(str(copy)), tokenizer, CONFIG, 0, 1)
     with pytest.raises(DataFault, match=r"holds ids from \d+ to 320, the vocabulary ends at 319"):
@@ -198,8 +199,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tokenizer: Tokenizer, copy: Path)
 )
 def test_damaged_manifests_are_refused(copy: Path, damage: Callable[[dict], object], message: str) -> None:
     content = orjson.loads((copy / MANIFEST_NAME).read_bytes())
-    content.pop("checksum")  # as early versions wrote it
+    del content["checksum"]
     damage(content)
+    content["checksum"] = gsa_data.token_files.checksum_of(content)
     (copy / MANIFEST_NAME).write_bytes(orjson.dumps(content))
     with pytest.raises(DataFault, match=message):
         open_corpus(str(copy))

@@ -1,6 +1,5 @@
 """Tests source weights: counts and errors; test_data_oracle.py compares the order with an oracle."""
 
-import hashlib
 import itertools
 import struct
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 from data_corpus import document, line, read_run, write_shard
 
@@ -16,9 +14,9 @@ from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, 
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.indexed import HEADER, MAGIC
-from gsa_data.prepare_tokens import check_tokens, prepare_tokens
+from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.source_weights import NO_SOURCE, tokens_by_source
-from gsa_data.token_files import MANIFEST_NAME, TokenFolder
+from gsa_data.token_files import TokenFolder
 
 L = 32
 CONFIG = StreamConfig(
@@ -47,21 +45,6 @@ def tokens(mixed: Manifest, tokenizer: Tokenizer, tmp_path_factory: pytest.TempP
     return prepare_tokens(mixed.root, tokenizer, tmp_path_factory.mktemp("tokens"), 1, Reading())
 
 
-def test_a_position_saved_before_there_were_weights(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    plain = replace(CONFIG, source_weights={})
-    whole, first = (read_run(mixed, tokenizer, plain, steps=steps) for steps in (8, 5))
-    old = first.state()
-    for later in ("pools", "packing", "packing_pool_documents", "source_weights"):
-        old.pop(later, None)
-    old["cursors"] = [cursor[:4] for cursor in old["cursors"]]
-    second = read_run(mixed, tokenizer, plain, steps=3, state=old)
-    assert {**first.samples, **second.samples} == whole.samples
-    assert second.state() == whole.state()
-
-
-# Counts and mixture
-
-
 # What is refused
 
 
@@ -84,32 +67,6 @@ def test_unknown_and_empty_sources(mixed, tokens, tokenizer, tmp_path):
     one_lane = replace(CONFIG, num_lanes=1, source_weights=nothing)
     with pytest.raises(DataFault, match=r"no usable document in 4 epochs of .* with source_weights"):
         BlockStream(build_manifest(str(tmp_path)), tokenizer, one_lane, 0, 1).next_blocks(1)
-
-
-def test_tokens_without_sources(mixed, tokens, tokenizer, tmp_path):
-    """A folder of format version 1 is read as before, but not with weights."""
-    for record in tokens.records.values():
-        ids = (tokens.root / f"{record.path}.tokens").read_bytes()
-        (tmp_path / f"{record.path}.tokens").write_bytes(ids)
-        table = (tokens.root / f"{record.path}.lines").read_bytes()
-        (tmp_path / f"{record.path}.lines").write_bytes(table[: 8 * (3 * record.lines + 1)])
-    content = orjson.loads((tokens.root / MANIFEST_NAME).read_bytes())
-    content["identity"]["format_version"] = 1
-    del content["checksum"]
-    for record in content["records"]:
-        del record["sources"]
-        lines = (tmp_path / f"{record['path']}.lines").read_bytes()
-        record["lines_sha256"] = hashlib.sha256(lines).hexdigest()
-    (tmp_path / MANIFEST_NAME).write_bytes(orjson.dumps(content))
-    old = open_corpus(str(tmp_path))
-    assert list(check_tokens(tmp_path, mixed.root, tokenizer)) == []
-    plain = replace(CONFIG, source_weights={})
-    runs = [read_run(corpus, tokenizer, plain) for corpus in (old, mixed)]
-    assert runs[0].samples == runs[1].samples
-    with pytest.raises(DataFault, match=r"does not know the sources .*format version 1.*prepare the tokens"):
-        with_weights(old, tokenizer, Web=0.5)
-    with pytest.raises(DataFault, match="format_version=1, this command has 2; give another --out"):
-        prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading())
 
 
 def test_indexed_datasets_have_no_sources(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""Options that name the model of a command, and the check for the packages that read it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gsa_eval.convert import missing_package
+
+
+def add_source(parser: argparse.ArgumentParser, exported: bool = True) -> None:
+    """Add --run, --checkpoint, --step and, if `exported`, --hf."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
+    )
+    if exported:
+        source.add_argument("--hf", type=Path, metavar="DIR", help="a folder that export_hf.py wrote")
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+
+
+def check_step(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.step is not None and arguments.run is None:
+        parser.error("--step is of a run; give --run RUN_DIR")
+
+
+def require_packages() -> None:
+    """Print what is missing and exit with code 2, before an import fails."""
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        sys.exit(2)
