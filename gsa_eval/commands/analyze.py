@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.commands.source import add_source, check_step, require_packages
+from gsa_eval.model_options import add_source, check_step, require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.process.as_command import as_command
 

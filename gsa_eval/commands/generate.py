@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
-from gsa_eval.commands.source import add_source, check_step, require_packages
+from gsa_eval.model_options import add_source, check_step, require_packages
 from gsa_train.distributed.megatron_import import quiet_libraries
 from gsa_train.files import read_named
 from gsa_train.process.as_command import as_command

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_eval.commands.evaluate import lengths, positive, samples
-from gsa_eval.commands.source import require_packages
+from gsa_eval.model_options import require_packages
 from gsa_train.process.as_command import as_command
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
