@@ -1,9 +1,9 @@
 """An indexer that scores groups of neighbouring keys by their mean (`pool` p): the definition, in plain torch.
 
-Group g holds the positions g p to g p + p - 1 of the sequence. A query chooses among the earlier groups whose last token
-is in the query's document. A group's mean therefore covers only its tokens in the document of its last token. The keys
-of groups are [B, Lk, DI]: a group's key is at the group's first position, and the other positions are zero. Tensors of
-groups have G = ceil(Lk / p) columns.
+Group g holds the positions g p to g p + p - 1 of the sequence. A query chooses among the earlier groups whose last
+token is in the query's document. A group's mean therefore covers only its tokens in the document of its last token. The
+keys of groups are [B, Lk, DI]: a group's key is at the group's first position, and the other positions are zero.
+Tensors of groups have G = ceil(Lk / p) columns.
 """
 
 from dataclasses import replace
