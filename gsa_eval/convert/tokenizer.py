@@ -21,7 +21,7 @@ from gsa_hf import GSAConfig
 PROBES = (
     "",
     "The quick brown fox.",
-    " one space in front, two  and   three between, two behind  ",
+    " one space in front, two  and   three between, two after  ",
     "\n",
     "a\nb\n\n\nc\r\nd\te",
     "def f(x):\n\n\tif x:  # comment\n        return 1234567890\n",

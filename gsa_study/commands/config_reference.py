@@ -53,7 +53,8 @@ def page() -> str:
             (of_list,) = typing.get_args(inner_hint) if typing.get_origin(inner_hint) is list else (None,)
             if dataclasses.is_dataclass(of_list or inner_hint):
                 prefix = f"{name}.{inner}.N" if of_list else f"{name}.{inner}"
-                parts.append(_chapter(of_list or inner_hint, prefix, texts[inner]))  # type: ignore[arg-type]
+                section_hint: type = of_list or inner_hint
+                parts.append(_chapter(section_hint, prefix, texts[inner]))
     parts += [STUDY_HEAD, _chapter(study.StudyConfig, "study")]
     for name, hint in typing.get_type_hints(study.StudyConfig).items():
         (item, *_) = typing.get_args(hint) or (hint,)

@@ -58,7 +58,7 @@ def main() -> int:
         gpus = gpus_at_hand(arguments.gpus)
         if arguments.dry_run:
             values = read_results(study, {}).values
-            print(describe_cost(study, values, arguments.device, arguments.mfu, len(gpus or ())))
+            print(describe_cost(study, values, arguments.device, arguments.mfu, len(set(gpus or ()))))
             return 0
         check_packages(study, arguments.report)
         if arguments.report:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RampStage:
     until_tokens: int = 0
-    """The stage ends with the step that reaches this number of tokens, counted from the start of the run."""
+    """The stage ends with the step that reaches this number of tokens, counted from the start of the run. After a
+    resume with other stages, the step number counts as if the run had always had them."""
     global_batch_size: int = 0
     """Sequences per optimizer step in this stage, at most `train.global_batch_size`."""
 

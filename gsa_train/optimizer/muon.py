@@ -167,6 +167,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         if self.adamw is not None:
             if self._step_supports_amp_scaling:
+                # torch declares neither attribute.
                 self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
         for group in self.param_groups:

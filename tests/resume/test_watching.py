@@ -113,8 +113,6 @@ def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
     keys |= {"expert_load_max", "expert_load_min", "z_loss", "global_batch_size"}
     # The run has no queries with 64 causal keys.
     keys |= {"first_token_attention", "first_token_attention_spread", "sink_by_position"}
-    # The run has no z-loss and no batch ramp.
-    keys |= {"z_loss", "global_batch_size"}
     # The run scores no `evaluate.tasks`.
     keys |= {"eval_accuracy", "eval_length_normalised_accuracy", "eval_bits_per_byte", "eval_time_share"}
     elsewhere = {*data_metrics(data_totals(dict.fromkeys(COUNTERS, 1), used)), *MEANS}

@@ -106,7 +106,8 @@ def step_and_gradients(model: Model, optimizer: Any, config: Config, seed: int) 
     found: dict[str, torch.Tensor] = {}
 
     def copy() -> None:
-        found.update({name: each.main_grad.clone() for name, each in model.gpt.named_parameters()})  # type: ignore[attr-defined]
+        for name, parameter in model.gpt.named_parameters():
+            found[name] = parameter.main_grad.clone()  # type: ignore[attr-defined]  # megatron-core adds it
 
     take_step(model, optimizer, random_batches(config, seed), config, LR, hold_update=copy)
     return found

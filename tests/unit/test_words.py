@@ -23,7 +23,6 @@ REFUSED = {
 }
 # Real uses: an earlier value of a field, texts of a probe and of a request, this file's table.
 ALLOWED = [("gsa_train/config/other_names.py", "anew"), ("tests/unit/test_config.py", "anew")]
-ALLOWED += [("gsa_eval/convert/tokenizer.py", "behind")]
 ALLOWED += [("tests/helpers/request_files.py", "of which")]
 ALLOWED += [("tests/unit/test_words.py", each) for each in REFUSED]
 # A line break, a comment mark or the quotes of two joined strings may separate the words.

@@ -94,7 +94,7 @@ def attend_to_indices(
         HAS_GATE=gate_logits is not None,
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
-        BEHIND_SELECTION=behind_selection,
+        AFTER_SELECTION=behind_selection,
         IN_CHAIN=chained and cache.in_chain,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -154,7 +154,7 @@ def _attend_kernel(
     HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
-    BEHIND_SELECTION: tl.constexpr,
+    AFTER_SELECTION: tl.constexpr,
     IN_CHAIN: tl.constexpr,
 ):
     """One program takes one part of the keys of one key-value head of one sequence.
@@ -167,7 +167,7 @@ def _attend_kernel(
     batch = tl.program_id(2).to(tl.int64)
     # Tensors that the previous kernel does not write are loaded while it still runs.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
-    if CHAINED and not BEHIND_SELECTION:
+    if CHAINED and not AFTER_SELECTION:
         gdc_wait()
     # Slots are the top-k, masked inside the window, then the window.
     lane = tl.arange(0, KEYS)
@@ -197,9 +197,9 @@ def _attend_kernel(
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    if IN_CHAIN and not BEHIND_SELECTION:
+    if IN_CHAIN and not AFTER_SELECTION:
         gdc_launch_dependents()
-    if CHAINED and BEHIND_SELECTION:
+    if CHAINED and AFTER_SELECTION:
         # The selection's kernels have waited for all earlier kernels, including the one that wrote q.
         gdc_wait()
         if IN_CHAIN:
@@ -223,7 +223,7 @@ def _attend_kernel(
         total = total * rescale + tl.sum(probs, 1)
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
-    if CHAINED and not (IN_CHAIN or BEHIND_SELECTION):
+    if CHAINED and not (IN_CHAIN or AFTER_SELECTION):
         gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh
