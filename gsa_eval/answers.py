@@ -31,7 +31,9 @@ def answer_prompts(
         batch_size: sequences at once. None: on a GPU the number that fit into `batch_tokens`, on a CPU one.
     """
     longest = max(map(len, prompts)) + max_new_tokens
-    most = batch_size or (max(1, batch_tokens(generator.model) // longest) if generator.device.type == "cuda" else 1)
+    most = batch_size or (
+        max(1, batch_tokens(generator.model) // longest) if generator.device.type == "cuda" else 1
+    )
     # All batches have one size, with padding in the last batch. Another size would need other CUDA graphs.
     rows = math.ceil(len(prompts) / math.ceil(len(prompts) / most))
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
