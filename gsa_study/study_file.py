@@ -96,7 +96,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     """Load a study from a YAML file.
 
     Args:
-        overrides: `section.field=value` of all arms, before the file's own.
+        overrides: `section.field=value` of all arms. They override the file's `set`, but not an arm's.
         need_data: also check that the text of each run exists.
 
     Raises:
@@ -110,6 +110,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         problems.lines += missing_texts(study) if need_data else []
     if problems.lines:
         raise ConfigError(path, problems.lines)
+    if clashes := _set_by_arms(study, overrides):
+        raise ConfigError(path, clashes)
     config_path = base_config(path, study.config)
     runs: dict[str, list[StudyRun]] = {}
     wrong: dict[str, list[str]] = {}
@@ -132,6 +134,22 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         line = problem_line("selections.runs", unknown, "the study has no such run", "give <arm>-seed<N>")
         raise ConfigError(path, [line])
     return Study(Path(path), study, in_order)
+
+
+def _set_by_arms(study: StudyConfig, overrides: Sequence[str]) -> list[str]:
+    """Return a mistake for each override of a field in which arms differ."""
+    found = []
+    for word in overrides:
+        field, _, value = word.partition("=")
+        arms = [arm.name for arm in study.arms if any(_overlap(field, key) for key in arm.set)]
+        if arms:
+            found.append(problem_line(field, value, f"{_arms_in_words(arms)} sets it", "leave it out"))
+    return found
+
+
+def _overlap(field: str, other: str) -> bool:
+    """Return whether one of two fields contains the other, as `phases` contains `phases.0.lr`."""
+    return f"{field}.".startswith(f"{other}.") or f"{other}.".startswith(f"{field}.")
 
 
 def _arms_in_words(names: Sequence[str]) -> str:
@@ -192,8 +210,10 @@ def _runs_of(
     config_path, *of_all_arms = base
     if sources:
         of_all_arms.append("checkpoint.initial_text=continue")
-    set_here = (f"{key}={value}" for fields in (study.set, arm.set) for key, value in fields.items())
-    fields = (*of_all_arms, *set_here)
+    of_study, of_arm = (
+        [f"{key}={value}" for key, value in fields.items()] for fields in (study.set, arm.set)
+    )
+    fields = (*of_study, *of_all_arms, *of_arm)
     folder = str(Path(study.dir) / study.name)
     weights = {seed: (f"{FIELD}={source.checkpoint}",) for seed, source in sources.items()}
     first = weights.get(seeds_of(arm, study)[0], ())

@@ -239,19 +239,21 @@ def test_steps_repeat_bit_for_bit(trainer: Callable[..., Trainer], overrides: tu
 
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "standard_1.7b"])
-@pytest.mark.parametrize(("precision", "largest"), [("fp32", 1e-4), ("bf16", 0.06)])
-def test_fused_operations_change_nothing_but_rounding(trainer, name, precision, largest):
-    found: list[Any] = []
+def test_fused_operations_change_nothing_but_rounding(trainer, name):
+    """In bf16, gradients of fused operations are at most 1.5 times as far from fp32 as the ones of plain torch."""
+    losses, gradients = {}, {}
     all_keys = ALL_KEYS if name.startswith("gsa") else ()
-    for fused in ("none", "triton"):
+    for precision, fused in (("fp32", "none"), ("fp32", "triton"), ("bf16", "none"), ("bf16", "triton")):
         fields = (f"train.fused_ops={fused}", f"train.precision={precision}", *all_keys)
         one = trainer(config_of(name, *fields))
-        found.append((one.step(0), one.gradients()))
-    (plain, expected), (result, gradients) = found
-    torch.testing.assert_close(
-        result.loss_sum, plain.loss_sum, rtol=1e-6 if precision == "fp32" else 1e-3, atol=0
-    )
-    assert worst_difference(gradients, expected) < largest
+        losses[precision, fused] = one.step(0).loss_sum
+        gradients[precision, fused] = one.gradients()
+    exact = losses["fp32", "none"]
+    torch.testing.assert_close(losses["fp32", "triton"], exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses["bf16", "triton"], losses["bf16", "none"], rtol=1e-3, atol=0)
+    error = {key: worst_difference(each, gradients["fp32", "none"]) for key, each in gradients.items()}
+    assert error["fp32", "triton"] < 1e-4
+    assert error["bf16", "triton"] < 1.5 * error["bf16", "none"]
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash_sdpa"])

@@ -43,15 +43,18 @@ def test_the_runs_are_all_arms_with_the_first_seed_then_with_the_next(tmp_path: 
     assert (first.steps, first.tokens, first.ranks) == (10, 10 * TOKENS_A_STEP, 1)
 
 
-def test_the_arm_overrides_the_study_which_overrides_the_command_line_and_the_base(tmp_path: Path) -> None:
+def test_the_arm_overrides_the_command_line_which_overrides_the_study_and_the_base(tmp_path: Path) -> None:
     phases = [{"name": "only", "steps": 3}]  # a list replaces the list
     arms = [{"name": "one", "set": {"gsa.k_base": 24, "phases.0.lr": "1e-4"}}, {"name": "two"}]
     path = write(tmp_path, set={"phases": phases, "gsa.k_base": 20, "data.num_lanes": 4}, arms=arms)
-    words = ["gsa.k_base=12", "gsa.k_min=4", "data.train_dir=/text"]
+    words = ["gsa.k_min=4", "data.num_lanes=2", "data.train_dir=/text"]
     one, two = (run.config for run in load_study(path, words, need_data=False).runs[:2])
-    assert (one.gsa.k_base, two.gsa.k_base, one.gsa.k_min, one.data.num_lanes) == (24, 20, 4, 4)
+    assert (one.gsa.k_base, two.gsa.k_base, one.gsa.k_min, one.data.num_lanes) == (24, 20, 4, 2)
     assert [(phase.steps, phase.lr) for phase in one.phases] == [(3, 1e-4)]
     assert one.data.train_dir == "/text"
+    for word in ("gsa.k_base=12", "phases.0.lr=1e-5", "phases=[]"):
+        with pytest.raises(ConfigError, match=r"= .*: arm one sets it; leave it out"):
+            load_study(path, [word], need_data=False)
 
 
 def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
