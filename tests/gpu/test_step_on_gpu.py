@@ -1,7 +1,6 @@
 """Tests one training step in this process on a CUDA device: no waits, repeatable, and equal with every kernel."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
