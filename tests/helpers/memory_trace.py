@@ -216,7 +216,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
             (lists_op, "count_keys", longest),
-            (triton_groups, "count_keys", _longest_lists(most, config.gsa.indexer_pool)),
+            (triton_groups, "count_keys", _longest_lists(most, config.gsa.key_group_size)),
             (groups, "union_density", _with_contents(union_density)),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place. Later work has more room and reads their results.

@@ -187,7 +187,7 @@ def test_mean_keys():
     assert mean_scored_keys(GSA, 4, causal_mean_keys(4)) == causal_mean_keys(4)
     windowed = dataclasses.replace(GSA, k_base=1, local_window=2)
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
-    pairs = dataclasses.replace(GSA, indexer_pool=2)  # 5 keys have two pairs, and the query's own
+    pairs = dataclasses.replace(GSA, key_group_size=2)  # 5 keys have two pairs, and the query's own
     assert mean_scored_keys(pairs, 5, causal_mean_keys(5)) == (0 + 0 + 1 + 1 + 2) / 5
     assert mean_selected_keys(pairs, ONE_DOCUMENT[:, :8].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 5 + 6) / 8
     few = dataclasses.replace(GSA, dense_below=8)

@@ -44,7 +44,7 @@ def analyzed(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
 
 
 def test_groups_of_keys_have_no_map_of_scores() -> None:
-    with pytest.raises(ValueError, match=r"gsa\.indexer_pool = 3: the indexer scores groups of keys"):
+    with pytest.raises(ValueError, match=r"gsa\.key_group_size = 3: the indexer scores groups of keys"):
         record_attention(tiny_model("pool"), distinct_tokens(1, LENGTH)[0].tolist(), LAYER, 0)
 
 

@@ -113,7 +113,7 @@ def test_groups_of_keys_in_packed_documents(size: int) -> None:
 
 def test_groups_of_keys_learn_nothing_here() -> None:
     model, tokens = tiny_model("pool", indexer_loss_coef=1.0).train(), distinct_tokens(2, 12)
-    with pytest.raises(ValueError, match="indexer_pool is 3: the loss of an indexer over groups"):
+    with pytest.raises(ValueError, match="key_group_size is 3: the loss of an indexer over groups"):
         model(tokens, labels=tokens)
 
 

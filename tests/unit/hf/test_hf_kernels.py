@@ -114,7 +114,7 @@ def test_short_inputs_attend_to_all_keys(monkeypatch):
     assert (found - dense)[:, -1].abs().max() > 1e-2
 
 
-GROUPS: dict[str, Any] = {"indexer_pool": 4, "index_topk": 8, "k_min": 4, "indexer_rope": True}
+GROUPS: dict[str, Any] = {"key_group_size": 4, "index_topk": 8, "k_min": 4, "indexer_rope": True}
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,12 @@ def test_pieces_and_documents() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"indexer_pool": 3, "k_min": 3}, "indexer_pool is 3 with attn_implementation 'gsa'; pass one of"),
-        ({**GROUPS, "index_topk": 9}, "index_topk is 9 and dense_below 0 with indexer_pool 4"),
-        ({**GROUPS, "dense_below": 5}, "index_topk is 8 and dense_below 5 with indexer_pool 4"),
+        (
+            {"key_group_size": 3, "k_min": 3},
+            "key_group_size is 3 with attn_implementation 'gsa'; pass one of",
+        ),
+        ({**GROUPS, "index_topk": 9}, "index_topk is 9 and dense_below 0 with key_group_size 4"),
+        ({**GROUPS, "dense_below": 5}, "index_topk is 8 and dense_below 5 with key_group_size 4"),
     ],
 )
 def test_groups_of_keys_that_the_kernels_cannot_run(changes: dict[str, Any], said: str) -> None:
@@ -202,7 +205,7 @@ def test_what_the_kernels_cannot_run() -> None:
     held = {CACHE_ARGUMENT: a_cache(model, "dynamic"), "use_cache": True}
     with torch.no_grad():
         model(tokens[:, :18], **held)
-        with pytest.raises(ValueError, match="2 tokens follow 18 in the cache with indexer_pool 4"):
+        with pytest.raises(ValueError, match="2 tokens follow 18 in the cache with key_group_size 4"):
             model(tokens[:, :2], **held)
         held[CACHE_ARGUMENT] = a_cache(model, "dynamic")
         model(tokens, attention_mask=mask.flip(1), **held)
