@@ -120,7 +120,6 @@ phases.1.attention=dense
 gsa.selection_reuse=4 parallel.pipeline=2
 parallel.pipeline=2 parallel.virtual_pipeline=2 parallel.pipeline_layers=[1,3,3,1]
 model.num_layers=9 parallel.pipeline=2 parallel.pipeline_layers=[5,4]
-parallel.context=2 gsa.key_group_size=32
 train.recompute=full gsa.selection_reuse=2 train.recompute_num_layers=4
 train.recompute_num_layers=3
 train.seq_len_tokens=257 parallel.tensor=2 parallel.sequence=off
