@@ -42,7 +42,7 @@ from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
 from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraph
 
-POOL = 16
+GROUP = 16
 STANDARD, OUR_STANDARD = "standard", "standard, our products"
 PROMISED_LENGTH = 131072
 PROMISES = {"GSA": 2.0, "GSA groups": 2.0}
@@ -93,7 +93,7 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
         index_topk=gsa["k_base"],
         k_min=gsa["k_min"],
         k_max=gsa["k_max"],
-        indexer_pool=POOL if name == "GSA groups" else 1,
+        key_group_size=GROUP if name == "GSA groups" else 1,
         indexer_rope=name == "GSA groups",
     )
 
@@ -134,7 +134,7 @@ def selected(decoder: FusedDecoder) -> int:
     if not decoder._selections:
         return int(decoder.slot)
     counts = [selection.counts.float().mean().item() for selection in decoder._selections.values()]
-    return round(sum(counts) / len(counts) * decoder.config.indexer_pool)
+    return round(sum(counts) / len(counts))
 
 
 def weight_bytes(decoder: FusedDecoder) -> int:
@@ -149,8 +149,6 @@ def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
     row = 0
     if config.indexer_layer(0) is not None:
         row = config.index_head_dim
-        if config.indexer_pool > 1:
-            row += config.index_head_dim // config.indexer_pool
     weights = 2 * hidden * (3 * config.intermediate_size + 4 * heads * config.head_dim)
     cache = batch * room * (2 * config.num_key_value_heads * config.head_dim + row)
     return 2 * (layers * (weights + cache) + 2 * config.vocab_size * hidden)
@@ -334,7 +332,7 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
     token = 4 * config.num_key_value_heads * config.head_dim
     per_layer = float(batch * filled * token)
     if decoder._selections:
-        indexed = batch * filled * 2 * config.index_head_dim / config.indexer_pool
+        indexed = batch * filled * 2 * config.index_head_dim
         per_layer = batch * (selected(decoder) + config.local_window) * token + indexed
     return weight_bytes(decoder) + config.num_hidden_layers * per_layer
 

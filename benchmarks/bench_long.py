@@ -9,8 +9,8 @@ GSA token: each query has its own selection, k = 2048. forward and both (forward
     select: indexer scores, budget, top-k and lists, on random indexer inputs that are similar for neighbours.
     attend: G2, attention over the lists and G1, on random lists of a given union ratio r.
 GSA token selected: select and attend together. Attention reads the keys that were selected, at their own r.
-GSA groups of 16: each query selects groups of 16 neighbouring keys (gsa.indexer_pool), 512 or 1024 keys in total, and
-    a window of 64 keys. The indexer inputs are also random.
+GSA ReLU: the recommended indexer (8 heads, ReLU, a window of 64 keys), 1024 keys. The inputs are also random.
+GSA groups of 16: the same, but 16 neighbouring keys are selected together (gsa.key_group_size).
 forward_reuse_ms: a quarter of the time of four layers that share one selection (gsa.selection_reuse).
 kl_ms: value and gradients of the indexer loss, which only both_kl_ms includes.
 mean_k: mean budget of `selected` rows; the random lists have k = 2048.
@@ -40,13 +40,20 @@ from trained_indexers import Indexer, read_all, union_ratio
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
-from gsa_kernels.indexer.pool import pool_keys
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
-POOL, POOL_BUDGETS, WINDOW, REUSE = 16, (512, 1024), 64, 4
+RECOMMENDED: dict[str, Any] = {
+    "budget": (1024, 1024, 1024),
+    "window": 64,
+    "activation": "relu",
+    "adaptive_k": "off",
+}
+HEADS = 8
+"""Indexer heads of the recommended configs."""
+GROUP, REUSE = 16, 4
 LIKENESS = 0.9
 """Similarity of neighbouring queries' indexer inputs, which gives r near 4 at 128K tokens and k = 2048."""
 
@@ -56,25 +63,24 @@ PROMISES = (
     ("GSA token", 4, 131072, "forward_ms", "torch flash", {"1.7B": 3.5, "7B": 5.0}),
     ("GSA token", 4, 131072, "both_ms", "torch cuDNN", {"1.7B": 2.2, "7B": 2.6}),
 )
-CHEAPER_PROMISES = {
-    (False, "forward_reuse_ms"): 4.0,
-    (True, "forward_ms"): 8.0,
-}
-"""Maps (groups of keys, column) to the promised speed relative to cuDNN, at 131072 tokens, for the 1.7B shape."""
+CHEAPER_PROMISES = {"forward_reuse_ms": 4.0}
+"""Maps a column to the promised speed relative to cuDNN, at 131072 tokens, for the 1.7B shape."""
 PEAK_LENGTH, PEAK_OVER_FLASH = 131072, 1.3
 LONGEST_IN_FULL = 131072
 
 
-def random_indexer(length: int, budget: tuple[int, int, int], pool: int = 1) -> Indexer:
+def random_indexer(length: int, budget: tuple[int, int, int]) -> Indexer:
     """Build an indexer whose moving average is the mean variance of its own scores, as in a trained layer."""
     inputs = cases.indexer_inputs(1, length, LIKENESS)
-    if pool > 1:
-        # Means of independent keys are smaller than keys; a trained indexer's would not be.
-        keys = pool_keys(inputs.k_idx.detach(), pool) * pool**0.5
-        inputs = replace(inputs, k_idx=keys.requires_grad_())
-    window = WINDOW if pool > 1 else 0
-    first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget, window, pool=pool)
+    first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget)
     return replace(first, ema=first.select().variance.mean())
+
+
+def recommended_indexer(length: int, key_group_size: int) -> Indexer:
+    inputs = cases.indexer_inputs(1, length, LIKENESS, HEADS)
+    without_biases = replace(inputs, score_bias=None, weight_bias=None)
+    ema = torch.ones((), device=cases.DEVICE)
+    return Indexer(without_biases, ema, **RECOMMENDED, key_group_size=key_group_size)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class Case:
     mean_k: float | None = None
     lists_bytes: int = 0
     """Size of the lists if a pass makes them."""
-    pool: int = 1
+    key_group_size: int = 1
     reused: Gathered | None = None
     """One selection and REUSE layers, of cases that select."""
 
@@ -162,7 +168,7 @@ def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
         name,
         mean_k=mean_k,
         lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.starts)),
-        pool=indexer.pool,
+        key_group_size=indexer.key_group_size,
         reused=Gathered(inputs, indexer, REUSE),
     )
 
@@ -180,15 +186,15 @@ def make_cases(
     else:
         budget = (cases.K_BASE, cases.K_MIN, cases.K_MAX)
         token = random_indexer(length, budget)
-        pooled = {
-            f"GSA groups of {POOL}, {keys} keys": random_indexer(length, (keys, keys // 2, 2 * keys), POOL)
-            for keys in POOL_BUDGETS
+        recommended = {
+            "GSA ReLU": recommended_indexer(length, 1),
+            f"GSA groups of {GROUP}": recommended_indexer(length, GROUP),
         }
         if length <= LONGEST_IN_FULL:
             for seed, ratio in enumerate(ratios):
                 lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
                 table.append(constructed_case("GSA token", inputs, lists, ratio, token))
-        indexers = {"GSA token": token, **pooled}
+        indexers = {"GSA token": token, **recommended}
     table += [selected_case(name, inputs, indexer) for name, indexer in indexers.items()]
     return table, {name: indexer.select for name, indexer in indexers.items()}
 
@@ -226,7 +232,7 @@ def measure(
             "attention": case.attention,
             "r": case.r,
             "mean_k": case.mean_k,
-            "pool": case.pool,
+            "key_group_size": case.key_group_size,
             "select_ms": select,
             "attend_forward_ms": forward if added else None,
             "attend_both_ms": both if added else None,
@@ -257,12 +263,9 @@ def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str
     if (length, shape.name) == (131072, "1.7B"):
         dense = found["torch cuDNN", None]["forward_ms"]
         for row in (row for row in rows if row["forward_reuse_ms"] is not None):
-            for (pooled, column), factor in CHEAPER_PROMISES.items():
-                if pooled == (row["pool"] > 1):
-                    what = (
-                        f"{row['attention']}, pool {row['pool']}: cuDNN / GSA, {column.removesuffix('_ms')}"
-                    )
-                    report.bar(what, dense / row[column], at_least=factor)
+            for column, factor in CHEAPER_PROMISES.items():
+                what = f"{row['attention']}: cuDNN / GSA, {column.removesuffix('_ms')}"
+                report.bar(what, dense / row[column], at_least=factor)
     if length == PEAK_LENGTH:
         flash = found["torch flash", None]["peak_gib"]
         for row in rows:

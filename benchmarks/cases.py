@@ -94,7 +94,9 @@ class IndexerInputs:
         return {"score_bias": self.score_bias, "weight_bias": self.weight_bias}
 
 
-def indexer_inputs(batch: int, length: int, likeness: float = 0.0) -> IndexerInputs:
+def indexer_inputs(
+    batch: int, length: int, likeness: float = 0.0, heads: int = INDEXER_HEADS
+) -> IndexerInputs:
     """Draw inputs that require gradients.
 
     Args:
@@ -108,12 +110,12 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0) -> IndexerInp
         return likeness**0.5 * shared + (1 - likeness) ** 0.5 * own
 
     inputs = IndexerInputs(
-        alike(INDEXER_HEADS, INDEXER_SIZE),
+        alike(heads, INDEXER_SIZE),
         # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
         1.5 * normal(batch, length, INDEXER_SIZE),
-        alike(INDEXER_HEADS),
-        normal(INDEXER_HEADS),
-        normal(INDEXER_HEADS),
+        alike(heads),
+        normal(heads),
+        normal(heads),
     )
     for leaf in inputs.leaves:
         leaf.requires_grad_()

@@ -11,7 +11,6 @@ import cases
 import torch
 from cases import IndexerInputs
 
-from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Geometry, Selection
@@ -33,27 +32,21 @@ class Indexer:
     """Number of latest keys that each query always selects."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    pool: int = 1
-    """Neighbouring keys that are selected together."""
+    key_group_size: int = 1
 
     def select(self) -> Selection:
-        arguments = self._arguments
-        if self.pool > 1:
-            return select_groups(*arguments, kernel="gathered")
-        return select_key_lists(*arguments)
+        return select_key_lists(*self._arguments)
 
     def packed_mask(self) -> torch.Tensor:
         """Select as a packed mask, int32 [1, L, ceil(L / 32)]."""
-        arguments = self._arguments
-        selection = select_groups(*arguments, "masked") if self.pool > 1 else select_keys(*arguments)
-        packed = selection.packed_mask
+        packed = select_keys(*self._arguments).packed_mask
         assert packed is not None
         return packed
 
     @property
     def _arguments(self) -> tuple[SelectionInputs, BudgetRule, torch.Tensor, Geometry]:
         indexer = replace(self.inputs.of_kernels, activation=self.activation)
-        geometry = Geometry(local_window=self.window, indexer_pool=self.pool)
+        geometry = Geometry(local_window=self.window, key_group_size=self.key_group_size)
         return indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry
 
 
@@ -61,12 +54,13 @@ def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
     """Return the length and the indexers by layer from a file of launch/export_indexer.py.
 
     Raises:
-        ValueError: queries share selections, which only release studies-0.1 has.
+        ValueError: queries share selections or keys are pooled, which only release studies-0.1 has.
     """
     content = torch.load(path, map_location=cases.DEVICE, weights_only=True)
     gsa = content["gsa"]
-    if gsa.get("selection_block", 1) != 1:
-        raise ValueError(f"{path}: selection_block is {gsa['selection_block']}; use release studies-0.1")
+    for removed in ("selection_block", "indexer_pool"):
+        if gsa.get(removed, 1) != 1:
+            raise ValueError(f"{path}: {removed} is {gsa[removed]}; use release studies-0.1")
     indexers = {}
     for layer, x in content["layers"].items():
         own: dict[str, Any] = {
@@ -82,7 +76,7 @@ def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
             gsa["local_window"],
             WITHOUT_HEAD_WEIGHTS.get(gsa["indexer_activation"], gsa["indexer_activation"]),
             gsa["adaptive_k"],
-            gsa["indexer_pool"],
+            gsa.get("key_group_size", 1),
         )
     return content["seq_len_tokens"], indexers
 

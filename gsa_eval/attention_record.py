@@ -155,11 +155,6 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
         hidden: [1, L, d], the layer's input.
         given: the other arguments of the layer.
     """
-    if attention.config.indexer_pool > 1:
-        raise ValueError(
-            f"gsa.indexer_pool = {attention.config.indexer_pool}: the indexer scores groups of keys, which have "
-            "no map; give a run with 1"
-        )
     indexer = attention.indexer
     scores: torch.Tensor = indexer.scores(indexer(hidden, given["indexer_embeddings"]))
     return scores

@@ -22,6 +22,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "gsa.k_max": int,
     "gsa.dense_below": int,
     "gsa.local_window": int,
+    "gsa.key_group_size": int,
     "model.rope_base": float,
     "model.rope_scaling.rope_type": str,
     "model.rope_scaling.factor": float,
@@ -38,7 +39,14 @@ CHOICES = {
     "model.rope_scaling.rope_type": ("default", "yarn"),
 }
 
-LEAST = {"gsa.k_base": 1, "gsa.k_min": 1, "gsa.k_max": 1, "gsa.dense_below": 0, "gsa.local_window": 0}
+LEAST = {
+    "gsa.k_base": 1,
+    "gsa.k_min": 1,
+    "gsa.k_max": 1,
+    "gsa.dense_below": 0,
+    "gsa.local_window": 0,
+    "gsa.key_group_size": 1,
+}
 MOST_KEYS = 2**31 - 1
 """Largest number of keys, because positions of keys are int32."""
 

@@ -13,6 +13,7 @@ from .configuration_gsa import GSAConfig
 from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
 from .indexer_gsa import (
     GSAIndexer,
+    best_of_groups,
     indexer_loss,
     mean_attention,
     rotate,
@@ -20,7 +21,7 @@ from .indexer_gsa import (
 )
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
-from .token_order_gsa import key_groups, token_order
+from .token_order_gsa import token_order
 
 
 class GSARMSNorm(nn.Module):
@@ -67,26 +68,6 @@ class GSARotaryEmbedding(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cos.to(x.dtype), sin.to(x.dtype)
-
-
-def indexer_angles(
-    rotary: GSARotaryEmbedding,
-    x: torch.Tensor,
-    position_ids: torch.Tensor,
-    numbers: torch.Tensor,
-    pool: int,
-) -> tuple[torch.Tensor, ...]:
-    """Returns cosines and sines [B, L, DI] for the indexer. With groups of keys, which are rotated as their first key
-    of the document, also cosines and sines of the keys, so that a group's mean is rotated before the group is complete.
-
-    Args:
-        position_ids: int64 [B, L]
-        numbers: int64 [B or 1, L], of the tokens in their sequence, padding not counted; for groups
-    """
-    angles = rotary(x, position_ids)
-    if pool == 1:
-        return angles
-    return *angles, *rotary(x, position_ids - (numbers % pool).minimum(position_ids))
 
 
 def eager_attention_forward(
@@ -161,7 +142,7 @@ class GSAAttention(nn.Module):
             hidden_states: [B, L, d], normalised
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
-            indexer_embeddings: result of `indexer_angles`, if the indexer has a rotary embedding
+            indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
             selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type
             kernel_pass: data about the tokens' places, if kernels run
 
@@ -176,11 +157,6 @@ class GSAAttention(nn.Module):
             slots = slots + cache.get_seq_length(self.layer_idx)
             k, v = cache.update(k, v, self.layer_idx)
         tokens = rows = None
-        if output_indexer_loss and self.indexer is not None and self.config.indexer_pool > 1:
-            raise ValueError(
-                f"indexer_pool is {self.config.indexer_pool}: the loss of an indexer over groups of keys is in "
-                "gsa_train alone; pass indexer_loss_coef=0 and no output_indexer_loss"
-            )
         if self.indexer is not None:
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
                 tokens = self.indexer(hidden_states, indexer_embeddings)
@@ -208,14 +184,14 @@ class GSAAttention(nn.Module):
         elif self.indexer is not None:
             assert tokens is not None
             assert rows is not None
-            visible, groups, selecting = attention_mask[:, 0], None, tokens._replace(keys=rows)
-            if self.config.indexer_pool > 1:
-                groups = key_groups(self.config.indexer_pool, slots, visible, token_order(visible, slots))
+            visible = attention_mask[:, 0]
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
-                if groups is not None:
-                    selecting = selecting._replace(keys=groups.mean(selecting.keys))
-                scores = self.indexer.scores(selecting)
-            selection = select_keys(self.indexer, self.config, scores, visible, groups)
+                scores = self.indexer.scores(tokens._replace(keys=rows))
+            ranked = scores
+            if self.config.key_group_size > 1:
+                numbers = token_order(visible, slots).numbers
+                ranked = best_of_groups(scores.detach(), visible, numbers // self.config.key_group_size)
+            selection = select_keys(self.indexer, self.config, ranked, visible)
             if output_indexer_loss:
                 loss = self._loss(scores, q, k, selection, visible)
         if self.is_sparse:

@@ -38,7 +38,6 @@ RENAMED = {
     "index_rope": "indexer_rope",
     "index_temperature": "indexer_temperature",
     "index_local_window": "local_window",
-    "index_pool": "indexer_pool",
 }
 """Name before -> name now, which is the name in training. Names that transformers has for other models stay its own."""
 REMOVED = {
@@ -46,6 +45,8 @@ REMOVED = {
     "index_block_query": "first",
     "selection_block": 1,
     "index_block_size": 1,
+    "indexer_pool": 1,
+    "index_pool": 1,
 }
 """Removed field -> its default, the only value that still loads."""
 
@@ -129,9 +130,9 @@ class GSAConfig(PreTrainedConfig):
             beta in softmax(beta * scores) of the indexer loss: a number, or `"learned"`.
         local_window (`int`, *optional*, defaults to 0):
             Number of latest keys that every query attends to, in addition to its budget.
-        indexer_pool (`int`, *optional*, defaults to 1):
-            Number of keys in a group, counted from the sequence's first real token. The indexer scores the mean of a
-            group. A query selects whole groups, and also attends to its own group up to itself.
+        key_group_size (`int`, *optional*, defaults to 1):
+            Number of keys in a group, counted from the sequence's first real token. Each causal key counts with the
+            highest score in its group.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Number of neighbouring layers that share the selection of the first of these layers.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
@@ -200,7 +201,7 @@ class GSAConfig(PreTrainedConfig):
     indexer_rope: bool = False
     indexer_temperature: float | int | str = 1.0
     local_window: int = 0
-    indexer_pool: int = 1
+    key_group_size: int = 1
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
 
@@ -297,14 +298,9 @@ def validate_indexer(config: Any) -> None:
     for name in ("index_n_heads", "index_head_dim", "index_topk", "k_min", "k_max"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")
-    for name in ("indexer_pool", "index_topk_freq"):
+    for name in ("key_group_size", "index_topk_freq"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; pass 1, or a number of keys or layers")
-    if 1 < config.indexer_pool > config.k_min:
-        raise ValueError(
-            f"k_min is {config.k_min}; pass at least indexer_pool {config.indexer_pool}, so that each "
-            "query selects a group of keys"
-        )
     if config.k_min > config.k_max:
         raise ValueError(f"k_min is {config.k_min}; pass at most k_max {config.k_max}")
     if config.indexer_rope and config.index_head_dim % 2:

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
-from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer_angles
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .gates_gsa import other_gates
 from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
@@ -150,7 +150,6 @@ class FusedDecoder:
         self.slot = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._table = self._angle_table()
         self._selections: dict[int, Any] = {}
-        self._group_keys: dict[int, torch.Tensor] = {}
         self._workspace = None
         if any(sizes.row for _, sizes in self.layers):
             state = kernel_module("decode.state")
@@ -162,13 +161,10 @@ class FusedDecoder:
                 head_size=config.head_dim,
                 device=weight.device,
             )
-            pool = config.indexer_pool
-            kept = state.most_selected(kernel_rule(config), pool, room)
+            kept = state.most_selected(kernel_rule(config), room)
             for place, (_, each) in enumerate(self.layers):
                 if each.row:
                     self._selections[place] = state.new_selection(batch, kept, device=weight.device)
-                if each.row and pool > 1:
-                    self._group_keys[place] = weight.new_zeros(batch, -(-room // pool), each.row)
 
     def _choose_products(self, batch: int) -> None:
         weight = self.model.lm_head.weight
@@ -207,13 +203,10 @@ class FusedDecoder:
         return logits
 
     def place(self, filled: int, starts: torch.Tensor) -> None:
-        """Set the next slot to `filled`, and compute the mean keys of the groups in the filled slots."""
+        """Set the next slot to `filled`."""
         self.slot.fill_(filled)
         self.starts.copy_(starts)
         self.lengths.copy_(filled + 1 - self.starts)
-        for place, means in self._group_keys.items():
-            group_means = kernel_module("indexer.pool").group_means
-            means.copy_(group_means(self.buffers[place].rows, self.config.indexer_pool, self.starts))
 
     def step(self) -> torch.Tensor:
         """Decode `tokens` at the next slot, return logits [B, vocab], and advance `slot` and `lengths`."""
@@ -266,11 +259,11 @@ class FusedDecoder:
         return kernel_module("decode.entry_reference").Angles(*(x[:, 0] for x in found))
 
     def _angles_of(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        model, pool = self.model.model, self.config.indexer_pool
+        model = self.model.model
         angles = model.rotary_emb(like, position_ids=positions)
         if model.indexer_rotary_emb is None:
             return angles
-        return *angles, *indexer_angles(model.indexer_rotary_emb, like, positions, positions, pool)
+        return *angles, *model.indexer_rotary_emb(like, position_ids=positions)
 
     def _attend(self, place: int, module: Any, projected: Any) -> Any:
         config = self.config
@@ -300,12 +293,13 @@ class FusedDecoder:
         self, place: int, module: Any, projected: Any, held: Any, selects: bool
     ) -> torch.Tensor:
         config = self.config
-        window, pool = config.local_window, config.indexer_pool
         decode = kernel_module("decode.op")
         if not selects:
-            return decode.decode_attend(projected.q, held, window, projected.gate, pool=pool)
+            return decode.decode_attend(projected.q, held, config.local_window, projected.gate)
         applied = self._applied(place, projected.index_queries, projected.index_weights)
-        geometry = kernel_module("types").Geometry(local_window=window, indexer_pool=pool)
+        geometry = kernel_module("types").Geometry(
+            local_window=config.local_window, key_group_size=config.key_group_size
+        )
         rule, ema = kernel_rule(config), module.indexer.variance_ema
         return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
 
@@ -331,7 +325,7 @@ class FusedDecoder:
         selection = self._selections[leader]
         in_chain = self.products == "rows"
         state = (self.lengths, selection, self._workspace, self.starts, settled, in_chain)
-        return kernel_module("decode.state").LayerCache(k, v, *state, group_keys=self._group_keys.get(place))
+        return kernel_module("decode.state").LayerCache(k, v, *state)
 
     def _applied(self, place: int, queries: Any, weights: Any) -> Any:
         rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer

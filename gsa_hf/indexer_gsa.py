@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .token_order_gsa import KeyGroups
-
 WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
 """Activation without head weights -> the logit that gives constant weights 1. The sigmoid of 64 rounds to 1."""
 
@@ -62,7 +60,7 @@ class GSAIndexer(nn.Module):
 
         Args:
             hidden_states: [B, L, d]; detached here, so the indexer's gradient does not reach the model
-            rotary: result of `indexer_angles`; None without a rotary embedding
+            rotary: cosines and sines [B, L, DI]; None without a rotary embedding
         """
         hidden_states = hidden_states.detach()
         queries = self.wq(hidden_states).unflatten(-1, (self.heads, self.head_dim))
@@ -70,9 +68,8 @@ class GSAIndexer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if rotary is not None:
-            cos, sin, *of_keys = rotary
-            queries = rotate(queries, cos[:, :, None], sin[:, :, None])
-            keys = rotate(keys, *(of_keys or (cos, sin)))
+            cos, sin = rotary
+            queries, keys = rotate(queries, cos[:, :, None], sin[:, :, None]), rotate(keys, cos, sin)
         if self.weights_proj is None:
             weights = keys.new_full((*keys.shape[:2], self.heads), self.weight_logit)
         elif self._bias_comes_later:
@@ -160,12 +157,26 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 @torch.no_grad()
+def best_of_groups(scores: torch.Tensor, visible: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Replace the score of each causal key by the highest score of the causal keys in its group.
+
+    Args:
+        scores: fp32 [B, L, Lk]
+        visible: bool [B, L, Lk], the causal keys of each query
+        groups: int64 [B, Lk], the number of each key's group, at least 0 for causal keys
+    """
+    groups = groups.clamp(min=0)[:, None].expand_as(scores)
+    masked = scores.masked_fill(~visible, float("-inf"))
+    best = torch.full_like(scores, float("-inf")).scatter_reduce(-1, groups, masked, "amax")
+    return best.gather(-1, groups)
+
+
+@torch.no_grad()
 def select_keys(
     indexer: GSAIndexer,
     config: Any,
     scores: torch.Tensor,
     visible: torch.Tensor,
-    groups: KeyGroups | None = None,
 ) -> torch.Tensor:
     """Return the selection S_t, bool [B, L, Lk]: the k_t causal keys of the highest scores, and the local window.
 
@@ -175,19 +186,13 @@ def select_keys(
         config: the fields of indexer and selection
         scores: fp32 [B, L, Lk]
         visible: bool [B, L, Lk], the causal keys of each query
-        groups: the groups of keys that are scored and selected together, or None
     """
-    candidates = visible if groups is None else groups.before_own()
-    budget = budgets(scores, candidates, indexer.variance_ema, config, visible.sum(-1))
-    if groups is not None:
-        budget = budget // groups.size
+    budget = budgets(scores, visible, indexer.variance_ema, config)
     # Adding 0 turns -0.0 into 0.0. A sort that compares bits would order them.
-    ranked = torch.where(candidates, scores + 0.0, float("-inf"))
+    ranked = torch.where(visible, scores + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within = torch.arange(ranked.shape[-1], device=ranked.device) < budget[..., None]
-    selected = torch.zeros_like(visible).scatter(-1, order, within) & candidates
-    if groups is not None:
-        selected = groups.keys_of(selected, visible)
+    selected = torch.zeros_like(visible).scatter(-1, order, within) & visible
     if config.local_window > 0:
         # The window has the latest causal keys and the query's own key, so count from the end.
         from_end = visible.flip(-1).cumsum(-1).flip(-1)
@@ -195,19 +200,17 @@ def select_keys(
     return selected
 
 
-def budgets(
-    scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any, count: torch.Tensor
-) -> torch.Tensor:
+def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
     """Return the budgets k_t of equation 8, int64 [B, L]. Queries with fewer than `dense_below` causal keys select all.
 
     The population variance of the scores is computed in two passes and summed in fp64. Rounding is then small, and does
     not depend on the number of later keys.
 
     Args:
-        visible: bool [B, L, Lk], the scored keys: causal keys, or first keys of groups
-        count: int64 [B, L], the number of causal keys
+        visible: bool [B, L, Lk], the causal keys of each query
     """
-    size = visible.sum(-1).clamp(min=1)
+    count = visible.sum(-1)
+    size = count.clamp(min=1)
     mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / size).float()
     deviation = torch.where(visible, scores - mean[..., None], 0)
     variance = (deviation.square().sum(-1, dtype=torch.float64) / size).float().double()

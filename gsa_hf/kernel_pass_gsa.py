@@ -120,12 +120,7 @@ def make_kernel_pass(
                 "'sdpa'"
             )
         return _decoding(padding, past, batch, inputs.device, memory)
-    found, pool = KernelPass(memory, length, int(past)), config.indexer_pool
-    if found.past % pool:
-        raise ValueError(
-            f"{length} tokens follow {found.past} in the cache with indexer_pool {pool} and attn_implementation 'gsa'; "
-            f"pass pieces of a multiple of {pool} tokens, one token at a time, or 'sdpa'"
-        )
+    found = KernelPass(memory, length, int(past))
     lengths = torch.full((batch,), length, device=inputs.device)
     if cache is not None:
         memory.right_padded.discard(cache)
@@ -158,18 +153,12 @@ def make_kernel_pass(
 
 def _check_groups(config: Any) -> None:
     """Raise ValueError for groups of keys that the kernels do not have."""
-    pool = config.indexer_pool
-    if pool == 1:
+    if config.key_group_size == 1:
         return
-    pools = kernel_module("limits").KEY_POOLS
-    if pool not in pools:
+    sizes = kernel_module("limits").KEY_GROUP_SIZES
+    if config.key_group_size not in sizes:
         raise ValueError(
-            f"indexer_pool is {pool} with attn_implementation 'gsa'; pass one of {pools}, or 'sdpa'"
-        )
-    if config.index_topk % pool or config.dense_below > 0:
-        raise ValueError(
-            f"index_topk is {config.index_topk} and dense_below {config.dense_below} with indexer_pool {pool} and "
-            f"attn_implementation 'gsa'; pass a multiple of {pool} and 0, or 'sdpa'"
+            f"key_group_size is {config.key_group_size} with attn_implementation 'gsa'; pass one of {sizes}, or 'sdpa'"
         )
 
 

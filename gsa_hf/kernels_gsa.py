@@ -3,7 +3,7 @@
 Shapes have B sequences, L queries, Lk keys, and H query heads and Hkv key-value heads of size D.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,15 +62,13 @@ def _attend(
     # If every query selects all causal keys, only the indexer loss needs the scores.
     sparse = module.is_sparse and (call.learns or end >= config.dense_below)
     window = config.local_window if sparse else 0
-    pool = config.indexer_pool if sparse else 1
-    geometry = types.Geometry(place.document_starts, place.past, local_window=window, indexer_pool=pool)
+    geometry = types.Geometry(place.document_starts, place.past, window, config.key_group_size)
     applied = None
     if module.indexer is not None and sparse:
         assert call.rows is not None
         keys = call.rows[:, :end] if place.past else place.arranged(call.rows[:, :end])
         queries, weights = (place.arranged(each) for each in (call.tokens.queries, call.tokens.weights))
         applied = applied_indexer(module.indexer, queries, keys, weights)
-        applied = kernel_module("indexer.pool").pooled(applied, geometry)
         call.selection = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
         )
@@ -104,8 +102,7 @@ def _decode(
     batch, room, kv_heads, size = k.shape
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
-    window, pool = config.local_window, config.indexer_pool
-    most_keys = state.most_selected(kernel_rule(config), pool, room)
+    most_keys = state.most_selected(kernel_rule(config), room)
     assert place.lengths is not None
 
     if module.indexer is not None:
@@ -114,12 +111,9 @@ def _decode(
     if module.indexer is not None:
         assert call.rows is not None
         applied = applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights)
-        selecting = held
-        if pool > 1:  # from the cache's keys, which may have been reordered or cropped since the last step
-            means = kernel_module("indexer.pool").group_means(applied.keys, pool, place.starts)
-            selecting = replace(held, group_keys=means)
-        decode.decode_select(applied, selecting, kernel_rule(config), module.indexer.variance_ema, pool=pool)
-    return decode.decode_attend(q, held, window, gate, pool=pool)[:, None]
+        rule, ema = kernel_rule(config), module.indexer.variance_ema
+        decode.decode_select(applied, held, rule, ema, config.key_group_size)
+    return decode.decode_attend(q, held, config.local_window, gate)[:, None]
 
 
 def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:

@@ -28,7 +28,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer_angles
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .configuration_gsa import GSAConfig
 from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
 from .gates_gsa import GSAGateBias
@@ -213,12 +213,7 @@ class GSAModel(GSAPreTrainedModel):
             "output_indexer_loss": output_indexer_loss,
         }
         if self.indexer_rotary_emb is not None:
-            pool, numbers = self.config.indexer_pool, position_ids
-            if pool > 1:
-                numbers = token_numbers(inputs_embeds, visible, attention_mask, cache)
-            shared["indexer_embeddings"] = indexer_angles(
-                self.indexer_rotary_emb, hidden_states, position_ids, numbers, pool
-            )
+            shared["indexer_embeddings"] = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, selection, loss = layer(hidden_states, selection=selection, **shared, **kwargs)

@@ -11,12 +11,11 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention_gsa import GSAAttention, GSARotaryEmbedding, indexer_angles
+from .attention_gsa import GSAAttention, GSARotaryEmbedding
 from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from .indexer_gsa import check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 from .modeling_gsa import CACHE_ARGUMENT, rotary_config_of_indexer
-from .token_order_gsa import token_numbers
 
 _WITH_MASKS_BY_TYPE = ("qwen2", "qwen3")
 HOSTS = ("llama", "mistral", *_WITH_MASKS_BY_TYPE)
@@ -131,12 +130,9 @@ class ReplacedAttention(GSAAttention):
         else:
             visible = _visible(attention_mask, hidden_states, cache, self.layer_idx)
         position_ids = position_ids.expand(len(hidden_states), -1)
-        embeddings, pool = None, self.config.indexer_pool
+        embeddings = None
         if self.indexer_rotary_emb is not None:
-            numbers = position_ids
-            if pool > 1:
-                numbers = token_numbers(hidden_states, visible, attention_mask, cache, self.layer_idx)
-            embeddings = indexer_angles(self.indexer_rotary_emb, hidden_states, position_ids, numbers, pool)
+            embeddings = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
         learns = self.training and self.config.indexer_loss_coef > 0 and torch.is_grad_enabled()
         out, weights, _, loss = super().forward(
             hidden_states,

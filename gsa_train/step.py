@@ -98,7 +98,7 @@ def train_step(
     uses_indexer = model.runtime.attention_pass.uses_indexer
     rows = loss_tokens.new_zeros(())
     if uses_indexer:
-        rows = counted_rows(micro_batches, config.gsa.indexer_pool)
+        rows = counted_rows(micro_batches)
     counts = torch.stack([loss_tokens, rows])
     model.work_time.end()  # waits for other ranks are not this rank's work
     dist.all_reduce(counts, group=groups.dp)

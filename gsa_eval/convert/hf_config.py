@@ -37,9 +37,8 @@ GSA_FIELDS = {
     **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
     **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
     "local_window": "local_window",
-    **{
-        f"indexer_{name}": f"indexer_{name}" for name in ("activation", "norm", "rope", "temperature", "pool")
-    },
+    **{f"indexer_{name}": f"indexer_{name}" for name in ("activation", "norm", "rope", "temperature")},
+    "key_group_size": "key_group_size",
     "indexer_heads": "index_n_heads",
     "indexer_dim": "index_head_dim",
     "k_base": "index_topk",

@@ -40,8 +40,7 @@ def export_indexer(
         layers: from 0; each must have an indexer.
         out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}}. The
             tensors are `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], `weight_logits` [1, L, H_I], `score_bias` and
-            `weight_bias` [H_I] or None, and `variance_ema`, 0-d. With `gsa.indexer_pool`, `keys` has the keys of
-            groups at their first positions.
+            `weight_bias` [H_I] or None, and `variance_ema`, 0-d.
 
     Raises:
         ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no indexer,

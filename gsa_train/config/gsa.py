@@ -74,10 +74,9 @@ class GSAConfig:
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
     """Number of latest keys that are always selected, in addition to the budget. The paper has 0."""
-    indexer_pool: int = 1
-    """Number of neighbouring keys, aligned in the sequence, that the indexer scores as a group by their mean key.
-    Groups are selected within the same budget of keys. A query always reads its own group. The kernels support powers
-    of two up to 64. The paper has 1."""
+    key_group_size: int = 1
+    """Number of neighbouring keys, aligned in the sequence, that are selected together: each key counts with the
+    highest score in its group. The budget counts keys. The kernels support powers of two up to 64. The paper has 1."""
     selection_reuse: int = 1
     """Number of neighbouring layers that share the selection of the first of them. The paper has 1."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
@@ -95,7 +94,7 @@ class GSAConfig:
     @property
     def most_selected_keys(self) -> int:
         """The largest selection of a query that leaves keys out."""
-        return self.k_max + self.local_window + self.indexer_pool
+        return self.k_max + self.local_window
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,6 @@ def check_selection(config: Config) -> list[str]:
                 "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
             )
         )
-    if 1 < gsa.indexer_pool > gsa.k_min:
-        wrong = f"above gsa.k_min = {gsa.k_min}, so that a query could select no group of keys"
-        remedy = f"set gsa.k_min to {gsa.indexer_pool} or more"
-        lines.append(problem_line("gsa.indexer_pool", gsa.indexer_pool, wrong, remedy))
     share = gsa.indexer_loss_row_fraction
     # Exact to one percent, as in `gsa_kernels.sampling`: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:

@@ -32,8 +32,10 @@ def unsupported_by_kernels(config: Config) -> list[str]:
             f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have "
             f"{' and '.join(limits.INDEXER_ACTIVATIONS)}"
         )
-    if gsa.indexer_pool > 1:
-        reasons += _unsupported_pool(config)
+    if gsa.key_group_size not in limits.KEY_GROUP_SIZES:
+        reasons.append(
+            f"gsa.key_group_size = {gsa.key_group_size}: the kernels have {_listed(limits.KEY_GROUP_SIZES)}"
+        )
     if gsa.indexer_heads not in limits.INDEXER_HEADS:
         reasons.append(
             f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have {_range(limits.INDEXER_HEADS)}"
@@ -42,25 +44,6 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         reasons.append(
             f"gsa.indexer_dim = {gsa.indexer_dim}: the kernels have {_range(limits.INDEXER_HEAD_SIZES)}"
         )
-    return reasons
-
-
-def _unsupported_pool(config: Config) -> list[str]:
-    """Groups of keys share the kernels of single keys (gsa_kernels/selection/groups.py)."""
-    gsa, parallel, length = config.gsa, config.parallel, config.train.seq_len_tokens
-    pool, name = gsa.indexer_pool, f"gsa.indexer_pool = {gsa.indexer_pool}"
-    if pool not in limits.KEY_POOLS:
-        return [f"{name}: the kernels have {_listed(limits.KEY_POOLS)}"]
-    reasons = []
-    chunk = length // (parallel.context * parallel.context_chunks) if parallel.context > 1 else length
-    if chunk <= pool:
-        reasons.append(
-            f"train.seq_len_tokens = {length}: with {name} a rank's first {chunk} tokens are one group"
-        )
-    if gsa.k_base % pool:
-        reasons.append(f"gsa.k_base = {gsa.k_base}: no multiple of {name}")
-    if gsa.dense_below > 0:
-        reasons.append(f"gsa.dense_below = {gsa.dense_below}: with {name} the kernels have 0")
     return reasons
 
 

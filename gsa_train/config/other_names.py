@@ -63,7 +63,12 @@ OTHER_NAMES = {
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
 """Name elsewhere -> the field. Of a phase it is the first one's."""
 
-REMOVED = {"gsa.selection_query": "first", "gsa.reuse_teacher": "leader", "gsa.selection_block": 1}
+REMOVED = {
+    "gsa.selection_query": "first",
+    "gsa.reuse_teacher": "leader",
+    "gsa.selection_block": 1,
+    "gsa.indexer_pool": 1,
+}
 """Removed field -> its default. A config with this value loads, so that earlier runs and checkpoints stay usable."""
 REMOVED_AFTER = "removed after release studies-0.1"
 """What is wrong with another value."""

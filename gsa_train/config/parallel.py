@@ -246,12 +246,12 @@ def _check_instances(config: Config, world_size: int) -> list[str]:
 
 def _check_context(config: Config) -> list[str]:
     """Check that each context-parallel rank holds whole chunks, which sequence parallelism divides evenly."""
-    length, pool = config.train.seq_len_tokens, config.gsa.indexer_pool
+    length = config.train.seq_len_tokens
     context, tensor, chunks = config.parallel.context, config.parallel.tensor, config.parallel.context_chunks
     if chunks < 2 or chunks % 2 != 0:
         remedy = f"set it to an even number, such as {max(2, chunks + chunks % 2)}"
         return [problem_line("parallel.context_chunks", chunks, "is not an even number of chunks", remedy)]
-    if context < 2 or length < 1 or tensor < 1 or pool < 1:
+    if context < 2 or length < 1 or tensor < 1:
         return []
     shares = math.lcm(chunks, tensor if config.parallel.sequence else 1)
     unit = context * shares
@@ -265,16 +265,7 @@ def _check_context(config: Config) -> list[str]:
                 f"set it to {nearest(length, unit)}, or change parallel.context",
             )
         ]
-    chunk = length // (chunks * context)
-    if config.gsa.attention == "dense" or chunk % pool == 0:
-        return []
-    wrong = (
-        f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
-        "parallel.context_chunks), and no group may cross chunks"
-    )
-    nearby = nearest(length, chunks * context * pool)
-    remedy = f"set train.seq_len_tokens to {nearby}, or change parallel.context"
-    return [problem_line("gsa.indexer_pool", pool, wrong, remedy)]
+    return []
 
 
 def _check_pipeline(config: Config, world_size: int) -> list[str]:

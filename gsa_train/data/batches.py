@@ -36,7 +36,6 @@ from gsa_data.stream import (
 )
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import TooLittleText, ValidationSet, read_validation_set
-from gsa_kernels.indexer.pool import count_choices
 from gsa_train.config import Config
 from gsa_train.config.batch_ramp import batch_size
 from gsa_train.config.file_checks import trained_validation_fields, validation_fields
@@ -70,15 +69,10 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
-def counted_rows(micro_batches: Sequence[MicroBatch], indexer_pool: int) -> torch.Tensor:
-    """Returns the number of queries that select among at least two keys or groups: fp32, 0-d, on the device. The
-    others, first tokens of documents and filler, have no choice, and count in no mean of the indexer."""
-    counts = []
-    for batch in micro_batches:
-        visible = batch.causal_keys()
-        positions = torch.arange(visible.shape[1], device=visible.device)
-        counts.append((count_choices(visible, positions, indexer_pool) >= 2).sum())
-    return torch.stack(counts).sum().float()
+def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Returns the number of queries that select among at least two keys: fp32, 0-d, on the device. The others, first
+    tokens of documents and filler, have no choice, and count in no mean of the indexer."""
+    return torch.stack([(batch.causal_keys() >= 2).sum() for batch in micro_batches]).sum().float()
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:

@@ -310,21 +310,6 @@ class AttentionOverChunks:
             dist.all_reduce(total, group=tp)
         return kl * tp.size(), total
 
-    def local_document_starts(self, length: int, document_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where the document of each of this rank's `length` tokens begins, int64 [B, L], by the places that
-        tokens have on this rank; None without `gsa.indexer_pool` or with one document."""
-        if self.gsa.indexer_pool == 1 or document_ids is None:
-            return None
-
-        def starts() -> torch.Tensor:
-            of_chunks = [
-                document_starts(document_ids[:, : chunk.end], chunk.start) + (chunk.local.start - chunk.start)
-                for chunk in self.chunks(length)
-            ]
-            return torch.cat(of_chunks, dim=1)
-
-        return self.runtime.once(document_ids, ("local document starts", length), starts)
-
     def chunks(self, length: int) -> list[QueryChunk]:
         """Return the query chunks of this rank, which has `length` tokens."""
         return query_chunks(length, self.cut)
@@ -370,8 +355,8 @@ class AttentionOverChunks:
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
         """Return the positions and documents of a chunk's queries."""
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
-        window, pool = self.gsa.local_window, self.gsa.indexer_pool
-        return Geometry(starts, chunk.start, local_window=window, indexer_pool=pool)
+        gsa = self.gsa
+        return Geometry(starts, chunk.start, gsa.local_window, gsa.key_group_size)
 
     def _loss_inputs(
         self,

@@ -179,9 +179,8 @@ def flops_per_token(
     weighted = SCORES[gsa.indexer_activation].learns_head_weights * heads
     indexer_projections = 2 * d * (heads * dim + weighted + dim)
     per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted or plain sum over heads
-    scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
-    learned = row_share * min(scored, attended / gsa.indexer_pool)
+    learned = row_share * attended
 
     return FlopsPerToken(
         projections=base_passes * projections,
@@ -192,7 +191,7 @@ def flops_per_token(
         output=base_passes * output,
         attention=base_passes * layers * 4 * query * attended,
         indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
-        indexer_scores=indexers * per_score * (scored + 2 * learned),
+        indexer_scores=indexers * per_score * (visible + 2 * learned),
         kl_target=indexers * 2 * query * attended * row_share,
         dense_equivalent=3
         * (projections + gates + mlp + router + experts + output + layers * 4 * query * visible),
@@ -212,19 +211,6 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
     return (seq_len_tokens + 1) / 2
 
 
-def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
-    """Count the scores that the indexer computes per token: a query scores its causal keys, or with
-    `gsa.indexer_pool` the groups before its own group.
-
-    The count is exact for one document, and without groups. Otherwise it scales the count of one document by the mean
-    causal keys, although documents may start anywhere in a group.
-    """
-    pool = gsa.indexer_pool
-    counts = range(1, seq_len_tokens + 1) if pool == 1 else (t // pool for t in range(seq_len_tokens))
-    of_one_document = sum(counts) / seq_len_tokens
-    return of_one_document * (mean_visible / causal_mean_keys(seq_len_tokens))
-
-
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
@@ -233,13 +219,9 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     """
     total = 0
     for sequence in causal_keys:
-        for position, visible in enumerate(sequence):
+        for visible in sequence:
             chosen = visible if visible < gsa.dense_below else min(gsa.k_base, visible)
-            always = gsa.local_window
-            if gsa.indexer_pool > 1:  # whole groups, and the query's own
-                chosen = chosen // gsa.indexer_pool * gsa.indexer_pool
-                always = max(always, position % gsa.indexer_pool + 1)
-            total += min(chosen + always, visible)
+            total += min(chosen + gsa.local_window, visible)
     return total / sum(map(len, causal_keys))
 
 

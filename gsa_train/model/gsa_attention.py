@@ -276,8 +276,7 @@ class GSASelfAttention(MegatronModule):
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with attention_pass.indexer_graph():
-            starts = self.over_chunks.local_document_starts(len(hidden), document_ids)
-            queries, keys, head_weight_logits = indexer(hidden, starts)
+            queries, keys, head_weight_logits = indexer(hidden)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
 

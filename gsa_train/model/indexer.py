@@ -12,7 +12,6 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from gsa_kernels.indexer.pool import pool_keys, to_first_positions
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config.gsa import SCORES
 from gsa_train.distributed.context_sharding import QueryChunk
@@ -27,7 +26,7 @@ class IndexerProjections(NamedTuple):
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
     keys: torch.Tensor
-    """[B, L, d_I], shared by the indexer heads; with `gsa.indexer_pool` a group's key is at its first position"""
+    """[B, L, d_I], shared by the indexer heads"""
     head_weight_logits: torch.Tensor
     """[B, L, H_I]; constant if the indexer has no head weights"""
 
@@ -74,7 +73,7 @@ class Indexer(MegatronModule):
         learns_beta = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learns_beta else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
-        self.splits_alone = learned and not norms and self.gsa.indexer_pool == 1
+        self.splits_alone = learned and not norms
         """Only the rotary embedding acts on the projections, so one kernel can split and rotate them."""
         self.split_op = _fused_split_op() if config.fused_ops and self.splits_alone else None
         self.rotary = rotary
@@ -90,15 +89,8 @@ class Indexer(MegatronModule):
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
-    def forward(
-        self, hidden: torch.Tensor, document_starts: torch.Tensor | None = None
-    ) -> IndexerProjections:
-        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
-
-        Args:
-            document_starts: int [B, L], for the mean keys of groups
-                (`AttentionOverChunks.local_document_starts`).
-        """
+    def forward(self, hidden: torch.Tensor) -> IndexerProjections:
+        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
         together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
@@ -119,17 +111,12 @@ class Indexer(MegatronModule):
             size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
             queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
             keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
-        pool = self.gsa.indexer_pool
-        if pool > 1:  # a mean is rotated by the position of the first of its tokens
-            keys = pool_keys(keys.transpose(0, 1), pool, document_starts).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
             )[:, :, 0]
-        if pool > 1 and document_starts is not None:
-            keys = to_first_positions(keys.transpose(0, 1), pool).transpose(0, 1)
         # Contiguous, because selection and loss would otherwise each make a copy.
         return IndexerProjections(
             *(x.transpose(0, 1).contiguous() for x in (queries, keys, head_weight_logits))

@@ -101,7 +101,7 @@ def log_likelihoods(
     group = schedule_group(config, parallel)
     most = max(ROUND_MICRO_BATCHES // group, 1) * group
     losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
-    packed = pack_requests(requests, eos_id, config.train.seq_len_tokens, config.gsa.indexer_pool)
+    packed = pack_requests(requests, eos_id, config.train.seq_len_tokens, config.gsa.key_group_size)
     batches = _deal(packed, eos_id, config, parallel)
     for first in range(0, len(batches), most):
         before_each()

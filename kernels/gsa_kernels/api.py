@@ -57,7 +57,7 @@ def select(
             limits.MEASURED_FROM_TOKENS keys. In between `auto` measures the density of the selection and compares it
             with a limit. Key lists synchronise the host with the device: their length depends on the data.
         with_log_sum: also return `Selection.log_sum`, which saves the indexer loss one pass; needs a packed mask and
-            indexer_pool 1
+            key_group_size 1
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.
@@ -119,9 +119,8 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows: GSA, equations 14 and 15.
 
-    The target p_t is the attention of query t, averaged over the heads. With `indexer_pool`, p_t is summed over each
-    group of keys, and S_t contains the groups that the query selects. Gradients reach only the tensors of the indexer,
-    including the inverse temperature.
+    The target p_t is the attention of query t, averaged over the heads. The scores are the ones of single keys,
+    also with `key_group_size`. Gradients reach only the tensors of the indexer, including the inverse temperature.
 
     Args:
         q, k: all heads
@@ -165,12 +164,12 @@ def sparse_attention_with_loss(
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
     """Return whether `sparse_attention_with_loss` supports these tensors with Triton.
 
-    The requirements are a packed mask, indexer_pool 1, bf16, and Hopper or Triton's interpreter. The number of query
+    The requirements are a packed mask, key_group_size 1, bf16, and Hopper or Triton's interpreter. The number of query
     heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
     """
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
-    if selection is None or selection.packed_mask is None or selection.group_mask is not None:
+    if selection is None or selection.packed_mask is None:
         return False
     return takes(q, k)
 
@@ -213,10 +212,10 @@ def decode_step(
     Args:
         q: [B, H, D], of the token at position lengths - 1
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of that token; keys [B, L_max, DI], the
-            cache of single tokens' keys. With `indexer_pool` each key has the rotary angle of its group's first token
+            cache of the tokens' keys
         cache: this layer's; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
-        geometry: `local_window` and `indexer_pool` of training, other fields at their defaults
+        geometry: `local_window` and `key_group_size` of training, other fields at their defaults
         gate_logits: [B, H, D], G1 before its sigmoid
 
     Returns:
@@ -224,8 +223,8 @@ def decode_step(
     """
     if geometry.document_starts is not None or geometry.query_start != 0:
         raise ValueError(
-            f"geometry has document_starts or query_start {geometry.query_start}; pass local_window and indexer_pool "
-            "alone: a cache holds one document"
+            f"geometry has document_starts or query_start {geometry.query_start}; pass local_window and "
+            "key_group_size alone: a cache holds one document"
         )
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (len(q), 1, None, None))
     sizes = tuple(cache.k.shape[:2])

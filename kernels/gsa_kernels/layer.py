@@ -18,7 +18,6 @@ from gsa_kernels.api import indexer_loss, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_shape, compute_dtype
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.pool import pooled
 from gsa_kernels.layer_cache import GSACache, Heads, attend_with_cache
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
@@ -107,7 +106,7 @@ class GatedSparseAttention(nn.Module):
             output, weights = self._forward_with_cache(x, positions, cache, need_weights, attention)
             return output, cache, weights
         heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
-        indexer = pooled(self._index(x), geometry) if attention == "sparse" else None
+        indexer = self._index(x) if attention == "sparse" else None
         weights = None
         with _own_precision(x):
             selection = None if indexer is None else self._select(indexer, geometry)
@@ -132,7 +131,7 @@ class GatedSparseAttention(nn.Module):
         """
         self._check(x, attention)
         heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
-        indexer = pooled(self._index(x), geometry)
+        indexer = self._index(x)
         implementation = self.config.implementation_on(x.device)
         with _own_precision(x):
             selection = self._select(indexer, geometry)
@@ -271,10 +270,10 @@ def _own_precision(x: torch.Tensor) -> torch.autocast:
 
 
 def _has_choice(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """bool [B, L]: queries with at least two causal keys, or groups of keys before their own."""
-    place, pool = torch.arange(variance.shape[1], device=variance.device), geometry.indexer_pool
+    """bool [B, L]: queries with at least two causal keys."""
+    place = torch.arange(variance.shape[1], device=variance.device)
     first = 0 if geometry.document_starts is None else geometry.document_starts
-    return (place // pool - first // pool >= min(pool, 2)).expand_as(variance)
+    return (place > first).expand_as(variance)
 
 
 def rotate(

@@ -13,10 +13,9 @@ import torch
 
 from gsa_kernels.api import decode_step, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
-from gsa_kernels.checks import check_at_least, compute_dtype
+from gsa_kernels.checks import check_at_least
 from gsa_kernels.decode.reference import keys_of_selection
 from gsa_kernels.decode.state import LayerCache, most_selected, new_selection, new_workspace
-from gsa_kernels.indexer.pool import group_means, pooled
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
 from gsa_kernels.types import Geometry, Indexer, Selection
@@ -51,10 +50,6 @@ class Heads:
     gate_logits: torch.Tensor | None
     """[B, L, H, D], of G1."""
 
-    def part(self, first: int, last: int) -> Heads:
-        gate = None if self.gate_logits is None else self.gate_logits[:, first:last]
-        return Heads(self.q[:, first:last], self.k[:, first:last], self.v[:, first:last], gate)
-
 
 def new_cache(
     config: GSAConfig, batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype
@@ -70,11 +65,9 @@ def new_cache(
         )
     keys, values = torch.zeros(2, batch, max_length, kv_heads, size, device=device, dtype=dtype)
     lengths = torch.zeros(batch, device=device, dtype=torch.int32)
-    pool = config.indexer_pool
-    selection = new_selection(batch, most_selected(config.rule, pool, max_length), device=device)
+    selection = new_selection(batch, most_selected(config.rule, max_length), device=device)
     indexer_keys = torch.zeros(batch, max_length, config.indexer_dim, device=device, dtype=dtype)
-    groups = group_means(indexer_keys, pool) if workspace is not None and pool > 1 else None
-    decode = LayerCache(keys, values, lengths, selection, workspace, group_keys=groups)
+    decode = LayerCache(keys, values, lengths, selection, workspace)
     return GSACache(decode, indexer_keys)
 
 
@@ -99,40 +92,27 @@ def attend_with_cache(
         weights: [B, H, L, Lk], Lk the cache's length after the call; None without `need_weights`
     """
     _check_fit(cache, heads, indexer)
-    batch, num_new, num_heads, _ = heads.q.shape
-    out, weights = torch.empty_like(heads.q), None
-    if need_weights:
-        shape = (batch, num_heads, num_new, cache.length + num_new)
-        weights = heads.q.new_zeros(shape, dtype=compute_dtype(q=heads.q))
-    first = 0
-    while first < num_new:
-        in_open_group = attention == "sparse" and cache.length % config.indexer_pool > 0
-        last = first + 1 if in_open_group else num_new
-        part, rows = heads.part(first, last), _rows(indexer, first, last)
-        _append(cache, part, rows)
-        if attention == "sparse" and last - first == 1:
-            out[:, first:last] = _decode(cache, part, rows, config, variance_ema)
-            attended = _decoded_keys(cache, config) if need_weights else None
-        else:
-            if cache.decode.group_keys is not None:
-                cache.decode.group_keys.copy_(group_means(cache.indexer_keys, config.indexer_pool))
-            geometry, selection = _select(cache, rows, config, variance_ema, attention)
-            k, v = cache.decode.k[:, : cache.length], cache.decode.v[:, : cache.length]
-            out[:, first:last], _ = sparse_attention(
-                part.q,
-                k,
-                v,
-                selection,
-                geometry,
-                part.gate_logits,
-                implementation=config.implementation_on(k.device),
-            )
-            attended = attended_keys(selection, geometry, part.q, k) if need_weights else None
-        if weights is not None and attended is not None:
-            keys = cache.decode.k[:, : cache.length]
-            weights[:, :, first:last, : cache.length] = attention_probs(part.q, keys, attended)
-        first = last
-    return out, weights
+    num_new = heads.q.shape[1]
+    _append(cache, heads, indexer)
+    if attention == "sparse" and num_new == 1:
+        out = _decode(cache, heads, indexer, config, variance_ema)
+        attended = _decoded_keys(cache, config) if need_weights else None
+    else:
+        geometry, selection = _select(cache, indexer, config, variance_ema, attention)
+        k, v = cache.decode.k[:, : cache.length], cache.decode.v[:, : cache.length]
+        out, _ = sparse_attention(
+            heads.q,
+            k,
+            v,
+            selection,
+            geometry,
+            heads.gate_logits,
+            implementation=config.implementation_on(k.device),
+        )
+        attended = attended_keys(selection, geometry, heads.q, k) if need_weights else None
+    if attended is None:
+        return out, None
+    return out, attention_probs(heads.q, cache.decode.k[:, : cache.length], attended)
 
 
 def _check_fit(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
@@ -161,16 +141,6 @@ def _append(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
     cache.indexer_keys[:, start:end] = indexer.keys
     cache.decode.lengths.fill_(end)
     cache.length = end
-
-
-def _rows(indexer: Indexer, first: int, last: int) -> Indexer:
-    """Rows first to last of an indexer with a row per new token."""
-    return replace(
-        indexer,
-        queries=indexer.queries[:, first:last],
-        keys=indexer.keys[:, first:last],
-        head_weight_logits=indexer.head_weight_logits[:, first:last],
-    )
 
 
 def _decode(
@@ -205,7 +175,7 @@ def _select(
     geometry = config.geometry(None, start)
     with_all_keys = replace(indexer, keys=cache.indexer_keys[:, : cache.length])
     return geometry, select(
-        pooled(with_all_keys, geometry),
+        with_all_keys,
         config.rule,
         variance_ema,
         geometry,
@@ -219,6 +189,5 @@ def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:
     valid = torch.arange(selection.indices.shape[1], device=device) < selection.counts[:, None]
     hits = torch.zeros(len(valid), cache.max_length, dtype=torch.int32, device=device)
     hits.scatter_add_(1, selection.indices.long(), valid.int())
-    pool, length = config.indexer_pool, cache.length
-    selected = hits[:, : -(-length // pool)] > 0
-    return keys_of_selection(selected, cache.decode.lengths, length, config.local_window, pool)[:, None]
+    selected = hits[:, : cache.length] > 0
+    return keys_of_selection(selected, cache.decode.lengths, config.local_window)[:, None]

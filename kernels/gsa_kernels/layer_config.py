@@ -60,8 +60,8 @@ class GSAConfig:
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
     """Number of latest keys that are always selected. The paper has 0."""
-    indexer_pool: int = 1
-    """Neighbouring keys that are selected together, by their mean; 1 in the paper. Above 1, k_min is at least this."""
+    key_group_size: int = 1
+    """Neighbouring keys that are selected together, by the highest of their scores; 1 in the paper."""
     rope_base: float = 10000.0
     rope_scaling: YarnScaling | None = None
     """YaRN, for sequences longer than in training."""
@@ -99,11 +99,6 @@ class GSAConfig:
         if self.adaptive_k not in ("inverse", "direct", "off"):
             raise ValueError(f"adaptive_k is {self.adaptive_k!r}; pass 'inverse', 'direct' or 'off'")
         _ = self.rule, self.geometry(None)  # their own checks
-        if 1 < self.indexer_pool > self.k_min:
-            raise ValueError(
-                f"k_min is {self.k_min}; pass at least indexer_pool {self.indexer_pool}, so that each query selects a "
-                "group"
-            )
         if not 0 <= self.variance_ema_decay < 1:
             raise ValueError(f"variance_ema_decay is {self.variance_ema_decay}; pass 0 <= decay < 1")
         if not self.rope_base > 0:
@@ -126,7 +121,7 @@ class GSAConfig:
         return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     def geometry(self, document_starts: torch.Tensor | None, query_start: int = 0) -> Geometry:
-        return Geometry(document_starts, query_start, self.local_window, self.indexer_pool)
+        return Geometry(document_starts, query_start, self.local_window, self.key_group_size)
 
     def implementation_on(self, device: torch.device) -> Implementation:
         """Return the implementation that runs on a device.
@@ -147,7 +142,11 @@ class GSAConfig:
             "head_dim": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
             "indexer_heads": (self.indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
             "indexer_dim": (self.indexer_dim, sizes, f"{sizes[0]} to {sizes[-1]}"),
-            "indexer_pool": (self.indexer_pool, limits.KEY_POOLS, f"one of {limits.KEY_POOLS}"),
+            "key_group_size": (
+                self.key_group_size,
+                limits.KEY_GROUP_SIZES,
+                f"one of {limits.KEY_GROUP_SIZES}",
+            ),
         }
         for name, (value, taken, words) in fields.items():
             if value not in taken:

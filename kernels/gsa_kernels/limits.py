@@ -33,9 +33,8 @@ DECODE_INDEXER_HEADS = range(1, 17)
 TILE_QUERIES = 32
 """Queries whose selections share a list of keys: one query per bit of a word (key_lists/triton_build.py)."""
 
-KEY_POOLS = (1, 2, 4, 8, 16, 32, 64)
-"""Neighbouring keys that are selected together. A power of two, so that a word of a packed mask holds whole groups, or
-a group whole words (selection/triton_group_keys.py)."""
+KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Neighbouring keys that are selected together: divisors of the tiles of keys in the kernels that compute scores."""
 
 STRETCH_ROWS = 128
 """Stretch of neighbouring queries that an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks

@@ -7,7 +7,6 @@ device, and use tensors of [L, Lk].
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from gsa_kernels.attention import reference as attention
 from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.pool import earlier_groups, keys_of_groups, sum_over_groups
-from gsa_kernels.indexer.reference import indexer_scores
+from gsa_kernels.indexer.reference import best_of_groups, indexer_scores
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
 from gsa_kernels.limits import TILE_QUERIES, Kernel
 from gsa_kernels.loss.reference import indexer_kl, renormalise_target
@@ -40,35 +38,21 @@ def select(
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
-    window, pool = geometry.local_window, geometry.indexer_pool
-    scores = _scores(indexer, pool)
-    candidates = causal if pool == 1 else _candidates(geometry, positions, num_keys)
-    _, variance = score_moments(scores, candidates)
-    budget_of, visible = partial(adaptive_budget, variance, variance_ema), causal.sum(-1)
-    budget = number = budget_of(visible, **asdict(rule))
-    if pool > 1:  # a document may begin inside a group: a query with few keys chooses all groups
-        selectable, of_rule = candidates.sum(-1), asdict(replace(rule, dense_below=0))
-        number = budget_of(selectable * pool, **of_rule) // pool
-        number = torch.where(visible < rule.dense_below, selectable, number)
-    groups = chosen = select_top_k(scores, candidates, number)
-    if pool > 1:
-        chosen = keys_of_groups(groups, positions, pool, num_keys)
-    chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
+    scores = _scores(indexer)
+    ranked = best_of_groups(scores, causal, geometry.key_group_size)
+    _, variance = score_moments(ranked, causal)
+    budget = adaptive_budget(variance, variance_ema, causal.sum(-1), **asdict(rule))
+    near = local_window_mask(num_keys, geometry.local_window, query_positions=positions)
+    chosen = (select_top_k(ranked, causal, budget) | near) & causal
     log_sum = None
-    if with_log_sum and pool == 1:
+    if with_log_sum:
         logits = (scores * indexer.inverse_temperature).masked_fill(~chosen, float("-inf"))
         log_sum = logits.logsumexp(-1).float()
     statistics = (budget.to(torch.int32), variance)
     if kernel != "gathered":
-        group_mask = None if pool == 1 else pack_mask(groups)
-        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum, group_mask=group_mask)
-    lists, group_lists = key_lists_from_mask(chosen), None
-    if pool > 1:
-        at_firsts = groups.repeat_interleave(pool, -1)[..., :num_keys]
-        at_firsts &= torch.arange(num_keys, device=device) % pool == 0
-        group_lists = key_lists_from_mask(at_firsts)
-    density = union_density(lists)
-    return Selection(None, lists, *statistics, density=density, group_lists=group_lists)
+        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum)
+    lists = key_lists_from_mask(chosen)
+    return Selection(None, lists, *statistics, density=union_density(lists))
 
 
 def sparse_attention(
@@ -98,8 +82,8 @@ def indexer_loss(
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = attended_keys(selection, geometry, q, k)
-    kl = kl_of_rows(indexer, attention.head_sum_probs(q, k, lse, mask), mask, selection, geometry)
-    taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
+    kl = kl_of_rows(indexer, attention.head_sum_probs(q, k, lse, mask), mask)
+    taken, factor = _taken_rows(kl.shape[1], selection, rows)
     if taken is None:
         return kl.sum(), kl.detach()
     taken = taken.to(kl.device)
@@ -165,7 +149,7 @@ def decode_step(
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
         k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
     lengths = cache.lengths.clamp(max=max_length)
-    found = decode_top_k(indexer, lengths, rule, variance_ema, geometry.indexer_pool)
+    found = decode_top_k(indexer, lengths, rule, variance_ema, geometry.key_group_size)
     state = cache.selection
     for sequence, selected in enumerate(found.selected):
         keys = selected.nonzero()[:, 0]
@@ -179,7 +163,6 @@ def decode_step(
         lengths,
         found.selected,
         local_window=geometry.local_window,
-        pool=geometry.indexer_pool,
         output_gate_logits=gate_logits,
     )
 
@@ -210,46 +193,22 @@ def kl_of_rows(
     indexer: Indexer,
     probs: torch.Tensor,
     attended: torch.Tensor,
-    selection: Selection | None,
-    geometry: Geometry,
 ) -> torch.Tensor:
     """KL(p_t || softmax over the attended set of beta * I[t, :]) of each query, [B, L] (eqs. 14, 15).
-
-    With groups of keys p is summed over each group, and the set holds the groups that the query chose.
 
     Args:
         probs: [B, L, Lk], p of all queries at any scale
         attended: bool [B or 1, L, Lk], `attended_keys`
     """
-    pool, num_keys, rows = geometry.indexer_pool, probs.shape[-1], attended
-    if pool > 1 and selection is None:
-        rows = _candidates(
-            geometry, torch.arange(geometry.query_start, num_keys, device=probs.device), num_keys
-        )
-    elif selection is not None and pool > 1:
-        rows = _chosen_groups(selection, -(-num_keys // pool), pool)
-    target = probs if pool == 1 else sum_over_groups(probs, pool)
-    return indexer_kl(_scores(indexer, pool), renormalise_target(target, rows), rows, _temperature(indexer))
+    target = renormalise_target(probs, attended)
+    return indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
 
 
-def _chosen_groups(selection: Selection, num_groups: int, pool: int) -> torch.Tensor:
-    """bool [B, L, G]"""
-    if selection.group_mask is not None:
-        return unpack_mask(selection.group_mask, num_groups)
-    if selection.group_lists is None:
-        raise ValueError("selection has no groups; pass what select makes with this geometry")
-    return mask_from_key_lists(selection.group_lists)[..., ::pool]
-
-
-def _candidates(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
-    return earlier_groups(positions, geometry.document_starts, geometry.indexer_pool, num_keys)
-
-
-def _scores(indexer: Indexer, pool: int = 1) -> torch.Tensor:
-    """I of each row against all keys, or groups, causal or not: [B, L, Lk or G]."""
+def _scores(indexer: Indexer) -> torch.Tensor:
+    """I of each row against all keys, causal or not: [B, L, Lk]."""
     return indexer_scores(
         indexer.queries,
-        indexer.keys[:, ::pool],
+        indexer.keys,
         indexer.head_weight_logits,
         score_bias=indexer.score_bias,
         weight_bias=indexer.head_weight_bias,
@@ -263,21 +222,12 @@ def _temperature(indexer: Indexer) -> float | torch.Tensor:
 
 
 def _taken_rows(
-    num_rows: int, selection: Selection | None, geometry: Geometry, rows: RowSample
+    num_rows: int, selection: Selection | None, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
     """Return the sampled rows, int64 (None: all rows), and the factor for their sum. The kernels over key lists sample
     whole tiles. The kernels over packed masks sample stretches of rows (`sample_rows`)."""
     rank, size = rows.share
-    pool, by_lists = geometry.indexer_pool, selection is not None and selection.key_lists is not None
-    if pool > 1 and not by_lists:
-        # A row of the kernels is a group of queries; the sequence's first group has none (selection/groups.py).
-        first = pool if geometry.query_start == 0 else 0
-        groups = max(-(-(num_rows - first) // pool), 1)
-        sample, factor = sample_rows(groups, rows.fraction, rows.seed, rows.share, pool)
-        if sample.every == 1:
-            return None, factor
-        queries = (first + sample.rows()[:, None] * pool + torch.arange(pool)).flatten()
-        return queries[queries < num_rows], factor
+    by_lists = selection is not None and selection.key_lists is not None
     if not by_lists:
         sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
         return (None if sample.every == 1 else sample.rows()), factor

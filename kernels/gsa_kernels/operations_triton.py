@@ -16,10 +16,8 @@ from gsa_kernels.devices import launching_on
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss as sparse_attention_with_loss
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.loss.gathered import gathered_indexer_loss
-from gsa_kernels.loss.groups import group_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.sampling import SampledRows
-from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
@@ -44,13 +42,13 @@ def select(
     with_log_sum: bool,
 ) -> Selection:
     num_keys = indexer.keys.shape[1]
-    if geometry.indexer_pool > 1:
-        return select_groups(indexer, rule, variance_ema, geometry, kernel)
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
         listed = select_key_lists(indexer, rule, variance_ema, geometry)
         assert listed.key_lists is not None
         return replace(listed, density=union_density(listed.key_lists))
-    chosen = select_keys(indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum)
+    chosen = select_keys(
+        indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum and geometry.key_group_size == 1
+    )
     measured = kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS
     if kernel != "gathered" and not measured:
         return chosen
@@ -73,8 +71,6 @@ def indexer_loss(
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with launching_on(q, "q"):
-        if geometry.indexer_pool > 1:
-            return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
         if selection is not None and selection.key_lists is not None:
             lists = selection.key_lists
             return gathered_indexer_loss(

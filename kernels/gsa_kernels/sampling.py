@@ -43,7 +43,6 @@ def sample_rows(
     fraction: float,
     seed: int | None,
     share: tuple[int, int] = (0, 1),
-    queries_per_row: int = 1,
 ) -> tuple[SampledRows, int]:
     """Choose a systematic sample: evenly spaced stretches, so that each part of the sequence is represented in every
     draw.
@@ -55,28 +54,22 @@ def sample_rows(
         fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows
         seed: chooses the first stretch, each of n with the same probability
         share: (rank, size): this rank takes every size-th of the chosen stretches, from number `rank` on
-        queries_per_row: queries of a group of keys (loss/groups.py), or 1
 
     Returns:
         The rows, possibly none, and the factor for the sum over all shares of the sample.
     """
-    factor = sampled_one_of(num_rows, fraction, queries_per_row)
-    stretch = STRETCH_ROWS if factor == 1 else _rows_of_stretch(queries_per_row)
+    factor = sampled_one_of(num_rows, fraction)
     first = _first_of(factor, seed)
     rank, size = share
     every = factor * size
-    start = (first + rank * factor) * stretch
-    whole, rest = divmod(max(num_rows - start, 0), every * stretch)
-    return SampledRows(start, whole * stretch + min(rest, stretch), every, stretch), factor
+    start = (first + rank * factor) * STRETCH_ROWS
+    whole, rest = divmod(max(num_rows - start, 0), every * STRETCH_ROWS)
+    return SampledRows(start, whole * STRETCH_ROWS + min(rest, STRETCH_ROWS), every, STRETCH_ROWS), factor
 
 
-def sampled_one_of(num_rows: int, fraction: float, queries_per_row: int = 1) -> int:
+def sampled_one_of(num_rows: int, fraction: float) -> int:
     """Return n if `sample_rows` takes one of n stretches; 1 if it takes all rows."""
-    return min(stretches_per_sampled(fraction), -(-num_rows // _rows_of_stretch(queries_per_row)))
-
-
-def _rows_of_stretch(queries_per_row: int) -> int:
-    return max(STRETCH_ROWS // queries_per_row, 1)
+    return min(stretches_per_sampled(fraction), -(-num_rows // STRETCH_ROWS))
 
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:

@@ -89,23 +89,17 @@ class Geometry:
     """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of query t are
     document_starts[b, i] <= s <= t. Default: one document per sequence."""
     query_start: int = 0
-    """Position of the first query, a multiple of `indexer_pool`; only context parallelism needs values above 0."""
+    """Position of the first query; only context parallelism needs values above 0."""
     local_window: int = 0
     """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
-    indexer_pool: int = 1
-    """Neighbouring keys, aligned in the sequence, that are selected together, by their mean (indexer/pool.py); 1 in
-    the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
-    itself. The indexer's keys are `pooled`."""
+    key_group_size: int = 1
+    """Neighbouring keys, aligned in the sequence, that are selected together; 1 in the paper. Each causal key has the
+    highest score of the causal keys in its group (`best_of_groups`). The budget counts keys."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
         check_at_least("local_window", self.local_window, 0)
-        check_at_least("indexer_pool", self.indexer_pool, 1)
-        if self.query_start % self.indexer_pool:
-            raise ValueError(
-                f"query_start is {self.query_start} with indexer_pool {self.indexer_pool}; pass a multiple of "
-                f"{self.indexer_pool}"
-            )
+        check_at_least("key_group_size", self.key_group_size, 1)
         starts = self.document_starts
         if starts is not None:
             check_shape("document_starts", starts, "[B, L]", (None, None))
@@ -151,12 +145,6 @@ class Selection:
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
     request, for packed masks only."""
-    group_mask: torch.Tensor | None = None
-    """int32 [B, L, ceil(G / 32)], with `Geometry.indexer_pool` and a packed mask: a bit for each of the G groups that
-    the query chose."""
-    group_lists: KeyLists | None = None
-    """The same with key lists: each entry is a group, named by its first key. The entries of `key_lists` are the keys
-    of these entries, in the same order; a word of 0 is a group that queries read without choosing it."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -90,7 +90,7 @@ CASES = {
     "one document": ("gsa_1.7b", (*BUDGETS, ACROSS)),
     "documents": ("gsa_1.7b", BUDGETS),
     "as in the paper": ("paper_gsa_1.7b", BUDGETS),
-    "groups of keys": ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
+    "groups of keys": ("gsa_1.7b", (*BUDGETS, "gsa.key_group_size=4", ACROSS)),
     "standard": ("standard_1.7b", ("gsa.dense_attention=triton",)),
     "experts, balanced by loads": ("gsa_moe_15b_a2b", EXPERTS),
     "experts, balanced by biases": ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),

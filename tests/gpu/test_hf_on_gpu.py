@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
     "reuse": {"index_topk_freq": 2, "local_window": 8, "indexer_rope": True},
-    "groups": {"indexer_pool": 16, "local_window": 8, "indexer_rope": True},
+    "groups": {"key_group_size": 16, "local_window": 8, "indexer_rope": True},
     "gates": {
         "indexer_rope": True, "key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid",
         "sandwich_norm": True,

@@ -8,7 +8,7 @@ from gsa_eval.commands import evaluate as command
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
 
-GROUPS = ("gsa.indexer_pool=4", "data.attend_across_documents=true", "gsa.attention_impl=triton")
+GROUPS = ("gsa.key_group_size=4", "data.attend_across_documents=true", "gsa.attention_impl=triton")
 
 
 @pytest.mark.parametrize("overrides", [(), GROUPS], ids=["packed", "groups of keys"])

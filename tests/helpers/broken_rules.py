@@ -96,14 +96,7 @@ gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
     gsa.attention_impl = triton | gsa.indexer_dim = 8 | 16 to 128 | use reference
 gsa.selection_reuse=3 -> gsa.selection_reuse = 3 | 8 layers of a stage
 gsa.selection_reuse=8 ; parallel.pipeline=2 -> gsa.selection_reuse = 8 | 4 layers of a stage
-gsa.indexer_pool=4 ; gsa.k_min=2 -> gsa.indexer_pool = 4 | gsa.k_min = 2 | set gsa.k_min to 4 or more
-train.seq_len_tokens=72 ; parallel.context=2 ; gsa.indexer_pool=4 ->
-    gsa.indexer_pool = 4 | 18 tokens of a chunk | 64 or 80
-gsa.indexer_pool=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 3 | 32 and 64
-gsa.indexer_pool=4 ; gsa.dense_below=9 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.dense_below = 9
-gsa.indexer_pool=4 ; gsa.k_base=513 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.k_base = 513
-gsa.indexer_pool=4 ; train.seq_len_tokens=4 ; gsa.attention_impl=triton ->
-    gsa.attention_impl = triton | train.seq_len_tokens = 4 | one group
+gsa.key_group_size=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.key_group_size = 3 | 32 and 64
 gsa.indexer_temperature=0 -> gsa.indexer_temperature = 0.0 | learned
 gsa.indexer_temperature=warm -> gsa.indexer_temperature = warm | learned
 gsa.indexer_loss_row_fraction=0 -> gsa.indexer_loss_row_fraction | not 1 / n

@@ -34,7 +34,7 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_granularity": "headwise",
         "gate_form": "additive", "gate_activation": "silu", "selection_reuse": 2, "indexer_norm": True,
-        "indexer_rope": True, "indexer_pool": 4, "indexer_activation": "plain",
+        "indexer_rope": True, "key_group_size": 4, "indexer_activation": "plain",
     },
     "model": {"sandwich_norm": True},
 }  # fmt: skip
@@ -47,7 +47,7 @@ SHARED_GATES: dict[str, dict[str, Any]] = {
 FREE_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"], "output_gate": False, "output_transform": "rms_norm", "projection_gate": True,
-        "key_gate": True, "gate_input": "input_independent", "indexer_pool": 2,
+        "key_gate": True, "gate_input": "input_independent", "key_group_size": 2,
         "gate_activation": "ns_sigmoid",
     },
 }  # fmt: skip

@@ -34,12 +34,12 @@ from triton.runtime import interpreter
 
 from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
-from gsa_kernels.key_lists import triton_build, triton_groups
+from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
-from gsa_kernels.selection import groups, lists_op
+from gsa_kernels.selection import lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import step
 from gsa_train.config import Config, load_config
@@ -134,16 +134,16 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype).as_subclass(_OnTheHost)
 
 
-def _longest_lists(most: int, pool: int = 1) -> Callable[..., CountedKeys]:
+def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     """Return a function that replaces `triton_build.count_keys`. The host then reads the largest possible count for
-    each tile: all keys (or groups of `pool` keys) that the tile sees, up to `most` keys."""
+    each tile: all keys that the tile sees, up to `most` keys."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0, *always: torch.Tensor) -> CountedKeys:
         counted = count_keys(words, rows, query_start, *always)
         with unset_fake_temporarily():
             ends = query_start + rows.start + 32 * torch.arange(1, counted.host_counts.shape[1] + 1)
-            counts = ends.clamp(max=min(most, query_start + rows.stop)).int() // pool
+            counts = ends.clamp(max=min(most, query_start + rows.stop)).int()
             counts = counts.expand(words.shape[0], -1)
             return replace(counted, host_counts=counts.clone().as_subclass(_OnTheHost))
 
@@ -216,8 +216,6 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
             (lists_op, "count_keys", longest),
-            (triton_groups, "count_keys", _longest_lists(most, config.gsa.indexer_pool)),
-            (groups, "union_density", _with_contents(union_density)),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place. Later work has more room and reads their results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),

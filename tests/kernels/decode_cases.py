@@ -15,7 +15,6 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
 from gsa_kernels.decode import op, state  # noqa: E402
-from gsa_kernels.indexer.pool import group_means  # noqa: E402
 from gsa_kernels.types import BudgetRule, Geometry, Indexer  # noqa: E402
 
 EMA = 0.02
@@ -56,8 +55,8 @@ class Case:
         """Return bool [B, L_max]."""
         return torch.arange(self.max_length, device=self.q.device) < self.lengths[:, None]
 
-    def step(self, rule: BudgetRule = RULE, window: int = 0, out: Any = None, pool: int = 1) -> torch.Tensor:
-        geometry = Geometry(local_window=window, indexer_pool=pool)
+    def step(self, rule: BudgetRule = RULE, window: int = 0, out: Any = None, size: int = 1) -> torch.Tensor:
+        geometry = Geometry(local_window=window, key_group_size=size)
         return op.decode_step(self.q, self.indexer, self.cache, rule, self.ema, geometry, self.gate, out)
 
     def selected(self) -> torch.Tensor:
@@ -86,7 +85,6 @@ def make_case(
     seed: int = 0,
     k_max: int = RULE.k_max,
     splits: int | None = None,
-    pool: int = 1,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed + max_length)
     batch, (query_heads, kv_heads), (hi, di) = len(lengths), heads, indexer
@@ -115,7 +113,6 @@ def make_case(
             device=device,
             splits=splits,
         ),
-        group_keys=group_means(k_idx, pool) if pool > 1 else None,
     )
     return Case(
         q,

@@ -50,7 +50,7 @@ class LayerOptions:
     yarn: "Yarn | None" = None
     indexer_rope: bool = False
     local_window: int = 0
-    indexer_pool: int = 1
+    key_group_size: int = 1
     inverse_temperature: float = 1.0
 
 
@@ -94,28 +94,19 @@ def gsa_layer(
 
     scores: dict[int, dict[int, torch.Tensor]] = {}
     top_k: dict[int, set[int]] = {}
-    groups: dict[int, list[list[int]]] = {}
-    """With indexer_pool: the groups of the loss."""
     budgets, variances = [], []
     for t in range(length):
-        keys = visible = [s for s in range(length) if sees(t, s)]
-        before_own = _groups_before(visible, o)
-        if o.indexer_pool > 1:  # groups, each named by its first key
-            keys = [group[0] for group in before_own]
-        scores[t] = _indexer_row(h.detach(), weights, o, t, keys)
-        values = {s: score.item() for s, score in scores[t].items()}
-        number = max(1, len(keys))
+        visible = [s for s in range(length) if sees(t, s)]
+        scores[t] = _indexer_row(h.detach(), weights, o, t, visible)
+        own = {s: score.item() for s, score in scores[t].items()}
+        size = o.key_group_size
+        values = {s: max(own[other] for other in visible if other // size == s // size) for s in visible}
+        number = len(visible)
         mean = math.fsum(values.values()) / number
         variance = math.fsum((x - mean) ** 2 for x in values.values()) / number
         budget = len(visible) if len(visible) < o.dense_below else min(_budget(o, variance), len(visible))
-        ranking = sorted(keys, key=lambda s: (-values[s], s))
+        ranking = sorted(visible, key=lambda s: (-values[s], s))
         top_k[t] = set(ranking[:budget])
-        if o.indexer_pool > 1:
-            number = len(keys) if len(visible) < o.dense_below else _budget(o, variance) // o.indexer_pool
-            chosen = set(ranking[:number])
-            groups[t] = [group for group in before_own if o.attention == "dense" or group[0] in chosen]
-            own = {s for s in visible if s // o.indexer_pool == t // o.indexer_pool}
-            top_k[t] = own.union(*(group for group in before_own if group[0] in chosen))
         budgets.append(budget)
         variances.append(variance)
 
@@ -149,18 +140,12 @@ def gsa_layer(
     # This part computes the indexer loss.
     kl_rows = []
     for t in range(length):
-        support = [[s] for s in (sorted(selected[t]) if o.attention == "sparse" else sorted(scores[t]))]
-        if o.indexer_pool > 1:
-            support = groups[t]
-        if not support:
-            kl_rows.append(h.new_zeros(()))
-            continue
-        target = []
-        for each in support:
-            per_head = [probs[t][head].get(s, 0.0) for head in range(o.num_heads) for s in each]
-            target.append(sum(per_head) / o.num_heads)
+        support = sorted(selected[t]) if o.attention == "sparse" else sorted(scores[t])
+        target = [
+            sum(probs[t][head].get(s, 0.0) for head in range(o.num_heads)) / o.num_heads for s in support
+        ]
         total = sum(target)
-        model = _softmax([o.inverse_temperature * scores[t][each[0]] for each in support])
+        model = _softmax([o.inverse_temperature * scores[t][s] for s in support])
         kl = h.new_zeros(())
         for p, model_p in zip(target, model, strict=True):
             if p > 0:
@@ -189,13 +174,9 @@ def _indexer_row(
     head_weights = weights["w_iw"] @ h[t] if weighted else h.new_ones(o.indexer_heads)
     row = {}
     for s in keys:
-        key = h.new_zeros(o.indexer_dim)
-        members = range(s, s - s % o.indexer_pool + o.indexer_pool)
-        for member in members:
-            of_member = weights["w_ik"] @ h[member]
-            if o.indexer_norm:
-                of_member = _norm(of_member, weights["n_ik"], o)
-            key = key + of_member / len(members)
+        key = weights["w_ik"] @ h[s]
+        if o.indexer_norm:
+            key = _norm(key, weights["n_ik"], o)
         if o.indexer_rope:
             key = _rotate(key, s, o)
         score = h.new_zeros(())
@@ -210,13 +191,6 @@ def _indexer_row(
                 score = score + head_weights[j] * product
         row[s] = score
     return row
-
-
-def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
-    """Return the causal keys of each group before the last key's group. Groups are aligned in the sequence."""
-    size = o.indexer_pool
-    numbers = range(visible[0] // size, visible[-1] // size)
-    return [[s for s in visible if s // size == number] for number in numbers]
 
 
 def _budget(o: LayerOptions, variance: float) -> int:

@@ -80,11 +80,11 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
     assert bench_long.main() == 0
     rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
-    check, _, _, token, token_selected, groups, _ = rows
+    check, _, _, token, token_selected, _, groups = rows
     assert check["relative_error"] < 1e-4
     assert token["both_kl_ms"] == 3000
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
-    assert (groups["attention"], groups["pool"]) == ("GSA groups of 16, 512 keys selected", 16)
+    assert (groups["attention"], groups["key_group_size"]) == ("GSA groups of 16 selected", 16)
     assert groups["forward_reuse_ms"] == 250
 
 

@@ -14,7 +14,6 @@ from decode_cases import Case, make_case, poisoned_buffers  # noqa: F401 - pytes
 
 from gsa_kernels import api
 from gsa_kernels.decode import op
-from gsa_kernels.indexer.pool import group_means, pooled
 from gsa_kernels.types import BudgetRule, Geometry, Implementation, Indexer
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
@@ -33,7 +32,7 @@ def forward_pass(
         keys=case.indexer.keys[kept],
         head_weight_logits=of_tokens["index_weights"],
     )
-    selection = api.select(pooled(indexer, geometry), rule, case.ema, geometry, implementation="reference")
+    selection = api.select(indexer, rule, case.ema, geometry, implementation="reference")
     k, v = case.cache.k[kept], case.cache.v[kept]
     inputs = (of_tokens["q"], k, v, selection, geometry, of_tokens["gate"])
     return api.sparse_attention(*inputs, implementation="reference")[0][0]
@@ -43,11 +42,14 @@ GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
     "keys": (Geometry(), {"starts": [5, 0, 1, 9]}),
     "keys, window": (Geometry(local_window=6), {"settled": True, "mode": "direct"}),
     "keys, fixed budget": (Geometry(local_window=5), {"starts": [0, 7, 3, 0], "mode": "off"}),
-    "groups, window": (Geometry(local_window=6, indexer_pool=4), {"settled": True}),
-    "groups, padding": (Geometry(indexer_pool=4), {"starts": [5, 0, 3, 9], "activation": "relu", "ema": 8.0}),
-    "groups, parts": (Geometry(local_window=3, indexer_pool=16), {"mode": "direct", "splits": 4}),
+    "groups, window": (Geometry(local_window=6, key_group_size=4), {"settled": True, "ema": 0.35}),
+    "groups, padding": (
+        Geometry(key_group_size=4),
+        {"starts": [5, 0, 3, 9], "activation": "relu", "ema": 8.0},
+    ),
+    "groups, parts": (Geometry(local_window=3, key_group_size=16), {"mode": "direct", "splits": 4}),
     "groups, long window": (
-        Geometry(local_window=70, indexer_pool=64),
+        Geometry(local_window=70, key_group_size=64),
         {"starts": [1, 2, 0, 0], "mode": "off"},
     ),
 }
@@ -57,21 +59,21 @@ GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_token_by_token(device: str, name: str, implementation: Implementation) -> None:
     """A short sequence, an unused slot, and two with a choice, from within a group into the next one. Past each
-    sequence's end, and where no group is whole, the caches hold NaN."""
+    sequence's end the caches hold NaN."""
     geometry, options = GEOMETRIES[name]
-    pool = geometry.indexer_pool
-    rule = BudgetRule(max(3 * pool, 8), pool, max(5 * pool, 12), options.get("mode", "inverse"))
+    size = geometry.key_group_size
+    rule = BudgetRule(max(3 * size, 8), size, max(5 * size, 12), options.get("mode", "inverse"))
     first, steps = torch.tensor([1, 0, 28, 32]), 4
-    if pool > 1:
-        first = torch.tensor([1, 0, 6 * pool - 2, 9 * pool - 2])
+    if size > 1:
+        first = torch.tensor([1, 0, 6 * size - 2, 9 * size - 2])
     room = int(first.max()) + steps + 9
     sigmoid = options.get("activation", "sigmoid") == "sigmoid"
-    sizes = {"k_max": rule.k_max, "splits": options.get("splits"), "pool": pool, "gate": True}
+    sizes = {"k_max": rule.k_max, "splits": options.get("splits"), "gate": True}
     sizes |= {"activation": "sigmoid" if sigmoid else "relu", "biases": sigmoid}
     whole = make_case(device, [room] * 4, room, **sizes)
     starts = torch.tensor(options.get("starts", [0] * 4), dtype=torch.int32, device=device)
-    whole = replace(whole, ema=whole.ema * options.get("ema", 1 / pool)).with_new(starts=starts)
-    generator, slots = torch.Generator().manual_seed(pool), torch.arange(room, device=device)
+    whole = replace(whole, ema=whole.ema * options.get("ema", size**-0.5)).with_new(starts=starts)
+    generator, slots = torch.Generator().manual_seed(size), torch.arange(room, device=device)
     of_one = {"q": whole.q, "gate": whole.gate, "index_queries": whole.indexer.queries[:, 0]}
     of_one["index_weights"] = whole.indexer.head_weight_logits[:, 0]
     rows = {
@@ -88,10 +90,6 @@ def test_token_by_token(device: str, name: str, implementation: Implementation) 
         there = (slots >= starts[:, None]) & (slots < (starts + lengths)[:, None])
         k, v = (x.masked_fill(~there[..., None, None], float("nan")) for x in (whole.cache.k, whole.cache.v))
         keys = whole.indexer.keys.masked_fill(~there[..., None], float("nan"))
-        if pool > 1 and step == 0:  # after a prefill
-            means = group_means(keys, pool, starts)
-            whole_groups = torch.arange(means.shape[1], device=device) < (lengths // pool)[:, None]
-            whole = whole.with_new(group_keys=means.masked_fill(~whole_groups[..., None], float("nan")))
         newest = (torch.arange(4, device=device), (lengths - 1).clamp(min=0).long())
         x = {name: each[newest] for name, each in rows.items()}
         of_step = (x["index_queries"][:, None], keys, x["index_weights"][:, None])
@@ -106,7 +104,7 @@ def test_token_by_token(device: str, name: str, implementation: Implementation) 
         assert out[1].eq(0).all()
         budgets |= set(cache.selection.counts[2:].tolist()) - {0}
         if implementation == "triton":  # a layer that takes this selection
-            attended = op.decode_attend(x["q"], cache, geometry.local_window, x["gate"], pool=pool)
+            attended = op.decode_attend(x["q"], cache, geometry.local_window, x["gate"])
             assert torch.equal(attended, out)
     assert (len(budgets) > 1) == (rule.adaptive_k != "off")
-    assert max(budgets) * pool < first[3] - pool  # some keys are left out
+    assert max(budgets) < first[3] - size  # some keys are left out

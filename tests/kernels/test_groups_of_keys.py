@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton")
 
 from gsa_kernels import api, limits, sampling
-from gsa_kernels.indexer.pool import pooled
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
 
@@ -20,7 +19,7 @@ BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 32
 
 @dataclass(frozen=True)
 class Case:
-    pool: int
+    size: int
     length: int = 64
     """Number of keys. The keys from `query_start` on have queries."""
     kernel: limits.Kernel = "auto"
@@ -44,7 +43,7 @@ class Case:
     def geometry(self) -> Geometry:
         starts = self.starts()
         starts = None if starts is None else starts[:, self.query_start :]
-        return Geometry(starts, self.query_start, local_window=self.window, indexer_pool=self.pool)
+        return Geometry(starts, self.query_start, local_window=self.window, key_group_size=self.size)
 
 
 DOCUMENTS = ((0, 7, 9, 30, 45), (0, 33))
@@ -87,7 +86,7 @@ class Problem:
 
 
 def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
-    generator, leaves = torch.Generator().manual_seed(case.length + case.pool), {}
+    generator, leaves = torch.Generator().manual_seed(case.length + case.size), {}
 
     def leaf(name: str, *shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
@@ -107,7 +106,6 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
     )
     indexer.inverse_temperature.data.fill_(1.3)  # type: ignore[union-attr]
     q, k = leaf("q", BATCH, queries, HEADS, SIZE), leaf("k", BATCH, length, KV_HEADS, SIZE)
-    indexer = pooled(indexer, Geometry(case.starts(), indexer_pool=case.pool))
     return Problem(q, k, leaf("v", BATCH, length, KV_HEADS, SIZE), indexer, leaves)
 
 
@@ -152,9 +150,8 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
         assert torch.equal(mask, mask_of(wanted_chosen, case))
         assert torch.equal(chosen.budget, wanted_chosen.budget)
         torch.testing.assert_close(chosen.variance, wanted_chosen.variance)
-        if wanted_chosen.density is not None:  # Triton lists the groups in which documents begin as a whole
-            most = 0.05 if case.starts() is None else 1
-            assert 0 <= chosen.density / wanted_chosen.density - 1 < most
+        if wanted_chosen.density is not None:
+            assert chosen.density == pytest.approx(wanted_chosen.density)
         assert mask.sum() < case.length * (case.length + 1) // 2 * BATCH
     ours = results(case, given, chosen, "triton")
     wanted = results(case, given, wanted_chosen, "reference")
@@ -189,7 +186,7 @@ def test_the_loss_of_bf16_agrees(kernel: limits.Kernel) -> None:
         )
 
 
-def test_long_rows_are_selected_by_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_selected_as_key_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the packed mask."""
     case = Case(4, length=321, rule=BudgetRule(16, 8, 32), documents=((0,), (0, 6, 157, 161, 300)))
     given = problem(case)
@@ -201,27 +198,8 @@ def test_long_rows_are_selected_by_candidates(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(mask_of(chosen, case), wanted)
 
 
-@pytest.mark.parametrize(
-    ("geometry", "rule", "length", "words"),
-    [
-        (Geometry(indexer_pool=3), BudgetRule(12, 3, 12), 48, ["indexer_pool is 3"]),
-        (Geometry(indexer_pool=4), BudgetRule(16, 4, 16), 4, ["4 tokens", "more than one group"]),
-        (Geometry(indexer_pool=4), BudgetRule(15, 4, 16), 48, ["k_base 15", "multiple of 4"]),
-        (Geometry(indexer_pool=4), BudgetRule(16, 4, 16, dense_below=9), 48, ["dense_below 9"]),
-    ],
-)
-def test_what_the_kernels_do_not_have_is_refused(
-    geometry: Geometry, rule: BudgetRule, length: int, words: list[str]
-) -> None:
-    indexer = Indexer(
-        torch.zeros(BATCH, length, 2, 16), torch.zeros(BATCH, length, 16), torch.zeros(BATCH, length, 2)
-    )
-    with pytest.raises(ValueError, match="implementation='reference'") as error:
-        api.select(indexer, rule, torch.tensor(0.0), geometry, implementation="triton")
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_queries_begin_with_a_group() -> None:
-    with pytest.raises(ValueError, match="query_start is 18 with indexer_pool 4; pass a multiple of 4"):
-        Geometry(query_start=18, indexer_pool=4)
+def test_other_sizes_are_refused() -> None:
+    indexer = Indexer(torch.zeros(BATCH, 48, 2, 16), torch.zeros(BATCH, 48, 16), torch.zeros(BATCH, 48, 2))
+    arguments = (indexer, BudgetRule(12, 3, 12), torch.tensor(0.0), Geometry(key_group_size=3))
+    with pytest.raises(ValueError, match=r"key_group_size 3; pass one of .*implementation='reference'"):
+        api.select(*arguments, implementation="triton")

@@ -60,7 +60,7 @@ SPARSE_ONLY: dict[str, Any] = {
         ("dense", {"value_gate": False}, True),
         ("sparse", {"adaptive_k": "direct", "num_kv_heads": 1}, True),
         ("sparse", {"indexer_activation": "relu", "num_kv_heads": 4}, True),
-        ("sparse", {"indexer_pool": 2, "local_window": 3}, False),
+        ("sparse", {"key_group_size": 2, "local_window": 3}, False),
     ],
     ids=str,
 )
@@ -99,9 +99,8 @@ def test_the_layer_equals_the_oracle(
 
     near: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}  # statistics and log-sum-exps are fp32
     torch.testing.assert_close(ours.output, theirs["out"], **near)
-    # Rows with one candidate have neither a variance nor a KL, and do not count in the means.
-    least = 1 if config.indexer_pool == 1 else 4
-    first = [[t - (STARTS[b][t] if packed else 0) < least for t in range(LENGTH)] for b in range(BATCH)]
+    # Rows with one causal key have neither a variance nor a KL, and do not count in the means.
+    first = [[t - (STARTS[b][t] if packed else 0) < 1 for t in range(LENGTH)] for b in range(BATCH)]
     counted = ~torch.tensor(first)
     loss = theirs["kl"][counted].mean()
     torch.testing.assert_close(ours.indexer_loss.double(), loss, **near)
@@ -125,7 +124,7 @@ def test_the_layer_equals_the_oracle(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fields", [{}, {"indexer_activation": "relu", "indexer_pool": 2}])
+@pytest.mark.parametrize("fields", [{}, {"indexer_activation": "relu", "key_group_size": 2}])
 def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     torch.manual_seed(3)
     layer = GatedSparseAttention(
@@ -163,7 +162,7 @@ def step(
         (True, {}, {}),
         (True, {"attention": "dense"}, {"output_gate": False}),
         (False, {}, {"local_window": 16}),
-        (True, {}, {"indexer_pool": 2}),
+        (True, {}, {"key_group_size": 2}),
     ],
 )
 def test_triton_and_the_reference_agree(learns: bool, mode: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -338,7 +337,7 @@ def test_a_layer_made_on_the_meta_device() -> None:
         ({"k_base": 1}, "k_base is 1 with k_min 2 and k_max 12; pass k_min <= k_base <= k_max"),
         ({"k_min": 0}, "k_min is 0"),
         ({"adaptive_k": True}, "adaptive_k is True"),
-        ({"indexer_pool": 4}, "k_min is 2; pass at least indexer_pool 4"),
+        ({"key_group_size": 0}, "key_group_size is 0"),
         ({"variance_ema_decay": 1.0}, "variance_ema_decay is 1.0"),
         ({"rope_base": 0.0}, "rope_base is 0.0"),
         ({"rope_base": 1.0, "rope_scaling": YarnScaling(4.0, 16)}, "rope_base is 1.0 with rope_scaling"),

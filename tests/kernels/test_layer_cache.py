@@ -28,8 +28,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "each": {},
     "relu, window": {"indexer_activation": "relu", "local_window": 3},
     "fixed": {"adaptive_k": "off"},
-    "groups": {"indexer_pool": 4, "k_min": 4},
-    "groups, window": {"indexer_pool": 3, "local_window": 5, "indexer_activation": "relu"},
+    "groups": {"key_group_size": 4},
+    "groups, window": {"key_group_size": 3, "local_window": 5, "indexer_activation": "relu"},
 }
 NEAR: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -160,7 +160,7 @@ def test_positions() -> None:
     ("fields", "mode"),
     [
         ({}, {}),
-        ({"indexer_pool": 4, "k_min": 4}, {}),
+        ({"key_group_size": 4}, {}),
         ({"output_gate": False}, {"attention": "dense"}),
     ],
     ids=["each", "groups", "dense"],
@@ -173,8 +173,6 @@ def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) ->
     layer = GatedSparseAttention(config).to(device).eval()
     layer.load_state_dict(reference.state_dict())
     sizes = [17, 1, 17, *[1] * (2 if device == "cpu" else 10)]
-    if "indexer_pool" in fields:  # decoded from within a group through the next one
-        sizes = [16, *[1] * 8]
     x = x[:, : sum(sizes)]
     wanted, _, weights = reference(x, need_weights=True, **mode)
     found, cache = in_pieces(layer, x, sizes, **mode)

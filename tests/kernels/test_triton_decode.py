@@ -157,7 +157,6 @@ def test_refuses() -> None:
     device = "cuda" if CUDA else "cpu"
     case = make_case(device, [30], 30)
     workspace = replace(case.workspace, scores=case.workspace.scores[:, :8])
-    groups = make_case(device, [30], 30, pool=4)
     other_keys = replace(case.indexer, keys=case.indexer.keys.new_zeros(1, 31, 16))
     for bad, message in [
         (lambda: case.with_new(lengths=case.lengths.long()).step(), "pass contiguous int32"),
@@ -167,10 +166,7 @@ def test_refuses() -> None:
         (lambda: case.with_new(workspace=None).step(), "workspace is None"),
         (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),
         (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
-        (lambda: case.step(pool=3), "indexer_pool is 3; pass a power of two"),
-        (lambda: case.step(pool=4), "group_keys is None with indexer_pool 4"),
-        (lambda: groups.step(pool=2), r"group_keys has shape \(1, 8, 16\)"),
-        (lambda: groups.step(replace(RULE, dense_below=9), pool=4), "dense_below 9 with indexer_pool 4"),
+        (lambda: case.step(size=3), "key_group_size is 3; pass one of"),
         (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),
         (lambda: make_case(device, [30], 30, splits=3), "splits is 3; pass a power of two"),
         (lambda: make_case(device, [30], 30, splits=0), "splits is 0; pass a power of two"),

@@ -63,8 +63,8 @@ def test_long(lengths: list[int]) -> None:
     check(case, rule, 64)
 
 
-@pytest.mark.parametrize("pool", [1, 8], ids=["keys", "groups of keys"])
-def test_graph_follows_the_lengths(pool: int) -> None:
+@pytest.mark.parametrize("size", [1, 8], ids=["keys", "groups of keys"])
+def test_graph_follows_the_lengths(size: int) -> None:
     """One capture, replayed with lengths that grow on the device and with other queries: eager's bits."""
     window, rule = 8, BudgetRule(k_base=96, k_min=16, k_max=128)
     sizes: dict[str, Any] = {
@@ -72,25 +72,24 @@ def test_graph_follows_the_lengths(pool: int) -> None:
         "indexer": (4, 64),
         "dtype": torch.bfloat16,
         "k_max": rule.k_max,
-        "pool": pool,
     }
     case, other = (make_case("cuda", [3000, 1021], 3072, **sizes, gate=True) for _ in range(2))
     for cache in (case.cache.k, case.cache.v, case.indexer.keys):
         cache.nan_to_num_(0.5)
     eager = case.with_new(selection=other.cache.selection)
     out = torch.empty_like(case.q)
-    case.step(rule, window, out, pool)  # compiled before the capture
+    case.step(rule, window, out, size)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.step(rule, window, out, pool)
+        case.step(rule, window, out, size)
     for each in (case, eager):
         each.cache.selection.counts.zero_()
-    for _ in range(2 * pool + 1):
+    for _ in range(2 * size + 1):
         case.lengths.add_(1)
         case.q.normal_()
         case.indexer.queries.normal_()
         graph.replay()
-        assert torch.equal(out, eager.step(rule, window, pool=pool))
+        assert torch.equal(out, eager.step(rule, window, size=size))
         assert torch.equal(case.cache.selection.counts, eager.cache.selection.counts)
         assert torch.equal(case.selected(), eager.selected())
     assert bool((case.cache.selection.counts > 0).all())

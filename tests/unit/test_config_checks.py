@@ -47,7 +47,7 @@ def moe_base(tmp_path: Path) -> Path:
 
 SIZES = """
     model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.ffn_hidden_size
-    model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.indexer_pool
+    model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.key_group_size
     gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens
     train.micro_batch_size train.global_batch_size train.recompute_num_layers data.num_lanes
     data.prefetch_blocks data.packing_pool_documents evaluate.max_blocks checkpoint.every_steps
@@ -120,7 +120,6 @@ phases.1.attention=dense
 gsa.selection_reuse=4 parallel.pipeline=2
 parallel.pipeline=2 parallel.virtual_pipeline=2 parallel.pipeline_layers=[1,3,3,1]
 model.num_layers=9 parallel.pipeline=2 parallel.pipeline_layers=[5,4]
-parallel.context=2 gsa.indexer_pool=32
 train.recompute=full gsa.selection_reuse=2 train.recompute_num_layers=4
 train.recompute_num_layers=3
 train.seq_len_tokens=257 parallel.tensor=2 parallel.sequence=off

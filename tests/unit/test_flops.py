@@ -11,7 +11,6 @@ from gsa_train.model.flops import (
     causal_mean_keys,
     count_parameters,
     flops_per_token,
-    mean_scored_keys,
     mean_selected_keys,
     peak_flops_per_second,
 )
@@ -184,12 +183,8 @@ def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, fraction, a
 
 def test_mean_keys():
     assert causal_mean_keys(4) == (1 + 2 + 3 + 4) / 4
-    assert mean_scored_keys(GSA, 4, causal_mean_keys(4)) == causal_mean_keys(4)
     windowed = dataclasses.replace(GSA, k_base=1, local_window=2)
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
-    pairs = dataclasses.replace(GSA, indexer_pool=2)  # 5 keys have two pairs, and the query's own
-    assert mean_scored_keys(pairs, 5, causal_mean_keys(5)) == (0 + 0 + 1 + 1 + 2) / 5
-    assert mean_selected_keys(pairs, ONE_DOCUMENT[:, :8].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 5 + 6) / 8
     few = dataclasses.replace(GSA, dense_below=8)
     assert mean_selected_keys(few, ONE_DOCUMENT[:, :9].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 5 + 5) / 9
 

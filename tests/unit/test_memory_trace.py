@@ -28,7 +28,7 @@ WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
-GROUPS = ["gsa.indexer_pool=4", "data.attend_across_documents=true"]
+GROUPS = ["gsa.key_group_size=4", "data.attend_across_documents=true"]
 
 PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tensor=4"
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]

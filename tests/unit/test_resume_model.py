@@ -33,8 +33,8 @@ YARN = {"rope_scaling": RopeScalingConfig("yarn", 4.0, 64)}
     [
         (
             CONFIG,
-            {"gsa": {"indexer_pool": 16, "k_min": 16}},
-            r"gsa\.indexer_pool = 16: .* has 1",
+            {"gsa": {"key_group_size": 16, "k_min": 16}},
+            r"gsa\.key_group_size = 16: .* has 1",
         ),
         (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4: the checkpoint has 2"),
         (CONFIG, {"model": YARN}, r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"),

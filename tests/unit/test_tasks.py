@@ -89,7 +89,7 @@ def alone(model: Model, request: Request) -> float:
 @pytest.mark.parametrize("pool", [1, 3])
 def test_log_likelihoods_match_a_pass_of_its_own(pool: int) -> None:
     """Groups of keys are aligned in the sequence, and so are the requests."""
-    gsa, train = {"indexer_pool": pool, "k_min": 3}, {"seq_len_tokens": 2 * LENGTH}
+    gsa, train = {"key_group_size": pool, "k_min": 3}, {"seq_len_tokens": 2 * LENGTH}
     config = tiny_config(model={"init_std": 0.2}, gsa=gsa, train=train)
     requests, model = random_requests(), entered(config)
     rounds: list[int] = []

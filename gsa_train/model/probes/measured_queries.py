@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 
-from gsa_kernels.indexer.pool import count_choices
 from gsa_kernels.reference import causal_mask
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
 from gsa_kernels.types import Geometry
@@ -118,23 +117,17 @@ class MeasuredQueries:
         return (ends if starts is None else ends - starts).expand(self.batch, -1)
 
     @cached_property
-    def choices(self) -> torch.Tensor:
-        """Number of causal keys, or of selectable groups: [B, L]."""
-        positions = torch.arange(self.geometry.query_start, self.num_keys, device=self.sample.rows.device)
-        return count_choices(self.visible, positions, self.geometry.indexer_pool)
-
-    @cached_property
     def with_choice(self) -> torch.Tensor:
-        """bool [B, L]: at least two causal keys, or two selectable groups."""
-        return self.choices >= 2
+        """bool [B, L]: at least two causal keys."""
+        return self.visible >= 2
 
     def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
-        """bool [B, L]: the budget is below the number of causal keys, or of selectable groups.
+        """bool [B, L]: the budget is below the number of causal keys.
 
         Args:
             budget: k_t, int [B, L]
         """
-        return (budget < self.visible) & (budget // self.geometry.indexer_pool < self.choices)
+        return budget < self.visible
 
     @cached_property
     def number_with_choice(self) -> torch.Tensor:

@@ -10,7 +10,6 @@ import math
 
 import torch
 
-from gsa_kernels.indexer.pool import earlier_groups
 from gsa_kernels.types import Indexer
 from gsa_train.model.probes.measured_queries import MeasuredQueries
 from gsa_train.model.probes.stats import Statistics
@@ -39,15 +38,9 @@ def saturation_statistics(
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
         asked, scores = indexer.queries[:, rows], (indexer.score_bias, indexer.activation)
-        pool = queries.geometry.indexer_pool
-        if pool == 1:
-            scored, counted = (sparse.causal_as(asked.dtype), sparse.visible), sparse.has_choice
-        else:
-            candidates = earlier_groups(sparse.positions, sparse.starts, pool, sparse.num_keys)
-            scored = (candidates.to(asked.dtype), candidates.sum(-1).clamp(min=1))
-            counted = candidates.any(-1)
-        share = saturated_share(asked, indexer.keys[:, ::pool], *scores, scored)
-        statistics.average("indexer_saturated", share, counted[..., None])
+        scored = (sparse.causal_as(asked.dtype), sparse.visible)
+        share = saturated_share(asked, indexer.keys, *scores, scored)
+        statistics.average("indexer_saturated", share, sparse.has_choice[..., None])
     return statistics
 
 

@@ -15,18 +15,14 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
-    lists with a key and a word per entry; with groups of keys also the mask or lists of groups."""
-    of_keys = 8 * _list_entries(config) if gathers(config) else sizes.pairs / 8
-    return of_keys if config.gsa.indexer_pool == 1 else of_keys + of_keys / config.gsa.indexer_pool
+    lists with a key and a word per entry."""
+    return 8 * _list_entries(config) if gathers(config) else sizes.pairs / 8
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists that are made from packed masks add two
     chunks' masks, and the lists before they are joined."""
-    pool = config.gsa.indexer_pool
-    scores = min(4 * sizes.pairs_of_chunk / pool, limits.SELECTION_CHUNK_BYTES)
-    if pool > 1:
-        return max(scores + _of_groups(config, sizes), _listing_groups(config, sizes))
+    scores = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES)
     if not gathers(config):
         return scores
     lists = selection_bytes(config, sizes) / sizes.query_chunks
@@ -37,20 +33,6 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
     )
 
 
-def _of_groups(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of queries, weights and keys in the groups' row order (gsa_kernels/selection/groups.py)."""
-    gsa = config.gsa
-    return sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1) + gsa.indexer_dim)
-
-
-def _listing_groups(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the packed mask of groups, and of the lists, the ones of groups before they are joined."""
-    if not gathers(config):
-        return 0.0
-    pool, lists = config.gsa.indexer_pool, 8 * _list_entries(config) / sizes.query_chunks
-    return sizes.pairs_of_chunk / 8 / pool + lists * (1 + 2 / pool)
-
-
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
     """Returns the additional bytes while these queries' key lists are built, some rows at a time. They are scores of
     rows with few keys, two packed masks, and candidates of rows without a list yet. All lists before they are joined
@@ -58,7 +40,7 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
-        if room <= limits.MOST_CANDIDATES
+        if room <= limits.MOST_CANDIDATES and config.gsa.key_group_size == 1
         else queries.end
     )
     scored, guessed = turn - queries.start, queries.end - turn
@@ -127,8 +109,6 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
     )
     share = gsa.indexer_loss_row_fraction / sizes.tensor
-    if gsa.indexer_pool > 1:
-        return max(gathering, heads + _group_learning_bytes(config, phase, sizes, share))
     if phase.attention == "sparse" and gathers(config):
         entries, per_entry = _loss_entries(config, sizes)
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
@@ -146,21 +126,6 @@ def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
     return lists * _longest_list(config), 4 * (limits.TILE_QUERIES + config.gsa.indexer_dim)
 
 
-def _group_learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes, share: float) -> float:
-    """Returns the bytes for a chunk of rows: probabilities of single keys, their fp32 sums over groups (also in row
-    order), partial gradients, and inputs in the order of the rows with their gradients. Over key lists the rows keep
-    their order."""
-    gsa, pool = config.gsa, config.gsa.indexer_pool
-    if phase.attention == "sparse" and gathers(config):
-        entries, per_entry = _loss_entries(config, sizes)
-        of_groups = min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES) / pool
-        return of_groups * (1 + 4 * limits.TILE_QUERIES * pool / per_entry)
-    pairs = min(limits.LOSS_CHUNK_BYTES / 4 / pool, sizes.pairs_of_chunk / pool * share)
-    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    probabilities = pool * (2 if sizes.value == 2 else 4)
-    return pairs * max(probabilities + 4, 8, 4 + gradients) + 2 * _of_groups(config, sizes)
-
-
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
     """Returns True if attention's backward pass computes the indexer loss (model/attention.py), as on Hopper."""
     model, queries_of_chunk = (
@@ -171,7 +136,7 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
         phase.attention == "sparse"
         and phase.train == "all"
         and not gathers(config)
-        and config.gsa.indexer_pool == 1
+        and config.gsa.key_group_size == 1
         and sizes.value == 2
         and sampled_row_share(config.gsa, queries_of_chunk) == 1
         and config.parallel.tensor == 1

@@ -9,9 +9,6 @@ On Hopper each kernel starts before the previous one ends, and then waits for it
 scores kernel starts early after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before
 the wait. With `cache.settled`, the indexer's keys are also read before the wait, except for each sequence's newest
 token.
-
-With `indexer_pool` p the selection names groups of p keys, which attention reads with the query's own group. Each step
-that selects writes the mean key of the newest token's group into `cache.group_keys`.
 """
 
 from collections.abc import Mapping
@@ -30,10 +27,8 @@ from gsa_kernels.limits import (
     DECODE_INDEXER_HEADS,
     HEAD_SIZES,
     INDEXER_HEAD_SIZES,
-    ceil_div,
-    next_power_of_2,
+    KEY_GROUP_SIZES,
 )
-from gsa_kernels.selection.groups import rule_of_groups
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 
@@ -54,9 +49,8 @@ def decode_step(
             f"indexer.keys is {tuple(indexer.keys.shape)} and cache.k {tuple(cache.k.shape)}; pass caches of one "
             "[B, L_max]"
         )
-    pool = geometry.indexer_pool
-    decode_select(indexer, cache, rule, variance_ema, pool)
-    return _attend(q, cache, geometry.local_window, pool, gate_logits, out, behind_selection=True)
+    decode_select(indexer, cache, rule, variance_ema, geometry.key_group_size)
+    return _attend(q, cache, geometry.local_window, gate_logits, out, behind_selection=True)
 
 
 @torch.no_grad()
@@ -65,10 +59,9 @@ def decode_select(
     cache: LayerCache,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
-    pool: int = 1,
+    key_group_size: int = 1,
 ) -> None:
-    """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`. With
-    groups of `pool` > 1 keys it is the k_t // pool groups of highest score before the query's own.
+    """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
 
     The selection is exact for the scores of this call, which differ from the reference only by rounding. They remain in
     `cache.workspace.scores`.
@@ -78,6 +71,7 @@ def decode_select(
             [B, L_max, DI], the cache, including these tokens; bf16 or fp32
         cache: its selection is overwritten; its workspace is for at least B sequences of L_max tokens
         variance_ema: 0-d fp32, the layer's frozen moving average
+        key_group_size: as in `Geometry`
     """
     queries = indexer.queries
     check_shape("indexer.queries", queries, "[B, 1, HI, DI]", (None, 1, None, None))
@@ -96,29 +90,28 @@ def decode_select(
     _check_unit_strides({f"indexer.{name}": getattr(indexer, name) for name in names})
     if variance_ema.dtype != torch.float32:
         raise ValueError(f"variance_ema has dtype {variance_ema.dtype}; pass float32")
-    most_keys = most_selected(rule, pool, max_length)
+    most_keys = most_selected(rule, max_length)
     if cache.selection.indices.shape[1] < most_keys:
         raise ValueError(f"selection holds {cache.selection.indices.shape[1]} keys; pass one for {most_keys}")
     workspace = _workspace(cache)
     sequences, columns = workspace.scores.shape
-    candidates = ceil_div(max_length, pool)
-    if sequences < batch or columns < candidates:
+    if sequences < batch or columns < max_length:
         raise ValueError(
-            f"workspace is for {sequences} sequences of {columns} tokens; make one for {batch} of {candidates}"
+            f"workspace is for {sequences} sequences of {columns} tokens; make one for {batch} of {max_length}"
         )
-    others = {"variance_ema": variance_ema}
-    if pool > 1:
-        others["group_keys"] = _checked_groups(indexer.keys, cache.group_keys, pool)
-        rule = rule_of_groups(rule, pool)
-    _check_cache(queries, cache, others)
+    if key_group_size not in KEY_GROUP_SIZES:
+        raise ValueError(
+            f"key_group_size is {key_group_size}; pass one of {KEY_GROUP_SIZES}, or use implementation='reference'"
+        )
+    _check_cache(queries, cache, {"variance_ema": variance_ema})
 
     chained = can_chain(queries)
     # The floor of the scores is made for k_max. For a short sequence, all of whose keys are selected, it may be too
     # high, which costs time alone.
-    rule = replace(rule, k_min=min(rule.k_min, candidates), k_max=min(rule.k_max, candidates))
+    rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=min(rule.k_max, max_length))
     with launching_on(queries, "the query"):
-        score_keys(indexer, cache, rule.k_max, workspace, chained, pool)
-        select_indices(cache, workspace, indexer.keys, rule, variance_ema, chained, pool)
+        score_keys(indexer, cache, rule.k_max, workspace, chained, key_group_size)
+        select_indices(cache, workspace, rule, variance_ema, chained)
 
 
 @torch.no_grad()
@@ -128,12 +121,10 @@ def decode_attend(
     local_window: int = 0,
     gate_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    pool: int = 1,
 ) -> torch.Tensor:
     """Attend from each sequence's new token to its selection and its last `local_window` keys, and multiply by G1.
 
-    With groups of `pool` > 1 keys also over its own group. A key that is in several of these counts once. Query head h
-    reads key-value head h // (H / Hkv).
+    A key that is in both counts once. Query head h reads key-value head h // (H / Hkv).
 
     Args:
         q: [B, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
@@ -145,14 +136,13 @@ def decode_attend(
     Returns:
         out: [B, H, D] in the dtype of q; zeros where the length is 0
     """
-    return _attend(q, cache, local_window, pool, gate_logits, out, behind_selection=False)
+    return _attend(q, cache, local_window, gate_logits, out, behind_selection=False)
 
 
 def _attend(
     q: torch.Tensor,
     cache: LayerCache,
     local_window: int,
-    pool: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor | None,
     behind_selection: bool,
@@ -190,22 +180,8 @@ def _attend(
     with launching_on(q, "the query"):
         window = min(local_window, max_length)
         chained = can_chain(q)
-        attend_to_indices(q, cache, workspace, window, pool, gate_logits, out, (chained, behind_selection))
+        attend_to_indices(q, cache, workspace, window, gate_logits, out, (chained, behind_selection))
     return out
-
-
-def _checked_groups(keys: torch.Tensor, group_keys: torch.Tensor | None, pool: int) -> torch.Tensor:
-    """The mean keys that fit the cache of keys."""
-    if pool != next_power_of_2(pool):
-        raise ValueError(f"indexer_pool is {pool}; pass a power of two, or use implementation='reference'")
-    if group_keys is None:
-        raise ValueError(f"cache.group_keys is None with indexer_pool {pool}; pass group_means of the keys")
-    batch, max_length, dim = keys.shape
-    wanted = (batch, ceil_div(max_length, pool), dim)
-    check_shape("cache.group_keys", group_keys, "[B, ceil(L_max / p), DI]", wanted)
-    _check_floats({"indexer.keys": keys, "cache.group_keys": group_keys})
-    _check_unit_strides({"cache.group_keys": group_keys})
-    return group_keys
 
 
 def _check_floats(tensors: dict[str, torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
 Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
-`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too. With groups of p keys
-(`Geometry.indexer_pool`) the sequence's first token begins the first group.
+`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too. With groups of keys
+(`Geometry.key_group_size`) the sequence's first token begins the first group.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ import torch
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.pool import group_means
-from gsa_kernels.indexer.reference import indexer_scores
+from gsa_kernels.indexer.reference import best_of_groups, indexer_scores
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import select_top_k
 from gsa_kernels.types import BudgetRule, Indexer
@@ -24,7 +23,7 @@ class DecodeTopK:
     """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
-    """[B, L_max], unspecified from the sequence's length on; with groups of p keys [B, ceil(L_max / p)]."""
+    """[B, L_max], unspecified from the sequence's length on; the best of each group of keys."""
 
     variance: torch.Tensor
     """[B]: population variance of the scores over the candidates."""
@@ -33,30 +32,29 @@ class DecodeTopK:
     """int64 [B]: k_t."""
 
     selected: torch.Tensor
-    """bool [B, L_max]: the top-k, without the local window; with groups [B, ceil(L_max / p)], without the own one."""
+    """bool [B, L_max]: the top-k, without the local window."""
 
 
 def decode_top_k(
-    indexer: Indexer, lengths: torch.Tensor, rule: BudgetRule, variance_ema: torch.Tensor, pool: int = 1
+    indexer: Indexer,
+    lengths: torch.Tensor,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    key_group_size: int = 1,
 ) -> DecodeTopK:
     """Select the k_t keys with the highest indexer scores among the first `lengths` keys; ties go to the lower index.
-
-    With groups of p > 1 keys: the k_t // p groups of highest score among those before the query's own.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
             [B, L_max, DI], the cache
         lengths: int [B], tokens of each sequence, including the new one; 0 for an unused slot
         variance_ema: 0-d, the layer's frozen moving average
-        pool: p
+        key_group_size: as in `Geometry`
     """
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (None, 1, None, None))
     batch, max_length = indexer.keys.shape[:2]
-    causal = candidates = _causal(lengths, batch, max_length)
+    causal = _causal(lengths, batch, max_length)
     keys = indexer.keys.masked_fill(~causal[..., None], 0.0)
-    if pool > 1:
-        keys = group_means(keys, pool)
-        candidates = _causal(_own_group(lengths, pool), batch, keys.shape[1])
     scores = indexer_scores(
         indexer.queries,
         keys,
@@ -65,7 +63,8 @@ def decode_top_k(
         weight_bias=indexer.head_weight_bias,
         activation=indexer.activation,
     )
-    _, variance = score_moments(scores, candidates[:, None])
+    scores = best_of_groups(scores, causal[:, None], key_group_size)
+    _, variance = score_moments(scores, causal[:, None])
     budget = adaptive_budget(
         variance,
         variance_ema,
@@ -76,7 +75,7 @@ def decode_top_k(
         adaptive_k=rule.adaptive_k,
         dense_below=rule.dense_below,
     )
-    selected = select_top_k(scores, candidates[:, None], budget // pool)
+    selected = select_top_k(scores, causal[:, None], budget)
     return DecodeTopK(scores[:, 0], variance[:, 0], budget[:, 0], selected[:, 0])
 
 
@@ -88,7 +87,6 @@ def decode_attention(
     selected: torch.Tensor,
     *,
     local_window: int = 0,
-    pool: int = 1,
     output_gate_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from the token at lengths - 1 to its selection and the last `local_window` keys, gated by G1.
@@ -98,7 +96,7 @@ def decode_attention(
         k: [B, L_max, Hkv, D], the cache
         v: [B, L_max, Hkv, D], the cache
         lengths: int [B]
-        selected: bool [B, L_max]; with groups of `pool` > 1 keys [B, ceil(L_max / pool)]: the query's own joins them
+        selected: bool [B, L_max]
         local_window: keys, the query's own included
         output_gate_logits: [B, H, D], G1 before its sigmoid
 
@@ -108,10 +106,10 @@ def decode_attention(
     check_shape("q", q, "[B, H, D]", (None, None, None))
     check_shape("k", k, "[B, L_max, Hkv, D]", (q.shape[0], None, None, q.shape[2]))
     batch, max_length = k.shape[:2]
-    check_shape("selected", selected, "[B, L_max]", (batch, -(-max_length // pool)))
+    check_shape("selected", selected, "[B, L_max]", (batch, max_length))
     check_at_least("local_window", local_window, 0)
     causal = _causal(lengths, batch, max_length)
-    mask = keys_of_selection(selected, lengths, max_length, local_window, pool) & causal
+    mask = keys_of_selection(selected, lengths, local_window) & causal
     unused = ~causal[..., None, None]
     out = sparse_attention(
         q[:, None],
@@ -122,21 +120,10 @@ def decode_attention(
     return out if output_gate_logits is None else sigmoid_gate(out, output_gate_logits)
 
 
-def keys_of_selection(
-    selected: torch.Tensor, lengths: torch.Tensor, max_length: int, local_window: int, pool: int
-) -> torch.Tensor:
-    """bool [B, L_max]: the selected keys, the local window and, with groups, the query's own; unspecified from the
-    sequence's length on."""
-    keys = torch.arange(max_length, device=selected.device)
-    near = lengths[:, None] - 1 - keys < local_window
-    if pool == 1:
-        return selected | near
-    own = keys // pool == _own_group(lengths, pool)[:, None]
-    return selected.repeat_interleave(pool, 1)[:, :max_length] | near | own
-
-
-def _own_group(lengths: torch.Tensor, pool: int) -> torch.Tensor:
-    return (lengths - 1).clamp(min=0) // pool
+def keys_of_selection(selected: torch.Tensor, lengths: torch.Tensor, local_window: int) -> torch.Tensor:
+    """bool [B, L_max]: the selected keys and the local window; unspecified from the sequence's length on."""
+    keys = torch.arange(selected.shape[1], device=selected.device)
+    return selected | (lengths[:, None] - 1 - keys < local_window)
 
 
 def _causal(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:

@@ -127,15 +127,10 @@ class LayerCache:
     """Launches a kernel of the caller's that needs nothing of the selection. A call that selects does so between its
     kernels, so that this one runs beside the one in front, for which it waits before it ends (row_product/op.py)."""
 
-    group_keys: torch.Tensor | None = None
-    """[B, ceil(L_max / p), DI], with `indexer_pool` p by Triton: `group_means` of the indexer's keys, the first group
-    of each sequence first. A step writes the group of the newest token. Those before are as earlier steps, or the
-    caller, wrote them."""
 
-
-def most_selected(rule: BudgetRule, pool: int, max_length: int) -> int:
-    """Keys, or groups of `pool` > 1 keys, that a selection needs room for."""
-    return min(rule.most_keys // pool, -(-max_length // pool))
+def most_selected(rule: BudgetRule, max_length: int) -> int:
+    """Return the number of keys that a selection needs room for."""
+    return min(rule.most_keys, max_length)
 
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:

@@ -41,7 +41,6 @@ def attend_to_indices(
     cache: LayerCache,
     workspace: DecodeWorkspace,
     local_window: int,
-    pool: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor,
     chain: tuple[bool, bool],
@@ -58,7 +57,7 @@ def attend_to_indices(
     group = heads // kv_heads
     k_cap = selection.indices.shape[1]
     splits = workspace.splits
-    most_keys = k_cap * pool + max(local_window, pool - 1)
+    most_keys = k_cap + local_window
     tile = _tile(q, triton.cdiv(most_keys, splits * STRIP) * STRIP)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
@@ -83,7 +82,6 @@ def attend_to_indices(
         max_length,
         local_window,
         dim**-0.5 * LOG2_E.value,
-        POOL=pool,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),
         ROWS=max(triton.next_power_of_2(group), 16),
@@ -143,7 +141,6 @@ def _attend_kernel(
     max_length,
     local_window,
     scale_log2,
-    POOL: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -181,8 +178,6 @@ def _attend_kernel(
         k_ptr += start * stride_kl
         v_ptr += start * stride_vl
     window_first = tl.maximum(length - local_window, 0)
-    if POOL > 1:  # the query's own group is not among the selected ones
-        window_first = tl.minimum(window_first, tl.maximum(length - 1, 0) // POOL * POOL)
     rows = tl.arange(0, ROWS)
     row_ok = rows < GROUP
     q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
@@ -204,8 +199,8 @@ def _attend_kernel(
         gdc_wait()
         if IN_CHAIN:
             gdc_launch_dependents()
-    top = _selected_keys(indices_ptr, slot, k_cap * POOL, POOL)
-    count = tl.minimum(tl.load(counts_ptr + batch), k_cap) * POOL
+    top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
+    count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
     slots = count + length - window_first
     for _ in range(split * STRIP, slots, KEYS * SPLITS):
         of_top = slot < count
@@ -214,7 +209,7 @@ def _attend_kernel(
         k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
         v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
         slot += KEYS * SPLITS
-        top = _selected_keys(indices_ptr, slot, count, POOL)
+        top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         logits = tl.where(hit[None, :], logits, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
@@ -246,13 +241,6 @@ def _attend_kernel(
             _store_gated(out_all, sum_all, gate, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE)
             if written_ptr is not None:
                 count_one(written_ptr)
-
-
-@triton.jit
-def _selected_keys(indices_ptr, slot, end, POOL: tl.constexpr):
-    """int32 positions of the selected keys, or of the keys of the selected groups."""
-    index = tl.load(indices_ptr + slot // POOL, mask=slot < end, other=0)
-    return index * POOL + slot % POOL
 
 
 @triton.jit

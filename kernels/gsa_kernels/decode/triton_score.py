@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace, LayerCache
-from gsa_kernels.decode.triton_select import bin_slot, count_candidates, score_bin
-from gsa_kernels.indexer.triton_scores import fast_tanh
+from gsa_kernels.decode.triton_select import bin_slot, score_bin
+from gsa_kernels.indexer.triton_scores import best_of_groups, fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
@@ -34,10 +34,9 @@ def score_keys(
     k_max: int,
     workspace: DecodeWorkspace,
     chained: bool,
-    pool: int,
+    key_group_size: int,
 ) -> None:
-    """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length, or with groups of
-    keys as far as the query's own group.
+    """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
     The arguments are as in `decode_select`, which has checked them. `chained` lets the next kernel start early. With
     `cache.in_chain` this kernel also starts before the previous one ends. With a settled cache, all keys but the newest
@@ -47,9 +46,6 @@ def score_keys(
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
     max_length, starts = keys.shape[1], cache.starts
-    if pool > 1:
-        assert cache.group_keys is not None
-        keys, starts = cache.group_keys, None
     bf16 = queries.dtype == torch.bfloat16
     block_d = triton.next_power_of_2(dim)
     _score_kernel[(triton.cdiv(keys.shape[1], CHUNK), batch)](
@@ -74,7 +70,7 @@ def score_keys(
         dim**-0.5,
         HI=heads,
         DI=dim,
-        POOL=pool,
+        KEY_GROUP=key_group_size,
         BLOCK_H=max(_LEAST_HEADS, triton.next_power_of_2(heads)),
         BLOCK_D=block_d,
         CHUNK=CHUNK,
@@ -86,7 +82,8 @@ def score_keys(
         TANH=bf16 and queries.is_cuda,
         PRECISION="tf32" if bf16 else "ieee",
         CHAINED=chained,
-        SETTLED=cache.settled,
+        # The newest key can change the scores of the other keys in its group.
+        SETTLED=cache.settled and key_group_size == 1,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if bf16 else _FLOAT_WARPS,
         **({"launch_pdl": True} if early else {}),
@@ -119,7 +116,7 @@ def _score_kernel(
     scale,
     HI: tl.constexpr,
     DI: tl.constexpr,
-    POOL: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -133,13 +130,12 @@ def _score_kernel(
     SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Score CHUNK keys of one sequence in each program. With POOL > 1 a key is the mean of POOL neighbouring keys. The
-    query's own group is not scored."""
+    """Score CHUNK keys of one sequence in each program."""
     if CHAINED:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     first = chunk * CHUNK
     idle = first >= length
     # All programs wait before any of them returns, because later kernels rely on it (row_product/op.py).
@@ -200,6 +196,9 @@ def _score_kernel(
                 new_ok = (new_lanes == 0) & has_newest
                 new_tile = tl.load(new_ptrs, mask=new_ok[:, None] & dim_ok[None, :], other=0.0)
         scores = _score_tile(key_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
+        if KEY_GROUP > 1:  # noqa: SIM102 - the first is decided when the kernel is compiled
+            if tile > 0:  # the sample's keys are no neighbours
+                scores = best_of_groups(scores, valid, KEY_GROUP)
         ordered = order_key(scores)
         if tile == 0:
             # The floor is chosen such that about twice k_max keys, and a few more, are expected above it.

@@ -37,28 +37,22 @@ def _span(batch: int, max_length: int) -> int:
 def select_indices(
     cache: LayerCache,
     workspace: DecodeWorkspace,
-    keys: torch.Tensor,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
     chained: bool,
-    pool: int,
 ) -> None:
     """Fill the cache's selection from the results of `score_keys` in the workspace; clear the histogram for the next
     call.
 
-    With groups of `pool` > 1 keys also write the mean key of the group of each sequence's newest token.
-
     Args:
-        keys: [B, L_max, DI], of the indexer
-        rule: with limits of at most L_max, or of groups
+        rule: with limits of at most L_max
         chained: start before `score_keys` has ended, and wait for it on the device
     """
     lengths, selection = cache.lengths, cache.selection
     columns = workspace.scores.shape[1]
-    max_length, dim = keys.shape[1:]
-    candidates = triton.cdiv(max_length, pool)
-    span = _span(lengths.shape[0], candidates)
-    grid = (triton.cdiv(candidates, span), lengths.shape[0])
+    max_length = cache.k.shape[1]
+    span = _span(lengths.shape[0], max_length)
+    grid = (triton.cdiv(max_length, span), lengths.shape[0])
     options = {"num_warps": _WARPS, **({"launch_pdl": True} if chained else {})}
     _find_bin_kernel[grid](
         workspace.scores,
@@ -78,10 +72,9 @@ def select_indices(
         rule.k_min,
         rule.k_max,
         rule.dense_below,
-        POOL=pool,
         MODE=rule.adaptive_k,
         CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(triton.cdiv(candidates, CHUNK)),
+        CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
         SPAN=span,
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
@@ -91,7 +84,7 @@ def select_indices(
     )
     if cache.beside is not None:
         cache.beside()
-    _write_indices_kernel[(grid[0] + (pool > 1), grid[1])](
+    _write_indices_kernel[grid](
         workspace.scores,
         workspace.histogram,
         lengths,
@@ -103,29 +96,12 @@ def select_indices(
         columns,
         selection.indices.shape[1],
         max_length,
-        keys,
-        cache.starts,
-        cache.group_keys,
-        *keys.stride()[:2],
-        *(cache.group_keys.stride()[:2] if cache.group_keys is not None else (0, 0)),
-        POOL=pool,
-        DI=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
         SPAN=span,
-        SPANS=triton.next_power_of_2(triton.cdiv(candidates, span)),
+        SPANS=triton.next_power_of_2(triton.cdiv(max_length, span)),
         BINS=BINS,
         CHAINED=chained,
         **options,
     )
-
-
-@triton.jit
-def count_candidates(length, max_length, POOL: tl.constexpr):
-    """What a query chooses among: the keys of its sequence, or the groups of POOL keys before its own."""
-    length = tl.minimum(length, max_length)
-    if POOL > 1:
-        length = tl.maximum(length - 1, 0) // POOL
-    return length
 
 
 @triton.jit
@@ -168,7 +144,6 @@ def _find_bin_kernel(
     k_min,
     k_max,
     dense_below,
-    POOL: tl.constexpr,
     MODE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -181,7 +156,7 @@ def _find_bin_kernel(
     """One program computes the budget and its bin; in one span it counts keys above the bin and lists keys in it."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     if CHAINED:
         gdc_wait()
         if RELEASES_AT_ONCE:
@@ -265,37 +240,17 @@ def _write_indices_kernel(
     columns,
     k_cap,
     max_length,
-    keys_ptr,
-    starts_ptr,
-    groups_ptr,
-    stride_kb,
-    stride_kl,
-    stride_gb,
-    stride_gl,
-    POOL: tl.constexpr,
-    DI: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
     BINS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: the exact cut among the borderline, and the selected positions of one span. With POOL > 1 the last
-    program writes the mean key of the newest token's group."""
+    """One program: the exact cut among the borderline, and the selected positions of one span."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     if CHAINED:
         gdc_wait()
-    if POOL > 1:  # noqa: SIM102 - the first is decided when the kernel is compiled
-        if span == tl.num_programs(0) - 1:
-            keys_ptr += batch * stride_kb
-            groups_ptr += batch * stride_gb + length.to(tl.int64) * stride_gl
-            tokens = tl.minimum(tl.load(lengths_ptr + batch), max_length)
-            start = length * POOL
-            if starts_ptr is not None:
-                keys_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
-            _write_mean_key(keys_ptr, groups_ptr, start, tokens, stride_kl, POOL, DI, BLOCK_D)
     first = span * SPAN
     if first >= length:
         return
@@ -346,26 +301,6 @@ def _write_indices_kernel(
     tl.store(indices_ptr + batch * k_cap + place, positions, mask=selected)
     if span == 0:
         tl.store(histogram_ptr + batch * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-
-
-@triton.jit
-def _write_mean_key(
-    keys_ptr, mean_ptr, first, tokens, stride_kl, POOL: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Write the sum of a group's keys, from `first` to the newest key, divided by POOL.
-
-    For a whole group the result is the mean of its keys. The keys are added in the same order as in
-    `pool_keys`. The loads do not wait for each other.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    keys_ptr += first.to(tl.int64) * stride_kl
-    for member in tl.static_range(POOL):
-        there = (dims < DI) & (first + member < tokens)
-        total += tl.load(keys_ptr + member * stride_kl + dims, mask=there, other=0.0).to(tl.float32)
-    tl.store(
-        mean_ptr + dims, (total / POOL).to(mean_ptr.dtype.element_ty), mask=(dims < DI) & (first < tokens)
-    )
 
 
 @triton.jit

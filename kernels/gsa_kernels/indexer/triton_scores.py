@@ -18,7 +18,14 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_kernel_dtype, check_shape, kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
-from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS, ceil_div, next_power_of_2
+from gsa_kernels.limits import (
+    INDEXER_HEAD_SIZES,
+    INDEXER_HEADS,
+    KEY_GROUP_SIZES,
+    SCORED_KEYS,
+    ceil_div,
+    next_power_of_2,
+)
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 from gsa_kernels.types import Geometry, Indexer
 
@@ -49,6 +56,7 @@ class ScoreInputs:
     document_starts: torch.Tensor | None
     """int32 [B, R]"""
     query_start: int = 0
+    key_group_size: int = 1
 
     @property
     def batch(self) -> int:
@@ -92,6 +100,11 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
             f"indexer.queries has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
         )
     check_indexer_dtypes(indexer)
+    if geometry.key_group_size not in KEY_GROUP_SIZES:
+        raise ValueError(
+            f"geometry has key_group_size {geometry.key_group_size}; pass one of {KEY_GROUP_SIZES}, or use "
+            "implementation='reference'"
+        )
     starts = geometry.document_starts
     if starts is not None:
         check_shape("document_starts", starts, "[B, L]", (batch, length))
@@ -106,6 +119,7 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
         replace(indexer, **strided) if strided else indexer,  # `replace` repeats all checks of the indexer
         None if starts is None else starts.contiguous(),
         geometry.query_start,
+        geometry.key_group_size,
     )
 
 
@@ -144,7 +158,8 @@ def write_scores(
     key_stride: int = 1,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """Write out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop.
+    """Write out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop, or with `inputs.key_group_size` above
+    1 the result of `best_of_groups`.
 
     The kernel writes every tile in which a row may select a key, up to the last column of `out`. Elsewhere `out` keeps
     its old values.
@@ -176,6 +191,7 @@ def write_scores(
         dim**-0.5,
         KEY_STRIDE=key_stride,
         STACKED=stacked,
+        KEY_GROUP=inputs.key_group_size,
         **score_options(inputs, tiles),
     )
 
@@ -323,6 +339,19 @@ def tile_scores(
     return scores
 
 
+@triton.jit
+def best_of_groups(scores, causal, KEY_GROUP: tl.constexpr):
+    """Replace the scores [..., N] of causal keys by the highest score of the causal keys in their group.
+
+    N is a multiple of KEY_GROUP, and the first key begins a group.
+    """
+    shape: tl.constexpr = scores.shape[:-1] + [scores.shape[-1] // KEY_GROUP, KEY_GROUP]
+    best = tl.max(
+        tl.reshape(tl.where(causal, scores, float("-inf")), shape), axis=len(shape) - 1, keep_dims=True
+    )
+    return tl.where(causal, tl.reshape(tl.broadcast_to(best, shape), scores.shape), scores)
+
+
 # Row ranges vary from launch to launch. Specialising on them would only compile more variants.
 @triton.jit(do_not_specialize=["query_start", "row_start", "row_stop", "num_rows", "length"])
 def _scores_kernel(
@@ -354,6 +383,7 @@ def _scores_kernel(
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     STACKED: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
 ):
     """One program scores BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
     batch = tl.program_id(2).to(tl.int64)
@@ -405,6 +435,11 @@ def _scores_kernel(
             STACKED,
         )
         cols = col + tl.arange(0, BLOCK_COLS)
+        if KEY_GROUP > 1:
+            causal = cols[None, :] <= (query_start + rows)[:, None]
+            if starts_ptr is not None:
+                causal &= cols[None, :] >= starts[:, None]
+            scores = best_of_groups(scores, causal, KEY_GROUP)
         out_ptrs = (
             out_ptr
             + batch * out_stride_b

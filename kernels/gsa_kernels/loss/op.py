@@ -83,7 +83,6 @@ def masked_indexer_loss(
     attended: Attended,
     rows: RowSample = ALL_ROWS,
     *,
-    queries_per_row: int = 1,
     row_chunk_bytes: int = LOSS_CHUNK_BYTES,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +97,6 @@ def masked_indexer_loss(
     Args:
         indexer: its keys up to the last query's own
         rows: which rows are computed; the sample is the same on every tensor-parallel rank
-        queries_per_row: queries for which one row counts: the size of a group of keys (loss/groups.py), or 1
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         blocks: block shapes, for measurements
 
@@ -115,7 +113,7 @@ def masked_indexer_loss(
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
     tensors = tensors_of(indexer)
-    sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, queries_per_row)
+    sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
     calculate = partial(
         value_and_gradients,
         target=target,

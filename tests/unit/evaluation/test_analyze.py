@@ -43,12 +43,7 @@ def analyzed(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
 # --- numbers ---------------------------------------------------------------------------------------------
 
 
-def test_groups_of_keys_have_no_map_of_scores() -> None:
-    with pytest.raises(ValueError, match=r"gsa\.indexer_pool = 3: the indexer scores groups of keys"):
-        record_attention(tiny_model("pool"), distinct_tokens(1, LENGTH)[0].tolist(), LAYER, 0)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "pool"])
+@pytest.mark.parametrize("name", MODELS)
 def test_numbers_match_the_layer(name: str) -> None:
     """Weights times values, gated and projected, must equal the layer's output, which the model computes itself."""
     model = tiny_model(name)

@@ -26,7 +26,7 @@ from helpers.single_rank import single_rank
 
 READ = 3
 POOL: dict[str, dict[str, Any]] = {
-    "gsa": {"indexer_pool": 2, "key_gate": True, "output_gate": False, "output_transform": "silu"},
+    "gsa": {"key_group_size": 2, "key_gate": True, "output_gate": False, "output_transform": "silu"},
     "model": {"sandwich_norm": True},
 }
 ACROSS: dict[str, dict[str, Any]] = {"data": {"attend_across_documents": True}}
@@ -152,7 +152,7 @@ def test_the_command_scores_it_and_says_what_runs(runs, monkeypatch, capsys):
 
 def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
-    config = evaluated_config(model={"tie_embeddings": True}, gsa={"indexer_pool": 2})
+    config = evaluated_config(model={"tie_embeddings": True}, gsa={"key_group_size": 2})
     model = evaluated_model(config)
     evaluated = load_evaluated_model(Source(run=save_run(model, config, tmp_path / "run")))
     tokens = torch.arange(2, 12)[None]

@@ -125,7 +125,7 @@ def test_rows_of_probabilities_fall_on_the_selection() -> None:
         assert not bool(attended.triu(1).any())
 
 
-@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse", "pool"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse", "groups-reuse"])
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_padding_changes_nothing(name: str, side: str) -> None:
     model, lengths, room = tiny_model(name), (30, 23, 9), 30

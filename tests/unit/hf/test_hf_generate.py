@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
 
-from gsa_hf.token_order_gsa import key_groups, token_order
+from gsa_hf.indexer_gsa import best_of_groups
+from gsa_hf.token_order_gsa import token_order
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
@@ -40,7 +41,7 @@ def test_with_a_cache_as_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
-@pytest.mark.parametrize("name", ["gsa", "pool"])
+@pytest.mark.parametrize("name", ["gsa", "groups-reuse"])
 def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
     """Gaps may be inside a group of keys."""
     model, prompt = tiny_model(name), distinct_tokens(1, 14)
@@ -72,7 +73,7 @@ def test_prompt_lookup_crops_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "pool", "window-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "groups-reuse", "window-rope-reuse"])
 def test_a_prompt_in_pieces(name: str, static: bool) -> None:
     model, tokens = tiny_model(name), distinct_tokens(2, 30)
     cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
@@ -94,27 +95,14 @@ def test_groups_of_keys_in_packed_documents(size: int) -> None:
         for t in range(16)
     ]
     visible = torch.tensor([pairs])
-    order = token_order(visible, torch.arange(16))
-    groups = key_groups(size, torch.arange(16), visible, order)
-    keys = torch.randn(1, 16, 5, generator=torch.Generator().manual_seed(1))
-    means, candidates = groups.mean(keys), groups.before_own()
+    scores = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(1))
+    groups = token_order(visible, torch.arange(16)).numbers // size
+    best = best_of_groups(scores, visible, groups)
     tokens = [slot for slot in range(16) if real[slot]]
     for t in tokens:
-        own = tokens.index(t) // size
-        start = next(n for n, slot in enumerate(tokens) if documents[slot] == documents[t]) // size
-        assert candidates[0, t].nonzero()[:, 0].tolist() == [tokens[g * size] for g in range(start, own)]
-        read = groups.keys_of(candidates, visible)[0, t].nonzero()[:, 0].tolist()
-        assert read == [s for s in tokens if visible[0, t, s]]
-        for g in range(start, own):
-            members = tokens[g * size : (g + 1) * size]
-            of_last = [s for s in members if documents[s] == documents[members[-1]]]
-            torch.testing.assert_close(means[0, members[0]], keys[0, of_last].mean(0))
-
-
-def test_groups_of_keys_learn_nothing_here() -> None:
-    model, tokens = tiny_model("pool", indexer_loss_coef=1.0).train(), distinct_tokens(2, 12)
-    with pytest.raises(ValueError, match="indexer_pool is 3: the loss of an indexer over groups"):
-        model(tokens, labels=tokens)
+        for s in (s for s in tokens if visible[0, t, s]):
+            group = tokens[tokens.index(s) // size * size :][:size]
+            assert best[0, t, s] == max(scores[0, t, other] for other in group if visible[0, t, other])
 
 
 def test_a_cache_without_room_for_the_indexer_is_refused() -> None:

@@ -57,7 +57,7 @@ INDEX: dict[str, Any] = {
 }
 
 
-GROUPS = {**INDEX, "indexer_pool": 3}
+GROUPS = {**INDEX, "key_group_size": 3}
 
 
 def host(name: str) -> Any:

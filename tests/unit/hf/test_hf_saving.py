@@ -72,8 +72,8 @@ def test_dtypes_and_tied_weights_are_loaded(tmp_path: Path) -> None:
 
 def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
     """transformers keeps and ignores unknown fields, so that the model would have other budgets."""
-    with pytest.raises(ValueError, match=r"index_pool is now indexer_pool: rename it in config\.json or in"):
-        GSAConfig(**SIZES, index_pool=2)
+    with pytest.raises(ValueError, match=r"index_norm is now indexer_norm: rename it in config\.json or in"):
+        GSAConfig(**SIZES, index_norm=True)
     tiny_model().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     whole = path.read_text()
@@ -162,7 +162,8 @@ FOO: dict[str, Any] = {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         ({"index_topk_freq": 0}, "index_topk_freq is 0; pass 1, or"),
         ({"selection_query": "previous_mean"}, "removed; pass 'first', or use release studies-0.1"),
-        ({"indexer_pool": 4}, "k_min is 3; pass at least indexer_pool 4"),
+        ({"indexer_pool": 4}, "indexer_pool is 4: removed; pass 1, or use release studies-0.1"),
+        ({"key_group_size": 0}, "key_group_size is 0; pass 1, or"),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (GATE, "True with gate_granularity 'elementwise' and gate_sharing 'head_shared'"),
         ({"indexer_temperature": "warm"}, "is 'warm'; pass a positive number or 'learned'"),

@@ -15,7 +15,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "eq. 8 to the letter": {"adaptive_k": "direct"},
     "window": {"local_window": 3},
-    "groups of keys": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True},
+    "groups of keys": {"key_group_size": 3, "k_min": 3, "local_window": 2, "indexer_rope": True},
     "reuse": {"selection_reuse": 2},
     "indexer RoPE": {"indexer_rope": True},
     "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},

@@ -74,16 +74,16 @@ CASES = {
     "dense below, window": Case({"dense_below": 9, "local_window": 4}),
     "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
     "window, packed": Case({"local_window": 3}, packing=PACKED),
-    "groups of keys": Case({"indexer_pool": 2, "indexer_rope": True}, model={"rope_base": 100.0}, ema=2e-3),
+    "groups of keys": Case({"key_group_size": 2, "indexer_rope": True}, model={"rope_base": 100.0}, ema=2e-3),
     "groups of keys, packed, window": Case(
-        {"indexer_pool": 2, "indexer_norm": True, "indexer_rope": True, "local_window": 4, "adaptive_k": "off"},
+        {"key_group_size": 2, "indexer_norm": True, "indexer_rope": True, "local_window": 4, "adaptive_k": "off"},
         packing=PACKED,
     ),
-    "groups of keys, dense below": Case({"indexer_pool": 2, "dense_below": 7, "adaptive_k": "off", "k_base": 4}),
+    "groups of keys, dense below": Case({"key_group_size": 2, "dense_below": 7, "adaptive_k": "off", "k_base": 4}),
     "groups of keys, warm-up, packed": Case(
-        {"indexer_pool": 2, "adaptive_k": "off", "k_base": 3}, phase=WARM_UP, packing=PACKED
+        {"key_group_size": 2, "adaptive_k": "off", "k_base": 3}, phase=WARM_UP, packing=PACKED
     ),
-    "groups of three keys": Case({"indexer_pool": 3, "k_base": 6, "k_min": 3, "adaptive_k": "off"}),
+    "groups of three keys": Case({"key_group_size": 3, "k_base": 6, "k_min": 3, "adaptive_k": "off"}),
     "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
     "fixed temperature": Case({"indexer_temperature": 8.0}),
     "warm-up": Case(phase=WARM_UP),
@@ -127,16 +127,13 @@ def test_layer_equals_the_oracle(name: str) -> None:
     if has_indexer:
         assert torch.equal(shared_mask(model), theirs["selected"])
         visible = torch.tensor([seen(case, b) for b in (0, 1)])
-        pool = config.gsa.indexer_pool
-        last = torch.arange(LENGTH)
-        choices = visible if pool == 1 else last // pool - (last + 1 - visible) // pool
-        counted = int((choices >= 2).sum())
+        counted = int((visible >= 2).sum())
         assert 0 < counted < visible.numel()
         assert_close(layer.variance.step_sum, theirs["variance"].sum(), "variance")
         assert stats["variance"][0] == pytest.approx(theirs["variance"].sum().item() / counted, rel=1e-9)
         assert stats["indexer_kl"][0] == pytest.approx(theirs["kl"].sum().item() / counted, rel=1e-9)
         budget = theirs["budget"].double()
-        chosen = budget[(budget < visible) & (budget // pool < choices)]
+        chosen = budget[budget < visible]
         assert stats["k_mean"][0] == pytest.approx(chosen.mean().item(), rel=1e-12)
         assert (stats["k_min"][0], stats["k_max"][0]) == (chosen.min(), chosen.max())
         assert stats["dense_query_share"][0] == pytest.approx(1 - len(chosen) / counted, rel=1e-12)
@@ -225,7 +222,7 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         yarn=Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
         indexer_rope=g.indexer_rope,
         local_window=g.local_window,
-        indexer_pool=g.indexer_pool,
+        key_group_size=g.key_group_size,
         inverse_temperature=beta,
     )
 
