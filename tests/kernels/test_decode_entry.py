@@ -22,6 +22,7 @@ def make(
     channels: int,
     index_channels: int,
     norms: bool,
+    index_norms: bool,
     keys_apart: bool,
     dtype: torch.dtype,
     size: int = 32,
@@ -45,6 +46,7 @@ def make(
         "angles": reference.Angles(normal(batch, channels), normal(batch, channels), *turned),
         "slot": torch.tensor([3], device=DEVICE),
         "norms": (normal(size), normal(size)) if norms else None,
+        "index_norms": (normal(DI), normal(DI)) if index_norms and index_heads else None,
     }
     index_keys = normal(batch, ROOM, DI) if index_heads else None
     return given, reference.EntryCache(*(normal(batch, HKV, ROOM, size) for _ in range(2)), index_keys)
@@ -58,6 +60,7 @@ def make(
     channels=[16, 32],
     index_channels=[0, 8, 24],
     norms=[False, True],
+    index_norms=[False, True],
     keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     size=[32, 256],
@@ -82,12 +85,13 @@ def test_entry(options: dict[str, Any]) -> None:
         ({"projected": torch.zeros(1, 64)}, "pass at least"),
         ({"slot": torch.tensor([1, 2])}, "slot has shape"),
         ({"cache": None}, "cache.index_keys is None with an indexer"),
-        ({"norms": (torch.zeros(8), torch.zeros(8))}, "norms"),
+        ({"norms": (torch.zeros(8), torch.zeros(8))}, r"norms\[0\] has shape"),
+        ({"index_norms": (torch.zeros(24), torch.zeros(8))}, r"index_norms\[1\] has shape"),
         ({"angles": reference.Angles(torch.zeros(1, 40), torch.zeros(1, 40))}, "40 channels turn"),
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:
-    given, cache = make(1, (True, True), 2, 32, 0, True, True, torch.float32)
+    given, cache = make(1, (True, True), 2, 32, 0, True, True, True, torch.float32)
     if "cache" in changes:
         changes = {"cache": cache._replace(index_keys=None)}
     on_device = {

@@ -30,6 +30,7 @@ def make(
     bias: bool,
     keys_apart: bool,
     dtype: torch.dtype,
+    index_norms: bool = False,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
     """Return the arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
     generator = torch.Generator().manual_seed(hidden + channels[0])
@@ -46,12 +47,14 @@ def make(
         index_heads,
         dim,
         index_dim,
+        eps=1e-5,
     )
     rows = sizes.width + 5
     product = reference.JoinedProduct(
         normal(rows, hidden) * hidden**-0.5,
         Norm(1 + 0.1 * normal(hidden), 1e-5),
         normal(rows) if bias else None,
+        (normal(index_dim), normal(index_dim)) if index_norms and index_heads else None,
     )
     turned, index_turned = channels if index_heads else (channels[0], 0)
     counts = (turned, turned, *(2 * (1 + keys_apart) * (index_turned,)))
@@ -87,10 +90,13 @@ def enter(
     groups: tuple[tuple[str, ...], ...],
 ) -> reference.Entered:
     """Run one launch per group of sections; all after the first run beside another kernel."""
-    entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=joined.Part(groups[0]))
+    arrivals = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    part = joined.Part(groups[0], arrivals=arrivals)
+    entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
     for group in groups[1:]:
-        part = joined.Part(group, entered, beside=True)
+        part = joined.Part(group, entered, beside=True, arrivals=arrivals)
         joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
+    assert arrivals.item() == 0
     return entered
 
 
@@ -118,6 +124,7 @@ def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, 
     bias=[False, True],
     keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
+    index_norms=[False, True],
     tiling=[DEFAULT_TILING, PairTiling(4, 528), TURNS],
 )
 def test_joined_product(options: dict[str, Any]) -> None:
@@ -139,7 +146,8 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
         "indexer": (3, 22),
         "channels": (32, 22),
     }
-    check(options | {"bias": True, "keys_apart": False, "dtype": dtype}, TURNS, groups)
+    options |= {"bias": True, "keys_apart": False, "dtype": dtype, "index_norms": True}
+    check(options, TURNS, groups)
 
 
 def test_a_counter_starts_again() -> None:
@@ -163,10 +171,12 @@ def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
         "hidden": 2048,
         "heads": (16, 4, 128),
         "gates": (True, True),
-        "indexer": (4, 64),
+        "indexer": (8, 64),
         "channels": (128, 64),
     }
-    check(options | {"bias": False, "keys_apart": False, "dtype": torch.bfloat16}, tiling)
+    options |= {"bias": False, "keys_apart": False, "dtype": torch.bfloat16}
+    for index_norms in (False, True):
+        check(options | {"index_norms": index_norms}, tiling)
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
@@ -229,6 +239,8 @@ def test_what_it_does_not_take() -> None:
         ({"x": torch.zeros(1, 20)}, "x has 20 columns"),
         (replaced(given, "product", weight=torch.zeros(8, 32)), "product.weight has 8 rows"),
         (replaced(given, "product", bias=torch.zeros(8)), "product.bias"),
+        (replaced(given, "product", index_norms=(torch.zeros(24), torch.zeros(8))), r"index_norms\[1\]"),
+        (replaced(given, "product", index_norms=(torch.zeros(24),) * 2), "part.arrivals is None"),
         (replaced(given, "sizes", index_dim=25), "head size is 25; pass an even"),
         (replaced(given, "table", channels=16), "table.values"),
         (replaced(given, "table", channels=40, index_channels=16), "table.channels is 40"),

@@ -1,7 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
 A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or just
-two rows. Therefore no program needs the result of another program. Everything else is as in
+two rows. Therefore no program needs the result of another program, except for norms of the indexer: these need whole
+heads, so the last program that multiplies for the indexer applies them. Everything else is as in
 row_product/triton_product.py.
 """
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
+from gsa_kernels.decode.triton_entry import enter_index
 from gsa_kernels.row_product.triton_product import load_piece, load_rows, pieces
 
 
@@ -52,6 +54,8 @@ class Launch(NamedTuple):
     """With `beside`: whether to wait at all."""
     restarts: torch.Tensor | None
     """int32 [1], which is set to 0."""
+    arrivals: torch.Tensor | None
+    """int32 [1], 0 between launches; with norms of the indexer, its tiles that are multiplied."""
 
 
 def launch_joined(
@@ -65,13 +69,17 @@ def launch_joined(
     launch: Launch,
 ) -> None:
     """Launch the kernel with the arguments of `enter_row`, which has checked them."""
-    tiling, sections, chained, beside, waits, restarts = launch
+    tiling, sections, chained, beside, waits, restarts, arrivals = launch
     columns = x.shape[1]
     first, second = pieces(columns)
     values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
     programs = min(tiling.programs, tiles)
     has_index = sizes.index_heads > 0
     index_keys = cache.index_keys if has_index else None
+    index_norms: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    if has_index and sections.indexer and product.index_norms is not None:
+        raw = x.new_empty((1 + sizes.index_heads) * sizes.index_dim, dtype=torch.float32)
+        index_norms = (*product.index_norms, raw, arrivals)
     _joined_kernel[(programs,)](
         x,
         product.weight,
@@ -81,6 +89,7 @@ def launch_joined(
         table.lengths,
         slot,
         restarts,
+        *index_norms,
         *out,
         cache.k,
         cache.v,
@@ -91,6 +100,7 @@ def launch_joined(
         cache.v.stride(2),
         index_keys.stride(1) if index_keys is not None else 0,
         product.norm.eps,
+        sizes.eps,
         COLUMNS=columns,
         TILE=tiling.pairs,
         FIRST=first,
@@ -102,6 +112,8 @@ def launch_joined(
         D=sizes.head_dim,
         HI=sizes.index_heads,
         DI=max(sizes.index_dim, 2),
+        BLOCK_H=triton.next_power_of_2(max(sizes.index_heads, 1)),
+        BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 2)),
         CHANNELS=table.channels,
         INDEX_CHANNELS=table.index_channels,
         KEY_ANGLES=2 * table.index_channels * table.keys_apart,
@@ -210,6 +222,10 @@ def _joined_kernel(
     lengths_ptr,
     slot_ptr,
     restarts_ptr,
+    norm_index_q_ptr,
+    norm_index_k_ptr,
+    raw_index_ptr,
+    arrivals_ptr,
     q_ptr,
     gate_ptr,
     index_queries_ptr,
@@ -223,6 +239,7 @@ def _joined_kernel(
     stride_vl,
     stride_il,
     eps,
+    head_eps,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
@@ -234,6 +251,8 @@ def _joined_kernel(
     D: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
     KEY_ANGLES: tl.constexpr,
@@ -252,9 +271,10 @@ def _joined_kernel(
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
+    TURNED: tl.constexpr = INDEX_CHANNELS if norm_index_q_ptr is None else 0  # norms come before the rotation
     # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
-        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
+        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED, KEY_ANGLES,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
     )  # fmt: skip
     w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
@@ -296,7 +316,7 @@ def _joined_kernel(
     for tile in range(start, TILES, step):
         if LOOPS:  # load the next tile; nothing is read beyond the last one
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
-                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
+                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED, KEY_ANGLES,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
             )  # fmt: skip
             next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
@@ -339,9 +359,38 @@ def _joined_kernel(
                 tl.store(gate_ptr + second - GATES, b.to(gate_ptr.dtype.element_ty), mask=second < end)
         else:
             if HI:
-                index_ptrs = (index_keys_ptr, index_queries_ptr, index_weights_ptr)
+                if norm_index_q_ptr is None:
+                    index_ptrs = (index_keys_ptr, index_queries_ptr, index_weights_ptr)
+                else:
+                    index_ptrs = (raw_index_ptr, raw_index_ptr + DI, index_weights_ptr)
                 _put_index(a, first - INDEX, end - INDEX, index_ptrs, HI, DI)
                 _put_index(b, second - INDEX, end - INDEX, index_ptrs, HI, DI)
+                if norm_index_q_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+                    if tile < WEIGHTS_FROM:
+                        tl.debug_barrier()  # all threads have stored their results before one thread announces them
+                        if tl.atomic_add(arrivals_ptr, 1) == WEIGHTS_FROM - INDEX_FROM - 1:
+                            tl.store(arrivals_ptr, 0)  # for the next launch
+                            # The loads bypass the first-level cache, which does not see other programs' stores.
+                            enter_index(
+                                raw_index_ptr,
+                                norm_index_q_ptr,
+                                norm_index_k_ptr,
+                                table_ptr + 2 * CHANNELS,
+                                table_ptr + 2 * CHANNELS + INDEX_CHANNELS,
+                                table_ptr + 2 * CHANNELS + KEY_ANGLES,
+                                table_ptr + 2 * CHANNELS + INDEX_CHANNELS + KEY_ANGLES,
+                                index_queries_ptr,
+                                index_keys_ptr,
+                                0,
+                                head_eps,
+                                HI,
+                                DI,
+                                BLOCK_H,
+                                BLOCK_D,
+                                INDEX_CHANNELS,
+                                False,
+                                ".cg",
+                            )
         if LOOPS:
             first = next_first
             second = next_second
@@ -377,8 +426,9 @@ def _put_index(value, place, end, ptrs, HI: tl.constexpr, DI: tl.constexpr):
     """`place` counts from the indexer's key on, then its queries and head weights."""
     key_ptr, queries_ptr, weights_ptr = ptrs
     WEIGHTS: tl.constexpr = (1 + HI) * DI
-    rounded = value.to(key_ptr.dtype.element_ty)
     ok = place < end
+    rounded = value.to(key_ptr.dtype.element_ty)
     tl.store(queries_ptr + place - DI, rounded, mask=ok & (place >= DI) & (place < WEIGHTS))
-    tl.store(weights_ptr + place - WEIGHTS, rounded, mask=ok & (place >= WEIGHTS))
+    weights = value.to(weights_ptr.dtype.element_ty)
+    tl.store(weights_ptr + place - WEIGHTS, weights, mask=ok & (place >= WEIGHTS))
     tl.store(key_ptr + place, rounded, mask=ok & (place < DI))
