@@ -76,10 +76,10 @@ def launch_joined(
     programs = min(tiling.programs, tiles)
     has_index = sizes.index_heads > 0
     index_keys = cache.index_keys if has_index else None
-    index_norms: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    index_norms: tuple[torch.Tensor | float | None, ...] = (None, None, None, None, None)
     if has_index and sections.indexer and product.index_norms is not None:
         raw = x.new_empty((1 + sizes.index_heads) * sizes.index_dim, dtype=torch.float32)
-        index_norms = (*product.index_norms, raw, arrivals)
+        index_norms = (*product.index_norms, sizes.eps, raw, arrivals)
     _joined_kernel[(programs,)](
         x,
         product.weight,
@@ -100,7 +100,6 @@ def launch_joined(
         cache.v.stride(2),
         index_keys.stride(1) if index_keys is not None else 0,
         product.norm.eps,
-        sizes.eps,
         COLUMNS=columns,
         TILE=tiling.pairs,
         FIRST=first,
@@ -224,6 +223,7 @@ def _joined_kernel(
     restarts_ptr,
     norm_index_q_ptr,
     norm_index_k_ptr,
+    index_eps,
     raw_index_ptr,
     arrivals_ptr,
     q_ptr,
@@ -239,7 +239,6 @@ def _joined_kernel(
     stride_vl,
     stride_il,
     eps,
-    head_eps,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
@@ -382,7 +381,7 @@ def _joined_kernel(
                                 index_queries_ptr,
                                 index_keys_ptr,
                                 0,
-                                head_eps,
+                                index_eps,
                                 HI,
                                 DI,
                                 BLOCK_H,
@@ -426,8 +425,8 @@ def _put_index(value, place, end, ptrs, HI: tl.constexpr, DI: tl.constexpr):
     """`place` counts from the indexer's key on, then its queries and head weights."""
     key_ptr, queries_ptr, weights_ptr = ptrs
     WEIGHTS: tl.constexpr = (1 + HI) * DI
-    ok = place < end
     rounded = value.to(key_ptr.dtype.element_ty)
+    ok = place < end
     tl.store(queries_ptr + place - DI, rounded, mask=ok & (place >= DI) & (place < WEIGHTS))
     weights = value.to(weights_ptr.dtype.element_ty)
     tl.store(weights_ptr + place - WEIGHTS, weights, mask=ok & (place >= WEIGHTS))
