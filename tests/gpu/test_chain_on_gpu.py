@@ -18,9 +18,12 @@ from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraph
 
 HEADS = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": 1024, "hidden_size": 2048, "ffn_hidden_size": 5504, **HEADS},
-    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 1504, "k_min": 64, "k_max": 3000},
+    "gsa": {
+        "indexer_activation": "relu", "indexer_rope": True, "indexer_heads": 8, "indexer_dim": 64,
+        "k_base": 1504, "k_min": 64, "k_max": 3000, "local_window": 64,
+    },  # fmt: skip
 }
 FILLED, LAYERS = 8192, 4
 REPLAYS = 30
@@ -72,10 +75,12 @@ def walk(step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", list(bench_generate.PROMISES))
+@pytest.mark.parametrize("indexer_norm", [False, True])
 @torch.no_grad()
-def test_graphs_give_the_bits_of_single_launches(name: str) -> None:
+def test_graphs_give_the_bits_of_single_launches(name: str, indexer_norm: bool) -> None:
     torch.manual_seed(0)
-    config = bench_generate.model_config(name, LAYERS, FILLED + 64, SHAPES)
+    shapes = SHAPES | {"gsa": SHAPES["gsa"] | {"indexer_norm": indexer_norm}}
+    config = bench_generate.model_config(name, LAYERS, FILLED + 64, shapes)
     decoder = FusedDecoder(bench_generate.make_model(config, "cuda"), products="rows")
     decoder.open(1, FILLED + 64)
     bench_generate.fill(decoder)
