@@ -5,44 +5,22 @@ several launches by rows. The first launch then computes what selection needs. T
 memory bandwidth unused.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from gsa_kernels.checks import check_kernel_dtype, check_same_place, check_shape
 from gsa_kernels.decode.entry import check_entry_cache, check_norms
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, Sections, launch_joined
+from gsa_kernels.decode.triton_joined import (
+    DEFAULT_TILING,
+    GATE,
+    HEADS,
+    INDEX,
+    PairTiling,
+    Part,
+    launch_joined,
+)
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
-
-HEADS, GATE, INDEX = "heads", "gate", "index"
-
-
-class Part(NamedTuple):
-    """Describes which rows of the joined product a launch computes."""
-
-    sections: tuple[str, ...]
-    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some."""
-
-    into: Entered | None = None
-    """Tensors for the results that attention and selection need; None allocates all of them."""
-
-    beside: bool = False
-    """Run beside the previous kernel. That kernel must let the next one start only after its own wait. It must not
-    write x and must not read what this part writes."""
-
-    waits: bool = True
-    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel then also waits for
-    this launch, by a counter (rule 5 of row_product/op.py)."""
-
-    restarts: torch.Tensor | None = None
-    """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
-
-    arrivals: torch.Tensor | None = None
-    """int32 [1], 0 between launches, required for INDEX with norms of the indexer. A kernel beside this part must not
-    use it."""
-
 
 WHOLE = Part((HEADS, GATE, INDEX))
 
@@ -109,9 +87,7 @@ def enter_row(
     cached = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
     check_same_place("x", x, named | cached)
     for name, tensor in (named | cached).items():
-        if tensor is not None and (
-            tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous())
-        ):
+        if tensor is not None and (tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous())):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
     if not part.sections or set(part.sections) - set(WHOLE.sections):
         raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
@@ -129,10 +105,8 @@ def enter_row(
     if product.index_norms is not None and INDEX in part.sections and part.arrivals is None:
         raise ValueError("part.arrivals is None with product.index_norms; pass int32 [1] with the value 0")
     out = _new_entered(x, sizes) if part.into is None else part.into
-    wanted = Sections(HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
     with launching_on(x, "x"):
-        launch = Launch(tiling, wanted, can_chain(x), part.beside, part.waits, part.restarts, part.arrivals)
-        launch_joined(x, product, sizes, table, cache, slot, out, launch)
+        launch_joined(x, product, sizes, table, cache, slot, out, tiling, part, can_chain(x))
     return out
 
 

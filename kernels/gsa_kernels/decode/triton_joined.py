@@ -34,28 +34,32 @@ _WARPS, _MOST_REGISTERS = 4, 128
 """Warps per program and registers per thread, so that 528 programs run at once on an H100 or H200."""
 
 
-class Sections(NamedTuple):
-    heads: bool
-    """Queries, keys and values."""
-    gate: bool
-    """G1"""
-    indexer: bool
-    """Key, queries and head weights of the indexer."""
+HEADS, GATE, INDEX = "heads", "gate", "index"
 
 
-class Launch(NamedTuple):
-    tiling: PairTiling
-    sections: Sections
-    chained: bool
-    """Start before the previous kernel ends."""
-    beside: bool
-    """Start early and wait only at the end."""
-    waits: bool
-    """With `beside`: whether to wait at all."""
-    restarts: torch.Tensor | None
-    """int32 [1], which is set to 0."""
-    arrivals: torch.Tensor | None
-    """int32 [1], 0 between launches; with norms of the indexer, its tiles that are multiplied."""
+class Part(NamedTuple):
+    """Describes which rows of the joined product a launch computes."""
+
+    sections: tuple[str, ...]
+    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some."""
+
+    into: Entered | None = None
+    """Tensors for the results that attention and selection need; None allocates all of them."""
+
+    beside: bool = False
+    """Run beside the previous kernel. That kernel must let the next one start only after its own wait. It must not
+    write x and must not read what this part writes."""
+
+    waits: bool = True
+    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel then also waits for
+    this launch, by a counter (rule 5 of row_product/op.py)."""
+
+    restarts: torch.Tensor | None = None
+    """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
+
+    arrivals: torch.Tensor | None = None
+    """int32 [1], 0 between launches, required for INDEX with norms of the indexer. A kernel beside this part must not
+    use it."""
 
 
 def launch_joined(
@@ -66,20 +70,22 @@ def launch_joined(
     cache: EntryCache,
     slot: torch.Tensor,
     out: Entered,
-    launch: Launch,
+    tiling: PairTiling,
+    part: Part,
+    chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `enter_row`, which has checked them."""
-    tiling, sections, chained, beside, waits, restarts, arrivals = launch
+    """Launch the kernel with the arguments of `enter_row`, which has checked them. `chained`: start before the previous
+    kernel ends."""
     columns = x.shape[1]
     first, second = pieces(columns)
-    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
+    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, part.sections)
     programs = min(tiling.programs, tiles)
     has_index = sizes.index_heads > 0
     index_keys = cache.index_keys if has_index else None
     index_norms: tuple[torch.Tensor | float | None, ...] = (None, None, None, None, None)
-    if has_index and sections.indexer and product.index_norms is not None:
+    if has_index and INDEX in part.sections and product.index_norms is not None:
         raw = x.new_empty((1 + sizes.index_heads) * sizes.index_dim, dtype=torch.float32)
-        index_norms = (*product.index_norms, sizes.eps, raw, arrivals)
+        index_norms = (*product.index_norms, sizes.eps, raw, part.arrivals)
     _joined_kernel[(programs,)](
         x,
         product.weight,
@@ -88,7 +94,7 @@ def launch_joined(
         table.values,
         table.lengths,
         slot,
-        restarts,
+        part.restarts,
         *index_norms,
         *out,
         cache.k,
@@ -123,26 +129,26 @@ def launch_joined(
         TILES=tiles,
         LOOPS=programs < tiles,
         CHAINED=chained,
-        BESIDE=beside,
-        WAITS=waits,
+        BESIDE=part.beside,
+        WAITS=part.waits,
         num_warps=_WARPS,
         maxnreg=_MOST_REGISTERS,
         **({"launch_pdl": True} if chained else {}),
     )
 
 
-def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int, int, int, int]:
+def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
     G1, the indexer's key and queries, and the indexer's head weights. A section that is not wanted has no tiles."""
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0
     ends = [0]
     for pairs in (
-        (sizes.q + sizes.k) // 2 * wanted.heads,
-        values * wanted.heads,
-        sizes.gate // 2 * wanted.gate,
-        of_indexer // 2 * wanted.indexer,
-        (heads + 1) // 2 * wanted.indexer,
+        (sizes.q + sizes.k) // 2 * (HEADS in wanted),
+        values * (HEADS in wanted),
+        sizes.gate // 2 * (GATE in wanted),
+        of_indexer // 2 * (INDEX in wanted),
+        (heads + 1) // 2 * (INDEX in wanted),
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
@@ -370,26 +376,13 @@ def _joined_kernel(
                         if tl.atomic_add(arrivals_ptr, 1) == WEIGHTS_FROM - INDEX_FROM - 1:
                             tl.store(arrivals_ptr, 0)  # for the next launch
                             # The loads bypass the first-level cache, which does not see other programs' stores.
+                            cos_ptr = table_ptr + 2 * CHANNELS
+                            sin_ptr = cos_ptr + INDEX_CHANNELS
                             enter_index(
-                                raw_index_ptr,
-                                norm_index_q_ptr,
-                                norm_index_k_ptr,
-                                table_ptr + 2 * CHANNELS,
-                                table_ptr + 2 * CHANNELS + INDEX_CHANNELS,
-                                table_ptr + 2 * CHANNELS + KEY_ANGLES,
-                                table_ptr + 2 * CHANNELS + INDEX_CHANNELS + KEY_ANGLES,
-                                index_queries_ptr,
-                                index_keys_ptr,
-                                0,
-                                index_eps,
-                                HI,
-                                DI,
-                                BLOCK_H,
-                                BLOCK_D,
-                                INDEX_CHANNELS,
-                                False,
-                                ".cg",
-                            )
+                                raw_index_ptr, norm_index_q_ptr, norm_index_k_ptr, cos_ptr, sin_ptr,
+                                cos_ptr + KEY_ANGLES, sin_ptr + KEY_ANGLES, index_queries_ptr, index_keys_ptr, 0,
+                                index_eps, HI, DI, BLOCK_H, BLOCK_D, INDEX_CHANNELS, False, ".cg",
+                            )  # fmt: skip
         if LOOPS:
             first = next_first
             second = next_second
