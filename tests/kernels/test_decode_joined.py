@@ -9,10 +9,8 @@ from covering import covered
 pytest.importorskip("triton")
 
 from gsa_kernels.decode import entry_reference as reference
-from gsa_kernels.decode import joined, state
-from gsa_kernels.decode.op import decode_attend
+from gsa_kernels.decode import joined
 from gsa_kernels.decode.triton_joined import DEFAULT_TILING, PairTiling
-from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 
 CUDA = torch.cuda.is_available()
@@ -125,20 +123,19 @@ def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, 
     keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     index_norms=[False, True],
-    tiling=[DEFAULT_TILING, PairTiling(4, 528), TURNS],
+    heads=[(4, 2, 32), (2, 1, 256)],
+    tiling=[DEFAULT_TILING, PairTiling(4, 528), PairTiling(16, 528), TURNS],
 )
 def test_joined_product(options: dict[str, Any]) -> None:
     options = dict(options)
-    tiling = options.pop("tiling")
-    check(options | {"heads": (4, 2, 32)}, tiling)
+    check(tiling=options.pop("tiling"), options=options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "groups",
     [(("index",), ("gate", "heads")), (("heads",), ("gate", "index")), (("index",), ("heads",), ("gate",))],
 )
-def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> None:
+def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...]) -> None:
     options = {
         "hidden": 40,
         "heads": (4, 2, 32),
@@ -146,7 +143,7 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
         "indexer": (3, 22),
         "channels": (32, 22),
     }
-    options |= {"bias": True, "keys_apart": False, "dtype": dtype, "index_norms": True}
+    options |= {"bias": True, "keys_apart": False, "dtype": torch.float32, "index_norms": True}
     check(options, TURNS, groups)
 
 
@@ -156,12 +153,6 @@ def test_a_counter_starts_again() -> None:
     counter = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     joined.enter_row(**given, cache=cache, part=joined.Part(("heads",), restarts=counter))
     assert counter.item() == 0
-
-
-def test_heads_of_256() -> None:
-    """A quarter of the channels rotate, as in Qwen3.5."""
-    options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
-    check(options | {"channels": (64, 8), "keys_apart": False, "dtype": torch.bfloat16}, PairTiling(16, 528))
 
 
 @pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(4, 264)], ids=str)
@@ -177,53 +168,6 @@ def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
     options |= {"bias": False, "keys_apart": False, "dtype": torch.bfloat16}
     for index_norms in (False, True):
         check(options | {"index_norms": index_norms}, tiling)
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
-def test_a_chain_of_steps_that_take_a_selection(marked: None) -> None:
-    """In one graph with early launches. The new token differs in each step. Few keys are selected, so that the new one
-    matters."""
-    options: dict[str, Any] = {
-        "hidden": 2048,
-        "heads": (16, 4, 128),
-        "gates": (True, True),
-        "indexer": (4, 64),
-    }
-    given, cache = make(**options, channels=(128, 0), bias=False, keys_apart=True, dtype=torch.bfloat16)
-    room = 3000
-    k, v = torch.randn(2, 1, 4, room, 128, device=DEVICE, dtype=torch.bfloat16)
-    cache = cache._replace(k=k, v=v, index_keys=torch.randn(1, room, 64, device=DEVICE, dtype=torch.bfloat16))
-    lengths = torch.tensor([room], dtype=torch.int32, device=DEVICE)
-    table = given["table"]._replace(values=torch.ones(room + 1, 256, device=DEVICE, dtype=torch.bfloat16))
-    given |= {"table": table._replace(lengths=lengths), "slot": torch.tensor([room - 1], device=DEVICE)}
-    selection = state.new_selection(1, 2048, device=DEVICE)
-    selection.indices.copy_(torch.arange(2048, device=DEVICE)[None])
-    selection.counts.fill_(20)
-    workspace = state.new_workspace(1, room, heads=16, kv_heads=4, head_size=128, device=DEVICE)
-    layer = state.LayerCache(
-        k.transpose(1, 2), v.transpose(1, 2), lengths, selection, workspace, None, in_chain=True
-    )
-    weights = torch.randn(8, 2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5
-
-    def run(chained: bool) -> torch.Tensor:
-        x = given["x"]
-        for place in range(60):
-            entered = joined.enter_row(**(given | {"x": x}), cache=cache)
-            assert entered.gate is not None
-            out = decode_attend(entered.q, layer, 2, entered.gate)
-            x = row_product(out.flatten(1), weights[place % 8], residual=x)
-            if not chained:
-                torch.cuda.synchronize()
-        return x
-
-    wanted = run(chained=False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(chained=True)
-    for _ in range(20):
-        found.zero_()
-        graph.replay()
-        assert torch.equal(found, wanted)
 
 
 def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:

@@ -148,10 +148,10 @@ def _entry_kernel(
     else:
         if HI:
             START: tl.constexpr = H * D + (2 + GATED_VALUE) * HKV * D + GATE
-            index_keys_ptr += batch * stride_ib + slot * stride_il
             enter_index(
-                projected_ptr + START, norm_index_q_ptr, norm_index_k_ptr, index_cos_ptr, index_sin_ptr, key_cos_ptr,
-                key_sin_ptr, index_queries_ptr + batch * HI * DI, index_keys_ptr, batch, eps,
+                projected_ptr + START, norm_index_q_ptr, norm_index_k_ptr, index_cos_ptr, index_sin_ptr,
+                key_cos_ptr, key_sin_ptr, index_queries_ptr + batch * HI * DI,
+                index_keys_ptr + batch * stride_ib + slot * stride_il, batch, eps,
                 HI, DI, BLOCK_H, BLOCK_D, INDEX_CHANNELS, CHAINED, "",
             )  # fmt: skip
 
