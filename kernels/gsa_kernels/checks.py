@@ -37,7 +37,7 @@ def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int |
         raise ValueError(f"{name} has shape {shape}; pass {layout} = [{wanted}]")
 
 
-def check_same_place(name: str, like: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
+def check_dtype_and_device(name: str, like: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
     """Check that all tensors have the dtype and device of `like`, the argument `name`."""
     for other, tensor in tensors.items():
         if tensor is not None and (tensor.dtype != like.dtype or tensor.device != like.device):

@@ -7,7 +7,7 @@ On Hopper the launch starts early; row_product/op.py explains why that is safe.
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_same_place, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry_reference import Angles, Entered, EntryCache, EntrySizes
 from gsa_kernels.decode.triton_entry import launch_entry
 from gsa_kernels.devices import can_chain, launching_on
@@ -50,7 +50,7 @@ def enter_token(
     named = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
     named |= check_norms("norms", norms, sizes.head_dim)
     named |= check_norms("index_norms", index_norms, sizes.index_dim)
-    check_same_place("projected", projected, named)
+    check_dtype_and_device("projected", projected, named)
     for name, tensor in named.items():
         if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(

@@ -7,7 +7,7 @@ memory bandwidth unused.
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_same_place, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry import check_entry_cache, check_norms
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
 from gsa_kernels.decode.triton_joined import (
@@ -85,16 +85,12 @@ def enter_row(
         **check_norms("product.index_norms", product.index_norms, sizes.index_dim),
     }
     cached = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
-    check_same_place("x", x, named | cached)
+    check_dtype_and_device("x", x, named | cached)
     for name, tensor in (named | cached).items():
         if tensor is not None and (tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous())):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
     if not part.sections or set(part.sections) - set(WHOLE.sections):
         raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
-    if part.beside and part.restarts is not None:
-        raise ValueError(
-            "part.restarts is a counter with part.beside True; restart it in a part that waits first"
-        )
     if not (part.beside or part.waits):
         raise ValueError(
             "part.waits is False with part.beside False; only a part beside another kernel need not wait"
@@ -102,6 +98,10 @@ def enter_row(
     for name, counter in (("restarts", part.restarts), ("arrivals", part.arrivals)):
         if counter is not None:
             check_shape(f"part.{name}", counter, "[1]", (1,))
+        if counter is not None and part.beside:
+            raise ValueError(
+                f"part.{name} is a counter with part.beside True; pass it to a part that waits first"
+            )
     if product.index_norms is not None and INDEX in part.sections and part.arrivals is None:
         raise ValueError("part.arrivals is None with product.index_norms; pass int32 [1] with the value 0")
     out = _new_entered(x, sizes) if part.into is None else part.into

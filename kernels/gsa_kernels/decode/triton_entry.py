@@ -208,7 +208,7 @@ def enter_index(
     """Write the indexer's key and queries, which are consecutive at `index_ptr`, after norms and rotation.
 
     Args:
-        WAITS: wait for the previous kernel before they are read
+        WAITS: wait for the previous kernel before the key and queries are loaded
         CACHE: cache modifier of these loads
     """
     dims = tl.arange(0, BLOCK_D)

@@ -58,8 +58,7 @@ class Part(NamedTuple):
     """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
 
     arrivals: torch.Tensor | None = None
-    """int32 [1], 0 between launches, required for INDEX with norms of the indexer. A kernel beside this part must not
-    use it."""
+    """int32 [1], 0 between launches: a counter that INDEX with norms of the indexer needs; not with `beside`."""
 
 
 def launch_joined(

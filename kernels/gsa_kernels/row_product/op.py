@@ -20,7 +20,7 @@ A chain of these products and of decoding's other kernels starts each kernel whi
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_same_place, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
@@ -78,7 +78,7 @@ def row_product(
         "residual": residual,
         "x_gate": x_gate,
     }
-    check_same_place("x", x, named)
+    check_dtype_and_device("x", x, named)
     for name, tensor in {"x": x, **named}.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
