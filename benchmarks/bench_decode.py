@@ -6,7 +6,7 @@ A graph runs the attention of several layers, each with its own caches, so that 
 are medians in microseconds per layer. Dense rows are the torch SDPA backends that support the case, and a split-key
 Triton kernel with the same structure as GSA's. `GSA token` is scores, selection and attention, and `GSA attention` is
 attention alone. `bound_us` is the time to read the required bytes at the bandwidth of a device copy. `speedup` is
-relative to the fastest dense row. Shapes: 32 query heads, 8 key-value heads of 128, 4 indexer heads of 64, bf16.
+relative to the fastest dense row. The shapes are those in configs/gsa_7b.yaml, in bf16.
 """
 
 import sys
@@ -26,7 +26,7 @@ from gsa_kernels.decode.state import DecodeSelection, LayerCache, new_selection,
 from gsa_kernels.reference import decode_attention, select_top_k
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
-HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 4, 64
+HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 8, 64
 CACHE_BYTES = 10e9
 """Total size of the caches of all layers in a graph."""
 MAX_LAYERS = 16
@@ -66,8 +66,7 @@ def make_layer(batch: int, length: int, k_max: int) -> Layer:
             draw(batch, 1, INDEXER_HEADS, INDEXER_SIZE),
             draw(batch, length, INDEXER_SIZE),
             draw(batch, 1, INDEXER_HEADS),
-            draw(INDEXER_HEADS),
-            draw(INDEXER_HEADS),
+            activation="relu",
         ),
         selection=new_selection(batch, k_max, device="cuda"),
         out=torch.empty(batch, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16),

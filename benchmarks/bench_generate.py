@@ -88,13 +88,16 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
         value_gate=sparse,
         output_gate=sparse,
         layer_types=[INDEXED_LAYER if sparse else DENSE_LAYER] * layers,
+        indexer_activation=gsa["indexer_activation"],
+        indexer_norm=gsa["indexer_norm"],
+        indexer_rope=gsa["indexer_rope"],
+        local_window=gsa["local_window"],
         index_n_heads=gsa["indexer_heads"],
         index_head_dim=gsa["indexer_dim"],
         index_topk=gsa["k_base"],
         k_min=gsa["k_min"],
         k_max=gsa["k_max"],
         key_group_size=GROUP if name == "GSA groups" else 1,
-        indexer_rope=name == "GSA groups",
     )
 
 

@@ -276,7 +276,8 @@ class FusedDecoder:
         joined, launch = kernel_module("decode.joined"), projected.launch
         parts = row_layers.parts(selects, self.layers[place][1].parts[4] > 0)
         counter = held.workspace.written if parts.beside_attention else None
-        entered = launch(part=joined.Part(parts.front, restarts=counter))
+        arrivals = held.workspace.arrivals.view(-1)[:1]
+        entered = launch(part=joined.Part(parts.front, restarts=counter, arrivals=arrivals))
         if parts.beside_selection:
             part = joined.Part(parts.beside_selection, entered, beside=True)
             held = dataclasses.replace(held, beside=partial(launch, part=part))

@@ -64,8 +64,6 @@ def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
             if columns not in limits.ROW_PRODUCT_COLUMNS:
                 most, step = limits.ROW_PRODUCT_COLUMNS[-1], limits.ROW_PRODUCT_COLUMNS.step
                 return f"products of {columns} columns, of at most {most} in multiples of {step}"
-        if weights.index_q_norm is not None:
-            return "norms of the indexer"
         if sizes.index_weight_logit is not None:
             return "an indexer without head weights"
         if sizes.head_dim not in limits.HEAD_SIZES:
@@ -92,16 +90,15 @@ def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tenso
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
     columns = formats.EntrySizes(q, k, value_gate, gate, index_weights, sizes.head_dim, index_key, sizes.eps)
     buffers = formats.EntryCache(*cache)
+    norms = None if layer.q_norm is None else (layer.q_norm, layer.k_norm)
+    index_norms = None if layer.index_q_norm is None else (layer.index_q_norm, layer.index_k_norm)
     if isinstance(rotary, formats.AngleTable):
-        product = formats.JoinedProduct(layer.joined, norm, layer.bias)
+        product = formats.JoinedProduct(layer.joined, norm, layer.bias, index_norms)
         enter_row = kernel_module("decode.joined").enter_row
         return Entry(partial(enter_row, h, product, columns, rotary, buffers, slot))
     projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
-    norms = None
-    if layer.q_norm is not None and layer.k_norm is not None:
-        norms = (layer.q_norm, layer.k_norm)
     return kernel_module("decode.entry").enter_token(
-        projected, columns, formats.Angles(*rotary), buffers, slot, norms
+        projected, columns, formats.Angles(*rotary), buffers, slot, norms, index_norms
     )
 
 

@@ -37,6 +37,16 @@ def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int |
         raise ValueError(f"{name} has shape {shape}; pass {layout} = [{wanted}]")
 
 
+def check_dtype_and_device(name: str, like: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Check that all tensors have the dtype and device of `like`, the argument `name`."""
+    for other, tensor in tensors.items():
+        if tensor is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
+            raise ValueError(
+                f"{other} is {tensor.dtype} on {tensor.device} and {name} {like.dtype} on {like.device}; pass one "
+                "dtype on one device"
+            )
+
+
 def check_mask(name: str, mask: torch.Tensor, batch: int, rows: int, num_keys: int) -> None:
     """Check that a mask is bool [B or 1, rows, num_keys]."""
     if mask.dtype != torch.bool:

@@ -12,16 +12,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
 import bench_generate
+import harness
+import yaml
 from triton.runtime.jit import JITFunction
 
 from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraph
 
-HEADS = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
-SHAPES = {
-    "model": {"vocab_size": 1024, "hidden_size": 2048, "ffn_hidden_size": 5504, **HEADS},
-    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 1504, "k_min": 64, "k_max": 3000},
-}
+SHAPES = yaml.safe_load((harness.ROOT / "configs" / "gsa_1.7b.yaml").read_text(encoding="utf-8"))
 FILLED, LAYERS = 8192, 4
 REPLAYS = 30
 """Number of replays, because a kernel that reads too early may still read the right values sometimes."""
@@ -72,10 +70,13 @@ def walk(step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", list(bench_generate.PROMISES))
+@pytest.mark.parametrize("indexer_norm", [False, True])
 @torch.no_grad()
-def test_graphs_give_the_bits_of_single_launches(name: str) -> None:
+def test_graphs_give_the_bits_of_single_launches(name: str, indexer_norm: bool) -> None:
+    """Every second layer selects. The layer after it takes the selection."""
     torch.manual_seed(0)
     config = bench_generate.model_config(name, LAYERS, FILLED + 64, SHAPES)
+    config.update({"vocab_size": 1024, "index_topk_freq": 2, "indexer_norm": indexer_norm})
     decoder = FusedDecoder(bench_generate.make_model(config, "cuda"), products="rows")
     decoder.open(1, FILLED + 64)
     bench_generate.fill(decoder)

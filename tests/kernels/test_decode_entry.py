@@ -12,7 +12,7 @@ from gsa_kernels.decode import entry
 from gsa_kernels.decode import entry_reference as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H, HKV, DI, ROOM = 4, 2, 24, 7
+H, HKV, ROOM = 4, 2, 7
 
 
 def make(
@@ -22,9 +22,11 @@ def make(
     channels: int,
     index_channels: int,
     norms: bool,
+    index_norms: bool,
     keys_apart: bool,
     dtype: torch.dtype,
     size: int = 32,
+    index_dim: int = 24,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
     """Return the arguments without the cache, and the cache."""
     generator = torch.Generator().manual_seed(channels + batch)
@@ -34,7 +36,7 @@ def make(
 
     value_gate, gate = gates
     sizes = reference.EntrySizes(
-        H * size, HKV * size, value_gate * HKV * size, gate * H * size, index_heads, size, DI, eps=1e-5
+        H * size, HKV * size, value_gate * HKV * size, gate * H * size, index_heads, size, index_dim, eps=1e-5
     )
     # The key of a group has angles of its own.
     count = (4 if keys_apart else 2) if index_channels else 0
@@ -45,8 +47,9 @@ def make(
         "angles": reference.Angles(normal(batch, channels), normal(batch, channels), *turned),
         "slot": torch.tensor([3], device=DEVICE),
         "norms": (normal(size), normal(size)) if norms else None,
+        "index_norms": (normal(index_dim), normal(index_dim)) if index_norms and index_heads else None,
     }
-    index_keys = normal(batch, ROOM, DI) if index_heads else None
+    index_keys = normal(batch, ROOM, index_dim) if index_heads else None
     return given, reference.EntryCache(*(normal(batch, HKV, ROOM, size) for _ in range(2)), index_keys)
 
 
@@ -54,13 +57,15 @@ def make(
     "options",
     batch=[1, 3],
     gates=[(False, False), (True, False), (True, True)],
-    index_heads=[0, 1, 3],
+    index_heads=[0, 1, 3, 8],
     channels=[16, 32],
     index_channels=[0, 8, 24],
     norms=[False, True],
+    index_norms=[False, True],
     keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     size=[32, 256],
+    index_dim=[24, 128],
 )
 def test_entry(options: dict[str, Any]) -> None:
     """The kernel writes only its slot of the cache."""
@@ -82,12 +87,13 @@ def test_entry(options: dict[str, Any]) -> None:
         ({"projected": torch.zeros(1, 64)}, "pass at least"),
         ({"slot": torch.tensor([1, 2])}, "slot has shape"),
         ({"cache": None}, "cache.index_keys is None with an indexer"),
-        ({"norms": (torch.zeros(8), torch.zeros(8))}, "norms"),
+        ({"norms": (torch.zeros(8), torch.zeros(8))}, r"norms\[0\] has shape"),
+        ({"index_norms": (torch.zeros(24), torch.zeros(8))}, r"index_norms\[1\] has shape"),
         ({"angles": reference.Angles(torch.zeros(1, 40), torch.zeros(1, 40))}, "40 channels turn"),
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:
-    given, cache = make(1, (True, True), 2, 32, 0, True, True, torch.float32)
+    given, cache = make(1, (True, True), 2, 32, 0, True, True, True, torch.float32)
     if "cache" in changes:
         changes = {"cache": cache._replace(index_keys=None)}
     on_device = {

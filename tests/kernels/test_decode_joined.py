@@ -9,10 +9,8 @@ from covering import covered
 pytest.importorskip("triton")
 
 from gsa_kernels.decode import entry_reference as reference
-from gsa_kernels.decode import joined, state
-from gsa_kernels.decode.op import decode_attend
+from gsa_kernels.decode import joined
 from gsa_kernels.decode.triton_joined import DEFAULT_TILING, PairTiling
-from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 
 CUDA = torch.cuda.is_available()
@@ -30,6 +28,7 @@ def make(
     bias: bool,
     keys_apart: bool,
     dtype: torch.dtype,
+    index_norms: bool = False,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
     """Return the arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
     generator = torch.Generator().manual_seed(hidden + channels[0])
@@ -46,12 +45,14 @@ def make(
         index_heads,
         dim,
         index_dim,
+        eps=1e-5,
     )
     rows = sizes.width + 5
     product = reference.JoinedProduct(
         normal(rows, hidden) * hidden**-0.5,
         Norm(1 + 0.1 * normal(hidden), 1e-5),
         normal(rows) if bias else None,
+        (normal(index_dim), normal(index_dim)) if index_norms and index_heads else None,
     )
     turned, index_turned = channels if index_heads else (channels[0], 0)
     counts = (turned, turned, *(2 * (1 + keys_apart) * (index_turned,)))
@@ -80,25 +81,18 @@ TURNS = PairTiling(2, 5)
 """Five programs with several tiles each."""
 
 
-def enter(
-    given: dict[str, Any],
-    cache: reference.EntryCache,
-    tiling: PairTiling,
-    groups: tuple[tuple[str, ...], ...],
-) -> reference.Entered:
-    """Run one launch per group of sections; all after the first run beside another kernel."""
-    entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=joined.Part(groups[0]))
-    for group in groups[1:]:
-        part = joined.Part(group, entered, beside=True)
-        joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
-    return entered
-
-
 def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, ...], ...] = WHOLE) -> None:
-    """Compare with the reference, and check that only its slot of the cache is written."""
+    """Compare one launch per group of sections with the reference, and check that only its slot of the cache is
+    written. All groups after the first run beside another kernel."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
-    found = enter(given, cache, tiling, groups)
+    arrivals, found = torch.zeros(1, dtype=torch.int32, device=DEVICE), None
+    for group in groups:
+        beside = found is not None
+        part = joined.Part(group, found, beside, arrivals=None if beside else arrivals)
+        found = joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
+    assert found is not None
+    assert arrivals.item() == 0
     wanted = reference.enter_row(**given, cache=copy)
     # The reference rounds to bf16 after each of up to four operations.
     rtol = 1e-5 if options["dtype"] == torch.float32 else 4 * 2**-8
@@ -113,33 +107,28 @@ def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, 
     "options",
     hidden=[16, 40],
     gates=[(False, False), (True, False), (True, True)],
-    indexer=[(0, 24), (1, 24), (3, 22)],
+    indexer=[(0, 24), (1, 128), (3, 22), (8, 24)],
     channels=[(16, 0), (32, 8), (32, 22)],
     bias=[False, True],
     keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
-    tiling=[DEFAULT_TILING, PairTiling(4, 528), TURNS],
+    index_norms=[False, True],
+    heads=[(4, 2, 32), (2, 1, 256)],
+    tiling=[DEFAULT_TILING, PairTiling(4, 528), PairTiling(16, 528), TURNS],
 )
 def test_joined_product(options: dict[str, Any]) -> None:
     options = dict(options)
-    tiling = options.pop("tiling")
-    check(options | {"heads": (4, 2, 32)}, tiling)
+    check(tiling=options.pop("tiling"), options=options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "groups",
     [(("index",), ("gate", "heads")), (("heads",), ("gate", "index")), (("index",), ("heads",), ("gate",))],
 )
-def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> None:
-    options = {
-        "hidden": 40,
-        "heads": (4, 2, 32),
-        "gates": (True, True),
-        "indexer": (3, 22),
-        "channels": (32, 22),
-    }
-    check(options | {"bias": True, "keys_apart": False, "dtype": dtype}, TURNS, groups)
+def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...]) -> None:
+    options: dict[str, Any] = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
+    options |= {"channels": (32, 22), "bias": True, "keys_apart": False, "dtype": torch.float32}
+    check(options | {"index_norms": "index" in groups[0]}, TURNS, groups)
 
 
 def test_a_counter_starts_again() -> None:
@@ -150,70 +139,13 @@ def test_a_counter_starts_again() -> None:
     assert counter.item() == 0
 
 
-def test_heads_of_256() -> None:
-    """A quarter of the channels rotate, as in Qwen3.5."""
-    options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
-    check(options | {"channels": (64, 8), "keys_apart": False, "dtype": torch.bfloat16}, PairTiling(16, 528))
-
-
 @pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(4, 264)], ids=str)
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
-    options = {
-        "hidden": 2048,
-        "heads": (16, 4, 128),
-        "gates": (True, True),
-        "indexer": (4, 64),
-        "channels": (128, 64),
-    }
-    check(options | {"bias": False, "keys_apart": False, "dtype": torch.bfloat16}, tiling)
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
-def test_a_chain_of_steps_that_take_a_selection(marked: None) -> None:
-    """In one graph with early launches. The new token differs in each step. Few keys are selected, so that the new one
-    matters."""
-    options: dict[str, Any] = {
-        "hidden": 2048,
-        "heads": (16, 4, 128),
-        "gates": (True, True),
-        "indexer": (4, 64),
-    }
-    given, cache = make(**options, channels=(128, 0), bias=False, keys_apart=True, dtype=torch.bfloat16)
-    room = 3000
-    k, v = torch.randn(2, 1, 4, room, 128, device=DEVICE, dtype=torch.bfloat16)
-    cache = cache._replace(k=k, v=v, index_keys=torch.randn(1, room, 64, device=DEVICE, dtype=torch.bfloat16))
-    lengths = torch.tensor([room], dtype=torch.int32, device=DEVICE)
-    table = given["table"]._replace(values=torch.ones(room + 1, 256, device=DEVICE, dtype=torch.bfloat16))
-    given |= {"table": table._replace(lengths=lengths), "slot": torch.tensor([room - 1], device=DEVICE)}
-    selection = state.new_selection(1, 2048, device=DEVICE)
-    selection.indices.copy_(torch.arange(2048, device=DEVICE)[None])
-    selection.counts.fill_(20)
-    workspace = state.new_workspace(1, room, heads=16, kv_heads=4, head_size=128, device=DEVICE)
-    layer = state.LayerCache(
-        k.transpose(1, 2), v.transpose(1, 2), lengths, selection, workspace, None, in_chain=True
-    )
-    weights = torch.randn(8, 2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5
-
-    def run(chained: bool) -> torch.Tensor:
-        x = given["x"]
-        for place in range(60):
-            entered = joined.enter_row(**(given | {"x": x}), cache=cache)
-            assert entered.gate is not None
-            out = decode_attend(entered.q, layer, 2, entered.gate)
-            x = row_product(out.flatten(1), weights[place % 8], residual=x)
-            if not chained:
-                torch.cuda.synchronize()
-        return x
-
-    wanted = run(chained=False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(chained=True)
-    for _ in range(20):
-        found.zero_()
-        graph.replay()
-        assert torch.equal(found, wanted)
+    sizes = {"hidden": 2048, "heads": (16, 4, 128), "indexer": (8, 64), "channels": (128, 64)}
+    options = sizes | {"gates": (True, True), "bias": False, "keys_apart": False, "dtype": torch.bfloat16}
+    for index_norms in (False, True):
+        check(options | {"index_norms": index_norms}, tiling)
 
 
 def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
@@ -229,6 +161,8 @@ def test_what_it_does_not_take() -> None:
         ({"x": torch.zeros(1, 20)}, "x has 20 columns"),
         (replaced(given, "product", weight=torch.zeros(8, 32)), "product.weight has 8 rows"),
         (replaced(given, "product", bias=torch.zeros(8)), "product.bias"),
+        (replaced(given, "product", index_norms=(torch.zeros(24), torch.zeros(8))), r"index_norms\[1\]"),
+        (replaced(given, "product", index_norms=(torch.zeros(24),) * 2), "part.arrivals is None"),
         (replaced(given, "sizes", index_dim=25), "head size is 25; pass an even"),
         (replaced(given, "table", channels=16), "table.values"),
         (replaced(given, "table", channels=40, index_channels=16), "table.channels is 40"),
@@ -239,7 +173,7 @@ def test_what_it_does_not_take() -> None:
         ({"part": joined.Part(())}, "part.sections is"),
         (
             {"part": joined.Part(("heads",), beside=True, restarts=counter)},
-            "restart it in a part that waits first",
+            "pass it to a part that waits first",
         ),
         ({"part": joined.Part(("heads",), waits=False)}, "part.waits is False with part.beside False"),
     ]:

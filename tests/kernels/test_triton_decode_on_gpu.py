@@ -45,8 +45,9 @@ def test_sweep(dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
         ("direct", "sigmoid", 0, 1),
         ("off", "relu", 130, 16),
     ):
-        sizes: dict[str, Any] = {"heads": heads, "dim": dim, "indexer": (4, 64), "dtype": dtype}
         sigmoid = activation == "sigmoid"
+        indexer = (4 if sigmoid else 8, 64)
+        sizes: dict[str, Any] = {"heads": heads, "dim": dim, "indexer": indexer, "dtype": dtype}
         sizes |= {"biases": sigmoid, "gate": sigmoid, "k_max": rule.k_max, "splits": splits}
         case = make_case("cuda", lengths, 8192, **sizes, activation=activation)
         check(case, replace(rule, adaptive_k=mode), window)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ On Hopper the launch starts early; row_product/op.py explains why that is safe.
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry_reference import Angles, Entered, EntryCache, EntrySizes
 from gsa_kernels.decode.triton_entry import launch_entry
 from gsa_kernels.devices import can_chain, launching_on
@@ -22,6 +22,7 @@ def enter_token(
     cache: EntryCache,
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    index_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
     """Arguments and result are as in the reference, all in bf16 or all in fp32.
 
@@ -47,19 +48,11 @@ def enter_token(
     if sizes.index_heads:
         _check_index_angles(batch, sizes.index_dim, angles)
     named = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
-    if norms is not None:
-        named |= {"norms[0]": norms[0], "norms[1]": norms[1]}
-        for name in ("norms[0]", "norms[1]"):
-            check_shape(name, named[name], "[D]", (sizes.head_dim,))  # type: ignore[arg-type]
+    named |= check_norms("norms", norms, sizes.head_dim)
+    named |= check_norms("index_norms", index_norms, sizes.index_dim)
+    check_dtype_and_device("projected", projected, named)
     for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != projected.dtype or tensor.device != projected.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} and projected {projected.dtype} on {projected.device}; "
-                "pass one dtype on one device"
-            )
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(
                 f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
             )
@@ -74,7 +67,7 @@ def enter_token(
             Angles(*(None if each is None else each.contiguous() for each in angles)),  # type: ignore[arg-type]
             cache,
             slot,
-            norms,
+            (*(norms or (None, None)), *(index_norms or (None, None))),
             (q, index_queries),
             can_chain(projected),
         )
@@ -85,6 +78,17 @@ def enter_token(
     if not sizes.index_heads:
         return Entered(q, gate, None, None)
     return Entered(q, gate, index_queries, projected[:, None, sizes.width - sizes.index_heads : sizes.width])
+
+
+def check_norms(
+    name: str, norms: tuple[torch.Tensor, torch.Tensor] | None, size: int
+) -> dict[str, torch.Tensor | None]:
+    """Check the shapes of two norms' weights, and return the weights by name."""
+    named: dict[str, torch.Tensor | None] = {}
+    for place, weight in enumerate(norms or ()):
+        named[f"{name}[{place}]"] = weight
+        check_shape(f"{name}[{place}]", weight, "[size of a head]", (size,))
+    return named
 
 
 def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, batch: int) -> None:

@@ -25,7 +25,7 @@ class EntrySizes(NamedTuple):
     index_dim: int
     """DI"""
     eps: float = 0.0
-    """Epsilon of the norms of q and k."""
+    """Epsilon of the norms of q, k and the indexer."""
 
     @property
     def width(self) -> int:
@@ -82,6 +82,8 @@ class JoinedProduct(NamedTuple):
     norm: Norm
     bias: torch.Tensor | None = None
     """[N]"""
+    index_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    """RMSNorm weights [DI] of the indexer's queries and key."""
 
 
 class EntryCache(NamedTuple):
@@ -112,14 +114,15 @@ def enter_token(
     cache: EntryCache,
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    index_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
-    """Gate v by sigmoid(G2), apply norms and RoPE to q and k, and write keys, values and the indexer's keys to the
-    cache.
+    """Gate v by sigmoid(G2), apply norms and RoPE to q, k and the indexer, and write all keys and values to the cache.
 
     Args:
         projected: [B, at least sizes.width]
         slot: int64 [1], the index in the cache
         norms: RMSNorm weights [D] of q and k
+        index_norms: RMSNorm weights [DI] of the indexer's queries and key
     """
     heads, width = sizes.head_dim, sizes.index_dim
     counts: tuple[int, ...] = (sizes.q, sizes.k, sizes.k, sizes.value_gate, sizes.gate)
@@ -139,6 +142,9 @@ def enter_token(
         return Entered(q, heads_gate, None, None)
     index_key, index_queries, index_weights = index
     index_queries = index_queries.unflatten(-1, (-1, width))
+    if index_norms is not None:
+        pairs = zip((index_queries, index_key), index_norms, strict=True)
+        index_queries, index_key = (_normed(each, weight, sizes.eps) for each, weight in pairs)
     if angles.index_cos is not None and angles.index_sin is not None:
         cos, sin = angles.index_cos, angles.index_sin
         index_queries = _turned(index_queries, cos[:, None], sin[:, None])
@@ -161,7 +167,7 @@ def enter_row(
 ) -> Entered:
     """Compute the joined product of x [B, d], then call `enter_token`."""
     projected = row_product(x, product.weight, product.norm, product.bias)
-    return enter_token(projected, sizes, table.angles(), cache, slot)
+    return enter_token(projected, sizes, table.angles(), cache, slot, index_norms=product.index_norms)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

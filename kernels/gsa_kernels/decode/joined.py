@@ -5,40 +5,22 @@ several launches by rows. The first launch then computes what selection needs. T
 memory bandwidth unused.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
-from gsa_kernels.decode.entry import check_entry_cache
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
+from gsa_kernels.decode.entry import check_entry_cache, check_norms
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, Sections, launch_joined
+from gsa_kernels.decode.triton_joined import (
+    DEFAULT_TILING,
+    GATE,
+    HEADS,
+    INDEX,
+    PairTiling,
+    Part,
+    launch_joined,
+)
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
-
-HEADS, GATE, INDEX = "heads", "gate", "index"
-
-
-class Part(NamedTuple):
-    """Describes which rows of the joined product a launch computes."""
-
-    sections: tuple[str, ...]
-    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some."""
-
-    into: Entered | None = None
-    """Tensors for the results that attention and selection need; None allocates all of them."""
-
-    beside: bool = False
-    """Run beside the previous kernel. That kernel must let the next one start only after its own wait. It must not
-    write x and must not read what this part writes."""
-
-    waits: bool = True
-    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel then also waits for
-    this launch, by a counter (rule 5 of row_product/op.py)."""
-
-    restarts: torch.Tensor | None = None
-    """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
-
 
 WHOLE = Part((HEADS, GATE, INDEX))
 
@@ -100,36 +82,31 @@ def enter_row(
         "product.norm.weight": product.norm.weight,
         "product.bias": product.bias,
         "table.values": table.values,
+        **check_norms("product.index_norms", product.index_norms, sizes.index_dim),
     }
-    for name, tensor in (
-        named | {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
-    ).items():
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} and x {x.dtype} on {x.device}; pass one dtype on one "
-                "device"
-            )
-        if tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous()):
+    cached = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
+    check_dtype_and_device("x", x, named | cached)
+    for name, tensor in (named | cached).items():
+        if tensor is not None and (tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous())):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
     if not part.sections or set(part.sections) - set(WHOLE.sections):
         raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
-    if part.beside and part.restarts is not None:
-        raise ValueError(
-            "part.restarts is a counter with part.beside True; restart it in a part that waits first"
-        )
     if not (part.beside or part.waits):
         raise ValueError(
             "part.waits is False with part.beside False; only a part beside another kernel need not wait"
         )
-    if part.restarts is not None:
-        check_shape("part.restarts", part.restarts, "[1]", (1,))
+    for name, counter in (("restarts", part.restarts), ("arrivals", part.arrivals)):
+        if counter is not None:
+            check_shape(f"part.{name}", counter, "[1]", (1,))
+        if counter is not None and part.beside:
+            raise ValueError(
+                f"part.{name} is a counter with part.beside True; pass it to a part that waits first"
+            )
+    if product.index_norms is not None and INDEX in part.sections and part.arrivals is None:
+        raise ValueError("part.arrivals is None with product.index_norms; pass int32 [1] with the value 0")
     out = _new_entered(x, sizes) if part.into is None else part.into
-    wanted = Sections(HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
     with launching_on(x, "x"):
-        launch = Launch(tiling, wanted, can_chain(x), part.beside, part.waits, part.restarts)
-        launch_joined(x, product, sizes, table, cache, slot, out, launch)
+        launch_joined(x, product, sizes, table, cache, slot, out, tiling, part, can_chain(x))
     return out
 
 

@@ -72,7 +72,7 @@ class DecodeWorkspace:
     """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
 
     arrivals: torch.Tensor
-    """int32 [B, Hkv]: splits that have finished; 0 between calls."""
+    """int32 [B, Hkv]: splits that have finished, 0 between calls. The first also counts in joined.py."""
 
     written: torch.Tensor
     """int32 [1]: with `LayerCache.counted`, key-value heads of all sequences whose output attention has written. The

@@ -16,18 +16,22 @@ def launch_entry(
     angles: Angles,
     cache: EntryCache,
     slot: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: tuple[torch.Tensor | None, ...],
     out: tuple[torch.Tensor, torch.Tensor | None],
     chained: bool,
 ) -> None:
-    """Launch the kernel with the checked arguments of `enter_token`. `out`: q and the indexer's queries."""
+    """Launch the kernel with the checked arguments of `enter_token`.
+
+    Args:
+        norms: weights of q, k, and the indexer's queries and key
+        out: q and the indexer's queries
+    """
     q, index_queries = out
     batch = projected.shape[0]
     heads, kv_heads, dim = sizes.q // sizes.head_dim, sizes.k // sizes.head_dim, sizes.head_dim
     has_index = sizes.index_heads > 0
     units = heads + kv_heads + has_index
     index_keys = cache.index_keys if has_index else None
-    norm_q, norm_k = norms or (None, None)
     _entry_kernel[(units, batch)](
         projected,
         angles.cos,
@@ -39,8 +43,7 @@ def launch_entry(
             if angles.key_cos is None
             else (angles.key_cos, angles.key_sin)
         ),
-        norm_q,
-        norm_k,
+        *norms,
         slot,
         q,
         index_queries,
@@ -80,6 +83,8 @@ def _entry_kernel(
     key_sin_ptr,
     norm_q_ptr,
     norm_k_ptr,
+    norm_index_q_ptr,
+    norm_index_k_ptr,
     slot_ptr,
     q_ptr,
     index_queries_ptr,
@@ -143,22 +148,12 @@ def _entry_kernel(
     else:
         if HI:
             START: tl.constexpr = H * D + (2 + GATED_VALUE) * HKV * D + GATE
-            _enter_index(
-                projected_ptr + START,
-                index_cos_ptr,
-                index_sin_ptr,
-                key_cos_ptr,
-                key_sin_ptr,
-                index_queries_ptr + batch * HI * DI,
-                index_keys_ptr + batch * stride_ib + slot * stride_il,
-                batch,
-                HI,
-                DI,
-                BLOCK_H,
-                BLOCK_D,
-                INDEX_CHANNELS,
-                CHAINED,
-            )
+            enter_index(
+                projected_ptr + START, norm_index_q_ptr, norm_index_k_ptr, index_cos_ptr, index_sin_ptr,
+                key_cos_ptr, key_sin_ptr, index_queries_ptr + batch * HI * DI,
+                index_keys_ptr + batch * stride_ib + slot * stride_il, batch, eps,
+                HI, DI, BLOCK_H, BLOCK_D, INDEX_CHANNELS, CHAINED, "",
+            )  # fmt: skip
 
 
 @triton.jit
@@ -190,8 +185,10 @@ def _angles_of_index(cos_ptr, sin_ptr, first, dims, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _enter_index(
+def enter_index(
     index_ptr,
+    norm_q_ptr,
+    norm_k_ptr,
     cos_ptr,
     sin_ptr,
     key_cos_ptr,
@@ -199,14 +196,21 @@ def _enter_index(
     queries_ptr,
     key_ptr,
     batch,
+    eps,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHANNELS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    WAITS: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
-    """Write the indexer's key and queries, which are consecutive at `index_ptr`."""
+    """Write the indexer's key and queries, which are consecutive at `index_ptr`, after norms and rotation.
+
+    Args:
+        WAITS: wait for the previous kernel before the key and queries are loaded
+        CACHE: cache modifier of these loads
+    """
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     cos = tl.full([BLOCK_D], 1.0, tl.float32)
@@ -218,15 +222,22 @@ def _enter_index(
         key_cos, key_sin = _angles_of_index(key_cos_ptr, key_sin_ptr, batch * CHANNELS, dims, CHANNELS)
     other = _partner(dims, CHANNELS)
     heads = tl.arange(0, BLOCK_H)
-    if CHAINED:
+    if WAITS:
         gdc_wait()
-    key = tl.load(index_ptr + dims, mask=dim_ok, other=0.0).to(tl.float32)
-    key_partner = tl.load(index_ptr + other, mask=dim_ok, other=0.0).to(tl.float32)
+    key = tl.load(index_ptr + dims, mask=dim_ok, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    key_partner = tl.load(index_ptr + other, mask=dim_ok, other=0.0, cache_modifier=CACHE).to(tl.float32)
     places = heads[:, None] * DI + dims[None, :]
     others = heads[:, None] * DI + other[None, :]
     mask = (heads < HI)[:, None] & dim_ok[None, :]
-    queries = tl.load(index_ptr + DI + places, mask=mask, other=0.0).to(tl.float32)
-    partners = tl.load(index_ptr + DI + others, mask=mask, other=0.0).to(tl.float32)
+    queries = tl.load(index_ptr + DI + places, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    partners = tl.load(index_ptr + DI + others, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    if norm_q_ptr is not None:
+        scale = tl.rsqrt(tl.sum(key * key) / DI + eps)
+        key *= scale * tl.load(norm_k_ptr + dims, mask=dim_ok, other=0.0).to(tl.float32)
+        key_partner *= scale * tl.load(norm_k_ptr + other, mask=dim_ok, other=0.0).to(tl.float32)
+        scales = tl.rsqrt(tl.sum(queries * queries, axis=1) / DI + eps)[:, None]
+        queries *= scales * tl.load(norm_q_ptr + dims, mask=dim_ok, other=0.0).to(tl.float32)[None, :]
+        partners *= scales * tl.load(norm_q_ptr + other, mask=dim_ok, other=0.0).to(tl.float32)[None, :]
     queries = (queries * cos[None, :] + partners * sin[None, :]).to(queries_ptr.dtype.element_ty)
     key = (key * key_cos + key_partner * key_sin).to(key_ptr.dtype.element_ty)
     tl.store(queries_ptr + places, queries, mask=mask)

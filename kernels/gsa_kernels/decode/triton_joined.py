@@ -1,7 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
 A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or just
-two rows. Therefore no program needs the result of another program. Everything else is as in
+two rows. Therefore no program needs the result of another program, except for norms of the indexer: these need whole
+heads, so the last program that multiplies for the indexer applies them. Everything else is as in
 row_product/triton_product.py.
 """
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
+from gsa_kernels.decode.triton_entry import enter_index
 from gsa_kernels.row_product.triton_product import load_piece, load_rows, pieces
 
 
@@ -32,26 +34,31 @@ _WARPS, _MOST_REGISTERS = 4, 128
 """Warps per program and registers per thread, so that 528 programs run at once on an H100 or H200."""
 
 
-class Sections(NamedTuple):
-    heads: bool
-    """Queries, keys and values."""
-    gate: bool
-    """G1"""
-    indexer: bool
-    """Key, queries and head weights of the indexer."""
+HEADS, GATE, INDEX = "heads", "gate", "index"
 
 
-class Launch(NamedTuple):
-    tiling: PairTiling
-    sections: Sections
-    chained: bool
-    """Start before the previous kernel ends."""
-    beside: bool
-    """Start early and wait only at the end."""
-    waits: bool
-    """With `beside`: whether to wait at all."""
-    restarts: torch.Tensor | None
-    """int32 [1], which is set to 0."""
+class Part(NamedTuple):
+    """Describes which rows of the joined product a launch computes."""
+
+    sections: tuple[str, ...]
+    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some."""
+
+    into: Entered | None = None
+    """Tensors for the results that attention and selection need; None allocates all of them."""
+
+    beside: bool = False
+    """Run beside the previous kernel. That kernel must let the next one start only after its own wait. It must not
+    write x and must not read what this part writes."""
+
+    waits: bool = True
+    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel then also waits for
+    this launch, by a counter (rule 5 of row_product/op.py)."""
+
+    restarts: torch.Tensor | None = None
+    """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
+
+    arrivals: torch.Tensor | None = None
+    """int32 [1], 0 between launches: a counter that INDEX with norms of the indexer needs; not with `beside`."""
 
 
 def launch_joined(
@@ -62,16 +69,22 @@ def launch_joined(
     cache: EntryCache,
     slot: torch.Tensor,
     out: Entered,
-    launch: Launch,
+    tiling: PairTiling,
+    part: Part,
+    chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `enter_row`, which has checked them."""
-    tiling, sections, chained, beside, waits, restarts = launch
+    """Launch the kernel with the arguments of `enter_row`, which has checked them. `chained`: start before the previous
+    kernel ends."""
     columns = x.shape[1]
     first, second = pieces(columns)
-    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
+    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, part.sections)
     programs = min(tiling.programs, tiles)
     has_index = sizes.index_heads > 0
     index_keys = cache.index_keys if has_index else None
+    index_norms: tuple[torch.Tensor | float | None, ...] = (None, None, None, None, None)
+    if has_index and INDEX in part.sections and product.index_norms is not None:
+        raw = x.new_empty((1 + sizes.index_heads) * sizes.index_dim, dtype=torch.float32)
+        index_norms = (*product.index_norms, sizes.eps, raw, part.arrivals)
     _joined_kernel[(programs,)](
         x,
         product.weight,
@@ -80,7 +93,8 @@ def launch_joined(
         table.values,
         table.lengths,
         slot,
-        restarts,
+        part.restarts,
+        *index_norms,
         *out,
         cache.k,
         cache.v,
@@ -102,6 +116,8 @@ def launch_joined(
         D=sizes.head_dim,
         HI=sizes.index_heads,
         DI=max(sizes.index_dim, 2),
+        BLOCK_H=triton.next_power_of_2(max(sizes.index_heads, 1)),
+        BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 2)),
         CHANNELS=table.channels,
         INDEX_CHANNELS=table.index_channels,
         KEY_ANGLES=2 * table.index_channels * table.keys_apart,
@@ -112,26 +128,26 @@ def launch_joined(
         TILES=tiles,
         LOOPS=programs < tiles,
         CHAINED=chained,
-        BESIDE=beside,
-        WAITS=waits,
+        BESIDE=part.beside,
+        WAITS=part.waits,
         num_warps=_WARPS,
         maxnreg=_MOST_REGISTERS,
         **({"launch_pdl": True} if chained else {}),
     )
 
 
-def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int, int, int, int]:
+def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
     G1, the indexer's key and queries, and the indexer's head weights. A section that is not wanted has no tiles."""
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0
     ends = [0]
     for pairs in (
-        (sizes.q + sizes.k) // 2 * wanted.heads,
-        values * wanted.heads,
-        sizes.gate // 2 * wanted.gate,
-        of_indexer // 2 * wanted.indexer,
-        (heads + 1) // 2 * wanted.indexer,
+        (sizes.q + sizes.k) // 2 * (HEADS in wanted),
+        values * (HEADS in wanted),
+        sizes.gate // 2 * (GATE in wanted),
+        of_indexer // 2 * (INDEX in wanted),
+        (heads + 1) // 2 * (INDEX in wanted),
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
@@ -210,6 +226,11 @@ def _joined_kernel(
     lengths_ptr,
     slot_ptr,
     restarts_ptr,
+    norm_index_q_ptr,
+    norm_index_k_ptr,
+    index_eps,
+    raw_index_ptr,
+    arrivals_ptr,
     q_ptr,
     gate_ptr,
     index_queries_ptr,
@@ -234,6 +255,8 @@ def _joined_kernel(
     D: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
     KEY_ANGLES: tl.constexpr,
@@ -252,9 +275,10 @@ def _joined_kernel(
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
+    TURNED: tl.constexpr = INDEX_CHANNELS if norm_index_q_ptr is None else 0  # norms come before the rotation
     # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
-        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
+        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED, KEY_ANGLES,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
     )  # fmt: skip
     w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
@@ -296,7 +320,7 @@ def _joined_kernel(
     for tile in range(start, TILES, step):
         if LOOPS:  # load the next tile; nothing is read beyond the last one
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
-                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
+                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED, KEY_ANGLES,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
             )  # fmt: skip
             next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
@@ -339,9 +363,25 @@ def _joined_kernel(
                 tl.store(gate_ptr + second - GATES, b.to(gate_ptr.dtype.element_ty), mask=second < end)
         else:
             if HI:
-                index_ptrs = (index_keys_ptr, index_queries_ptr, index_weights_ptr)
+                if norm_index_q_ptr is None:
+                    index_ptrs = (index_keys_ptr, index_queries_ptr, index_weights_ptr)
+                else:
+                    index_ptrs = (raw_index_ptr, raw_index_ptr + DI, index_weights_ptr)
                 _put_index(a, first - INDEX, end - INDEX, index_ptrs, HI, DI)
                 _put_index(b, second - INDEX, end - INDEX, index_ptrs, HI, DI)
+                if norm_index_q_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+                    if tile < WEIGHTS_FROM:
+                        tl.debug_barrier()  # all threads have stored their results before one thread announces them
+                        if tl.atomic_add(arrivals_ptr, 1) == WEIGHTS_FROM - INDEX_FROM - 1:
+                            tl.store(arrivals_ptr, 0)  # for the next launch
+                            # The loads bypass the first-level cache, which does not see other programs' stores.
+                            cos_ptr = table_ptr + 2 * CHANNELS
+                            sin_ptr = cos_ptr + INDEX_CHANNELS
+                            enter_index(
+                                raw_index_ptr, norm_index_q_ptr, norm_index_k_ptr, cos_ptr, sin_ptr,
+                                cos_ptr + KEY_ANGLES, sin_ptr + KEY_ANGLES, index_queries_ptr, index_keys_ptr, 0,
+                                index_eps, HI, DI, BLOCK_H, BLOCK_D, INDEX_CHANNELS, False, ".cg",
+                            )  # fmt: skip
         if LOOPS:
             first = next_first
             second = next_second
@@ -380,5 +420,6 @@ def _put_index(value, place, end, ptrs, HI: tl.constexpr, DI: tl.constexpr):
     rounded = value.to(key_ptr.dtype.element_ty)
     ok = place < end
     tl.store(queries_ptr + place - DI, rounded, mask=ok & (place >= DI) & (place < WEIGHTS))
-    tl.store(weights_ptr + place - WEIGHTS, rounded, mask=ok & (place >= WEIGHTS))
+    weights = value.to(weights_ptr.dtype.element_ty)
+    tl.store(weights_ptr + place - WEIGHTS, weights, mask=ok & (place >= WEIGHTS))
     tl.store(key_ptr + place, rounded, mask=ok & (place < DI))

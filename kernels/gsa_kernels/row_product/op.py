@@ -20,7 +20,7 @@ A chain of these products and of decoding's other kernels starts each kernel whi
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
@@ -78,15 +78,9 @@ def row_product(
         "residual": residual,
         "x_gate": x_gate,
     }
+    check_dtype_and_device("x", x, named)
     for name, tensor in {"x": x, **named}.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} and x {x.dtype} on {x.device}; pass one dtype on one "
-                "device"
-            )
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
     if launch.tiling is None:
         launch = launch._replace(tiling=default_tiling(batch, columns, count, gated))

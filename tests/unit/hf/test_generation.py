@@ -144,7 +144,7 @@ def test_which_products_are_taken() -> None:
     with pytest.raises(ValueError, match="do not take a batch of 17, of at most 16"):
         decoding.FusedDecoder(make_model("dense"), products="rows").open(17, 16)
     model = make_model("norms, no head weights", attn_implementation="gsa")
-    with pytest.raises(ValueError, match="do not take norms of the indexer"):
+    with pytest.raises(ValueError, match="do not take an indexer without head weights"):
         decoding.FusedDecoder(model, products="rows").open(1, 64)
     with pytest.raises(ValueError, match="do not take products of 100 columns"):
         decoding.FusedDecoder(make_model("dense", intermediate_size=100), products="rows").open(1, 16)
