@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gsa_study.config import MetricConfig
 from gsa_study.jobs import evaluations_of
-from gsa_study.run_metrics import Over, RunMetrics, interpolate, number_of
+from gsa_study.run_metrics import Over, RunMetrics, first_reached, interpolate, number_of
 from gsa_study.run_record import RunRecord
 from gsa_study.study_file import Study
 from gsa_train.metrics.progress import compact, duration
@@ -77,7 +77,7 @@ def _of_metric(study: Study, metric: MetricConfig, equal: Equal | None) -> list[
         ]
     if (statistic := metric.statistic) != "value":
         return [Column(title, key, STATISTICS[statistic], lambda run: run.statistic(key, statistic))]
-    return _at_points(metric, title, equal) if equal else []
+    return [*_at_points(metric, title, equal), *_reaching(study, metric, title)] if equal else []
 
 
 def _evaluations(study: Study, metric: MetricConfig) -> dict[str, None]:
@@ -103,6 +103,26 @@ def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
         at = f"at {duration(equal.seconds)} of training"
         columns.append(Column(f"{title}, {at}", key, at, _of_curve(key, "seconds", equal.seconds)))
     return columns
+
+
+def _reaching(study: Study, metric: MetricConfig, title: str) -> list[Column]:
+    key, ends = metric.key, {run.seed: run for run in study.runs if run.arm == metric.reaches}
+
+    def reader(over: Over, unit: float) -> Callable[[RunMetrics], float | None]:
+        def read(run: RunMetrics) -> float | None:
+            other = RunMetrics(ends[run.run.seed]) if run.run.seed in ends else None
+            end = other.curve(key, over)[-1:] if other is not None and other.complete else []
+            reached = first_reached(run.curve(key, over), end[0][1]) if end else None
+            return None if reached is None else reached / unit
+
+        return read
+
+    of_units: tuple[tuple[str, Over, float], ...] = (("tokens", "tokens", 1), ("minutes", "seconds", 60))
+    return [
+        Column(f"{title}: {at}", key, at, reader(over, unit))
+        for name, over, unit in of_units * bool(metric.reaches)
+        if (at := f"{name} to the end of {metric.reaches}")
+    ]
 
 
 def _of_curve(key: str, over: Over, x: float) -> Callable[[RunMetrics], float | None]:

@@ -100,6 +100,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice"),
     ({"seeds": [-1]}, "seeds = [-1]: a seed below 0"),
     (metric(paper={"three": "4"}), "metrics.0.paper = three: the study has no such arm"),
+    (metric(reaches="three"), "metrics.0.reaches = three: the study has no such arm"),
     (metric(source="summary", at_tokens=[5]), "metrics.0.source = summary"),
     (metric(statistic="max", equal_time=True), "metrics.0.statistic = max"),
     (metric(source="evaluation"), "the study evaluates nothing"),

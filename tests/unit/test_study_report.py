@@ -15,7 +15,7 @@ from gsa_study.caveats import close_lines, notes
 from gsa_study.commands.study import main
 from gsa_study.cost import arm_costs
 from gsa_study.page import markdown, write_study_report
-from gsa_study.run_metrics import interpolate, time_knots
+from gsa_study.run_metrics import first_reached, interpolate, time_knots
 from gsa_study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_study.study_file import Study
 from gsa_study.tables import (
@@ -96,7 +96,7 @@ def compared(tmp_path: Path) -> Study:
     """Create a study: arm one takes 1 s per step, arm two 2 s; losses fall; one run of arm two is not finished."""
     metrics = [
         {"key": "loss", "at_tokens": [5 * TOKENS_A_STEP]},
-        {"key": "loss", "equal_time": True},
+        {"key": "loss", "equal_time": True, "reaches": "one"},
         {"key": "val_loss", "source": "summary", "label": "validation"},
         {"key": "recal"},
     ]
@@ -114,12 +114,17 @@ def compared(tmp_path: Path) -> Study:
 
 def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     results = read_results(compared, {"two-seed2 train": "exit code 1: out of memory"})
-    at_tokens, at_the_end, at_time, validation, unknown = results.columns
+    at_tokens, at_the_end, at_time, *reached, validation, unknown = results.columns
     assert at_tokens.values == {"one-seed1": 15.0, "one-seed2": 16.0, "two-seed1": 15.5}
     assert at_the_end.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 10.5}
     # All have 10 s, which are 5 steps of arm two.
     assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
     assert at_time.at == "at 10s of training"
+    # With seed 1 arm two ends at 10.5, and arm one at 10.
+    assert [each.values["two-seed1"] for each in reached] == [None, None]
+    assert [each.values["one-seed1"] for each in reached] == [10 * TOKENS_A_STEP, 10 / 60]
+    assert reached[1].at == "minutes to the end of one"
+    assert [first_reached([(0, 9.0), (4, 7.0), (6, 3.0)], y) for y in (9, 8, 4, 2)] == [0, 2.0, 5.5, None]
     assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
     assert set(unknown.values.values()) == {None}
     assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
