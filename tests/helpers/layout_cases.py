@@ -161,7 +161,11 @@ CASES = {
     "muon": Case(OVERLAP, MUON, steps=MORE_STEPS),
     "muon, tensor": Case({"tensor": 2, **OVERLAP}, MUON, PAIRS, MORE_STEPS),
     "muon, tensor, replicated optimizer": Case(
-        {"tensor": 4, **REPLICATED}, {**MUON, "model": {**CLIPS["model"], "num_kv_heads": 4}}, PAIRS, MORE_STEPS, nightly=True
+        {"tensor": 4, **REPLICATED},
+        {**MUON, "model": {**CLIPS["model"], "num_kv_heads": 4}},
+        PAIRS,
+        MORE_STEPS,
+        nightly=True,
     ),
     "muon, pipeline": Case({"pipeline": 2}, MUON, steps=MORE_STEPS),
     "muon, two optimizer instances": Case({**INSTANCES, **OVERLAP}, MUON, steps=MORE_STEPS, nightly=True),
