@@ -1,4 +1,4 @@
-"""QK-clip (Kimi K2, arXiv 2507.20534): after an update, scale down the projections of heads with large attention logits.
+"""QK-clip (Kimi K2, arXiv 2507.20534): after an update, scale down the projections of heads with large logits.
 
     m = the head's largest log-sum-exp of attention logits, over all queries of the step
     factor = min(1, train.qk_clip / m)

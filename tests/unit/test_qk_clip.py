@@ -1,4 +1,4 @@
-"""Tests QK-clip against plain torch in fp64, head by head. The layout tests and test_optim.py train with it."""
+"""Tests QK-clip against plain torch in fp64, head by head. The layout tests train with it."""
 
 from __future__ import annotations
 
@@ -93,3 +93,9 @@ def test_heads_above_the_threshold_are_scaled_after_the_update(
         torch.testing.assert_close(weight[changed].double(), whole.flatten()[changed], rtol=relative, atol=0)
         assert torch.equal(weight[~changed], old[~changed])
         assert torch.equal(part.weight(), weight.to(part.parameter.dtype))
+    for applied, smallest in (
+        (True, THRESHOLD / 21),
+        (False, 1.0),
+    ):  # on GPUs a rejected update takes this path
+        found.qk_clip.measure(torch.tensor(applied))
+        assert smallest <= torch.cat(found.qk_clip.row_factors).min() < smallest + 0.5
