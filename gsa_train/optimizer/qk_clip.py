@@ -11,7 +11,6 @@ a key, as they share the rotary key in Kimi K2. Then the query weights get the w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,35 +21,40 @@ MainWeight = Callable[[torch.nn.Parameter], tuple[torch.Tensor | None, int]]
 """Return this rank's fp32 shard of a parameter, or None, and its offset in the flat parameter."""
 
 
-@dataclass
 class QKClip:
-    attentions: list[GSASelfAttention]
-    threshold: float
-    group: dist.ProcessGroup
-    """Data- and context-parallel ranks, over which the queries of a step are sharded."""
-    row_factors: list[torch.Tensor] = field(default_factory=list)
-    """For each layer, the factor of each row of `linear_qkv`."""
+    def __init__(
+        self, attentions: list[GSASelfAttention], threshold: float, group: dist.ProcessGroup
+    ) -> None:
+        """
+        Args:
+            group: data- and context-parallel ranks, over which the queries of a step are sharded.
+        """
+        self.attentions, self.threshold, self.group = attentions, threshold, group
+        first = attentions[0]
+        self.head_dim: int = first.config.kv_channels
+        shape = len(attentions), first.local_kv_heads, first.heads_per_group
+        self.largest = torch.zeros(shape, device=first.linear_qkv.weight.device)
+        """Largest log-sum-exp of each head on this rank, or after `measure` on all ranks."""
+        self.row_factors = torch.empty(0)
+        """Factor of each row of `linear_qkv`, [layers, rows]; set by `measure`."""
+        for attention, of_layer in zip(attentions, self.largest, strict=True):
+            attention.over_chunks.largest_log_sums = of_layer.view(-1)
 
     def begin_step(self) -> None:
         """Forget the log-sum-exps of the last step, or of the first time that this step was computed."""
-        for attention in self.attentions:
-            largest = attention.over_chunks.largest_log_sums
-            if largest is None:
-                heads = attention.local_kv_heads * attention.heads_per_group
-                largest = attention.linear_qkv.weight.new_empty(heads, dtype=torch.float32)
-                attention.over_chunks.largest_log_sums = largest
-            largest.fill_(-torch.inf)
+        self.largest.fill_(-torch.inf)
 
     @torch.no_grad()
     def measure(self, applied: torch.Tensor) -> None:
         """Set the factors; 1 if the update is not `applied`. Collective."""
-        largest = torch.stack([attention.over_chunks.largest_log_sums for attention in self.attentions])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        factors = torch.where(applied & (largest > self.threshold), self.threshold / largest, 1)
-        self.row_factors = [
-            row_factors(of_heads.view(attention.local_kv_heads, -1), attention.config.kv_channels)
-            for attention, of_heads in zip(self.attentions, factors, strict=True)
-        ]
+        dist.all_reduce(self.largest, op=dist.ReduceOp.MAX, group=self.group)
+        clips = applied & (self.largest > self.threshold)
+        query = torch.where(clips, self.threshold / self.largest, 1)  # [layers, n_kv, n_h / n_kv]
+        key = value = torch.ones_like(query[..., :1])
+        if query.shape[-1] == 1:
+            query = key = query.sqrt()
+        of_heads = torch.cat([query, key, value], dim=-1).flatten(1)
+        self.row_factors = of_heads.repeat_interleave(self.head_dim, dim=1)
 
     @torch.no_grad()
     def scale(self, main_weight: MainWeight) -> None:
@@ -65,11 +69,3 @@ class QKClip:
     def close(self) -> None:
         for attention in self.attentions:
             attention.over_chunks.largest_log_sums = None
-
-
-def row_factors(factors: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the factor of each row of `linear_qkv`, flat, from the heads' factors [n_kv, n_h / n_kv]."""
-    shared = factors.shape[1] > 1
-    query, ones = (factors if shared else factors.sqrt()), torch.ones_like(factors[:, :1])
-    key = ones if shared else query
-    return torch.cat([query, key, ones], dim=1).flatten().repeat_interleave(head_dim)
