@@ -42,32 +42,36 @@ def rates(train: TrainConfig, phase: PhaseConfig, start: int = 0) -> list[float]
     return [learning_rate(*in_full_batches(train, at, step)) for step in range(at.start, at.end)]
 
 
-SCHEDULES = [("cosine", 0), ("linear", 0), ("inverse_sqrt", 0), ("wsd", 4), ("constant", 0)]
+SCHEDULES = [("cosine", 0, ""), ("linear", 0, ""), ("inverse_sqrt", 0, ""), ("constant", 0, "")]
+SCHEDULES += [("wsd", 4, "1-sqrt"), ("wsd", 4, "linear"), ("wsd", 4, "cosine")]
 
 
-@pytest.mark.parametrize(("decay", "decay_steps"), SCHEDULES)
-def test_learning_rates_follow_the_tokens(decay: str, decay_steps: int) -> None:
-    phase = PhaseConfig("phase", 12, lr=1e-3, min_lr=1e-4, warmup_steps=5, decay=decay)
-    phase = dataclasses.replace(phase, decay_steps=decay_steps, decay_shape="1-sqrt")
-    found, ends = rates(TRAIN, phase), [sum(SIZES[: step + 1]) / 8 for step in range(12)]
-    warm_up, last = ends[4], ends[-1]
-    assert found[:5] == pytest.approx([1e-3 * end / warm_up for end in ends[:5]])
-    for end, rate in zip(ends[5:], found[5:], strict=True):
-        share = max(0.0, (end - 1 - warm_up) / (last - 1 - warm_up))
-        fall = max(0.0, (end - (last - 4)) / 4)
-        expected = {
-            "cosine": 1e-4 + 9e-4 * math.cos(math.pi * share / 2) ** 2,
-            "linear": 1e-3 - 9e-4 * share,
-            "inverse_sqrt": min(1e-3, 1e-3 * math.sqrt(warm_up / end)),
-            "wsd": 1e-4 + 9e-4 * (1 - math.sqrt(fall)),
-            "constant": 1e-3,
-        }
-        assert rate == pytest.approx(expected[decay])
+@pytest.mark.parametrize(("decay", "decay_steps", "shape"), SCHEDULES)
+def test_learning_rates_follow_the_formulas_by_tokens(decay: str, decay_steps: int, shape: str) -> None:
+    phase = PhaseConfig("phase", 12, lr=1e-3, min_lr=7e-4, warmup_steps=5, decay=decay)
+    phase = dataclasses.replace(phase, decay_steps=decay_steps, decay_shape=shape or "linear")
+    without_ramp = dataclasses.replace(TRAIN, batch_ramp=[])
+    for train, sizes in ((TRAIN, SIZES), (without_ramp, [8] * 12)):
+        found, ends = rates(train, phase), [sum(sizes[: step + 1]) / 8 for step in range(12)]
+        warm_up, last = ends[4], ends[-1]
+        assert found[:5] == pytest.approx([1e-3 * end / warm_up for end in ends[:5]])
+        for end, rate in zip(ends[5:], found[5:], strict=True):
+            share = max(0.0, (end - 1 - warm_up) / (last - 1 - warm_up))
+            fall = max(0.0, (end - (last - 4)) / 4)
+            shapes = {"1-sqrt": math.sqrt(fall), "linear": fall, "cosine": math.sin(math.pi * fall / 2) ** 2}
+            expected = {
+                "cosine": 7e-4 + 3e-4 * math.cos(math.pi * share / 2) ** 2,
+                "linear": 1e-3 - 3e-4 * share,
+                "inverse_sqrt": max(7e-4, min(1e-3, 1e-3 * math.sqrt(warm_up / end))),
+                "wsd": 1e-3 - 3e-4 * shapes.get(shape, 0.0),
+                "constant": 1e-3,
+            }
+            assert rate == pytest.approx(expected[decay])
     # A ramp of full batches, and a phase after the ramp, have the rates of a run without a ramp, to the last bit.
-    plain = rates(dataclasses.replace(TRAIN, batch_ramp=[]), phase)
+    plain = rates(without_ramp, phase)
     assert rates(dataclasses.replace(TRAIN, batch_ramp=[RampStage(500, 8)]), phase) == plain
     assert rates(TRAIN, phase, start=7) == plain
-    assert found != plain
+    assert rates(TRAIN, phase) != plain
 
 
 def with_ramp(**train: Any) -> Config:
