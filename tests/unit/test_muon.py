@@ -18,14 +18,7 @@ from gsa_train.optimizer.build import optimizer_kind
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.optimizer.muon import Matrices, MatrixShard, orthogonalize
 from gsa_train.planning.memory.estimate import checkpoint_bytes, estimate_memory
-from helpers.single_rank import (
-    SPARSE,
-    named_weights,
-    random_batches,
-    take_step,
-    tiny_config,
-    tiny_model,
-)
+from helpers.single_rank import SPARSE, named_weights, random_batches, take_step, tiny_config, tiny_model
 
 LR, DECAY, BETA = 1e-2, 0.3, 0.9
 TRAIN = {"optimizer": "muon", "muon_momentum": BETA, "weight_decay": DECAY}

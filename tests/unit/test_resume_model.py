@@ -33,11 +33,7 @@ YARN = {"rope_scaling": RopeScalingConfig("yarn", 4.0, 64)}
 @pytest.mark.parametrize(
     ("saved", "changes", "said"),
     [
-        (
-            CONFIG,
-            {"gsa": {"indexer_pool": 16, "k_min": 16}},
-            r"gsa\.indexer_pool = 16: .* has 1",
-        ),
+        (CONFIG, {"gsa": {"indexer_pool": 16, "k_min": 16}}, r"gsa\.indexer_pool = 16: .* has 1"),
         (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4: the checkpoint has 2"),
         (CONFIG, {"model": YARN}, r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"),
         (EXPERTS, {"moe": {"top_k": 4}}, r"moe\.top_k = 4: the checkpoint has"),
