@@ -22,8 +22,6 @@ from gsa_study.tables import (
     FORMULA,
     arms_csv,
     csv_text,
-    markdown_table,
-    narrow,
     read_results,
     run_rows,
     seed_rows,
@@ -38,14 +36,6 @@ def test_mean_and_deviation_by_hand() -> None:
     assert spread_of([4.0]) == Spread(1, 4.0, None, 0)
     assert spread_of([None]) == Spread(0, None, None, 0)
     assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
-
-
-def test_few_arms_with_many_metrics_are_columns_and_words_begin_on_the_left() -> None:
-    rows = [["arm", "loss", "state"], ["1p5", "3.5 ± 0.1", "finished"]]
-    assert narrow(rows) == [["arm", "1p5"], ["loss", "3.5 ± 0.1"], ["state", "finished"]]
-    rows.append(["b", "–", ""])
-    assert narrow(rows) == rows
-    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | --- |"
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
@@ -251,15 +241,6 @@ def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> N
     assert of_one.at == "at the end of each run"
     assert list(mean.values.values()) == [1.5, 2.5]
     assert list(of_one.values.values()) == [1.0, 3.0]
-
-
-def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
-    dense = {"gsa.attention": "dense", "phases": [{"name": "dense", "steps": 10, "attention": "dense"}]}
-    arms = [{"name": "dense", "set": dense}, {"name": "two"}]
-    evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
-    metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
-    study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
-    assert [column.title for column in read_results(study, {}).columns] == ["loss, k-k8", "loss, k-k16"]
 
 
 def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
