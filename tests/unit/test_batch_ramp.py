@@ -13,7 +13,6 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.config.batch_ramp import batch_in_words, batch_size, sequences_before, tokens_of_phases
-from gsa_train.config.checks import check_config
 from gsa_train.config.train import RampStage
 from gsa_train.data.batches import TrainBatches
 from gsa_train.phases import PhaseRange, in_full_batches, learning_rate
@@ -123,17 +122,3 @@ def test_costs_count_the_tokens_of_each_phase() -> None:
     assert tokens_of_phases(config) == [6 * LENGTH, 30 * LENGTH]
     assert training_operations(config) / training_operations(full) == pytest.approx(36 / (9 * 8))
     assert "sequences per step: 2 up to 100 tokens, 4 up to 300 tokens, then 8" in describe(config, 1)
-
-
-WRONG = {
-    "0.global_batch_size = 0: below 1": [(9, 0)],
-    "1.until_tokens = 100: not above 100, where the stage begins": [(100, 2), (100, 4)],
-    "0.global_batch_size = 16: above train.global_batch_size = 8": [(9, 16)],
-    "0.global_batch_size = 3: not a multiple of train.micro_batch_size = 2": [(9, 3)],
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_stages_are_named(message: str) -> None:
-    config = with_ramp(batch_ramp=[RampStage(*stage) for stage in WRONG[message]])
-    assert any(line.startswith(f"train.batch_ramp.{message}") for line in check_config(config, world_size=1))

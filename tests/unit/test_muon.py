@@ -125,13 +125,7 @@ def test_the_update_is_that_of_the_formula(name: str, sharded: bool) -> None:
             lines[each].weight = weight.double()
 
 
-def test_singular_values_are_near_1() -> None:
-    generator = torch.Generator().manual_seed(1)
-    for shape in ((5, 64, 16), (16, 64), (1, 64), (64, 64)):
-        found = orthogonalize(torch.randn(shape, generator=generator), 5, torch.float32)
-        assert found.shape == shape
-        values = torch.linalg.svdvals(found)
-        assert ((values > 0.3) & (values < 1.3)).all()
+def test_a_matrix_without_a_gradient_has_no_update() -> None:
     assert not orthogonalize(torch.zeros(4, 8), 5, torch.float32).any()
 
 
