@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from gsa_study.config import MetricConfig
 from gsa_study.jobs import evaluations_of
@@ -106,21 +107,18 @@ def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
 
 
 def _reaching(study: Study, metric: MetricConfig, title: str) -> list[Column]:
-    key, ends = metric.key, {run.seed: run for run in study.runs if run.arm == metric.reaches}
+    others = {run.seed: RunMetrics(run) for run in study.runs if run.arm == metric.reaches}
 
-    def reader(over: Over, unit: float) -> Callable[[RunMetrics], float | None]:
-        def read(run: RunMetrics) -> float | None:
-            other = RunMetrics(ends[run.run.seed]) if run.run.seed in ends else None
-            end = other.curve(key, over)[-1:] if other is not None and other.complete else []
-            reached = first_reached(run.curve(key, over), end[0][1]) if end else None
-            return None if reached is None else reached / unit
+    def read(over: Over, unit: float, run: RunMetrics) -> float | None:
+        other = others.get(run.run.seed)
+        end = other.curve(metric.key, over)[-1:] if other is not None and other.complete else []
+        reached = first_reached(run.curve(metric.key, over), end[0][1]) if end else None
+        return None if reached is None else reached / unit
 
-        return read
-
-    of_units: tuple[tuple[str, Over, float], ...] = (("tokens", "tokens", 1), ("minutes", "seconds", 60))
+    columns: tuple[tuple[str, Over, float], ...] = (("tokens", "tokens", 1), ("minutes", "seconds", 60))
     return [
-        Column(f"{title}: {at}", key, at, reader(over, unit))
-        for name, over, unit in of_units * bool(metric.reaches)
+        Column(f"{title}: {at}", metric.key, at, partial(read, over, unit))
+        for name, over, unit in columns * bool(others)
         if (at := f"{name} to the end of {metric.reaches}")
     ]
 

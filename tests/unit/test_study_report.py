@@ -89,7 +89,6 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     # With seed 1 arm two ends at 10.5, and arm one at 10.
     assert [each.values["two-seed1"] for each in reached] == [None, None]
     assert [each.values["one-seed1"] for each in reached] == [10 * TOKENS_A_STEP, 10 / 60]
-    assert reached[1].at == "minutes to the end of one"
     assert [first_reached([(0, 9.0), (4, 7.0), (6, 3.0)], y) for y in (9, 8, 4, 2)] == [0, 2.0, 5.5, None]
     assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
     assert set(unknown.values.values()) == {None}
