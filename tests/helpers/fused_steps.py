@@ -11,7 +11,14 @@ from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.context_sharding import QueryChunk
-from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
+from helpers.single_rank import (
+    random_batches,
+    read_stats,
+    step_gradients,
+    tiny_config,
+    tiny_model,
+    with_sections,
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -46,7 +53,7 @@ def one_step(
     heads: int = 4,
     attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics and moving averages of a step, by the kernels if `fused`, or in plain torch."""
+    """Loss, gradients, statistics, averages and clipped weights of a step, by the kernels if `fused`, or by torch."""
     layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
     config = tiny_config(
         [phase],
@@ -54,6 +61,7 @@ def one_step(
         gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
         train={"seq_len_tokens": 24, "global_batch_size": 2, "recompute": recompute},
     )
+    config = with_sections(config, {"train": {"qk_clip": 2.0}})  # scales heads, but is no sensible threshold
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
@@ -69,7 +77,8 @@ def one_step(
     batches = random_batches(config, attend_across=attend_across)
     result, gradients = step_gradients(model, phase, batches, config, measures=True)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
-    return result.loss_sum, gradients, read_stats(model), averages
+    clipped = [attention.linear_qkv.weight.detach() for attention in model.attentions]
+    return result.loss_sum, gradients, read_stats(model), averages + clipped
 
 
 def take_over_of_neighbours(of: tuple, into: tuple) -> None:
