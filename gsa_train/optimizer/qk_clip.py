@@ -22,22 +22,20 @@ MainWeight = Callable[[torch.nn.Parameter], tuple[torch.Tensor | None, int]]
 
 
 class QKClip:
-    def __init__(
-        self, attentions: list[GSASelfAttention], threshold: float, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, layers: list[GSASelfAttention], threshold: float, group: dist.ProcessGroup) -> None:
         """
         Args:
             group: data- and context-parallel ranks, over which the queries of a step are sharded.
         """
-        self.attentions, self.threshold, self.group = attentions, threshold, group
-        first = attentions[0]
+        self.layers, self.threshold, self.group = layers, threshold, group
+        first = layers[0]
         self.head_dim: int = first.config.kv_channels
-        shape = len(attentions), first.local_kv_heads, first.heads_per_group
+        shape = len(layers), first.local_kv_heads, first.heads_per_group
         self.largest = torch.zeros(shape, device=first.linear_qkv.weight.device)
         """Largest log-sum-exp of each head on this rank, or after `measure` on all ranks."""
         self.row_factors = torch.empty(0)
         """Factor of each row of `linear_qkv`, [layers, rows]; set by `measure`."""
-        for attention, of_layer in zip(attentions, self.largest, strict=True):
+        for attention, of_layer in zip(layers, self.largest, strict=True):
             attention.over_chunks.largest_log_sums = of_layer.view(-1)
 
     def begin_step(self) -> None:
@@ -59,7 +57,7 @@ class QKClip:
     @torch.no_grad()
     def scale(self, main_weight: MainWeight) -> None:
         """Scale the fp32 shards of one optimizer. The optimizer then copies them to the model's weights."""
-        for attention, rows in zip(self.attentions, self.row_factors, strict=True):
+        for attention, rows in zip(self.layers, self.row_factors, strict=True):
             for parameter in attention.linear_qkv.parameters():  # weight and bias
                 main, start = main_weight(parameter)
                 if main is not None:
@@ -67,5 +65,5 @@ class QKClip:
                     main.view(-1).mul_(factors[start : start + main.numel()])
 
     def close(self) -> None:
-        for attention in self.attentions:
+        for attention in self.layers:
             attention.over_chunks.largest_log_sums = None

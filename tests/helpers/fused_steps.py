@@ -1,6 +1,7 @@
 """One step of a tiny model by the kernels or in plain torch, and how the two are compared."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,14 +12,7 @@ from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.context_sharding import QueryChunk
-from helpers.single_rank import (
-    random_batches,
-    read_stats,
-    step_gradients,
-    tiny_config,
-    tiny_model,
-    with_sections,
-)
+from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -61,7 +55,9 @@ def one_step(
         gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
         train={"seq_len_tokens": 24, "global_batch_size": 2, "recompute": recompute},
     )
-    config = with_sections(config, {"train": {"qk_clip": 2.0}})  # scales heads, but is no sensible threshold
+    config = replace(
+        config, train=replace(config.train, qk_clip=2.0)
+    )  # no sensible threshold, but it scales heads
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
