@@ -162,6 +162,9 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
         where = f"metrics.{number}"
         for arm in metric.paper.keys() - {arm.name for arm in study.arms}:
             yield problem_line(f"{where}.paper", arm, "the study has no such arm", "name one of its arms")
+        if metric.reaches and metric.reaches not in {arm.name for arm in study.arms}:
+            wrong = "the study has no such arm"
+            yield problem_line(f"{where}.reaches", metric.reaches, wrong, "name one of its arms")
         for name in set(metric.evaluations) - {each.name for each in study.evaluations}:
             yield problem_line(
                 f"{where}.evaluations", name, "the study has no such evaluation", "name one of its"
@@ -177,11 +180,11 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
             yield problem_line(f"{where}.source", metric.source, wrong, "list `evaluations`")
         if has_points(metric) and metric.source != "training":
             wrong = "it has one value of each run"
-            remedy = "remove at_tokens and equal_time, or give source: training"
+            remedy = "remove at_tokens, equal_time and reaches, or give source: training"
             yield problem_line(f"{where}.source", metric.source, wrong, remedy)
         if metric.statistic != "value" and (has_points(metric) or metric.source != "training"):
             wrong = "it is of all logged steps of a training"
-            remedy = "remove at_tokens and equal_time, or give statistic: value"
+            remedy = "remove at_tokens, equal_time and reaches, or give statistic: value"
             yield problem_line(f"{where}.statistic", metric.statistic, wrong, remedy)
 
 
@@ -203,4 +206,4 @@ def missing_texts(study: StudyConfig) -> list[str]:
 
 
 def has_points(metric: MetricConfig) -> bool:
-    return bool(metric.at_tokens) or metric.equal_time
+    return bool(metric.at_tokens) or metric.equal_time or bool(metric.reaches)

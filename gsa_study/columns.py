@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from gsa_study.config import MetricConfig
 from gsa_study.jobs import evaluations_of
-from gsa_study.run_metrics import Over, RunMetrics, interpolate, number_of
+from gsa_study.run_metrics import Over, RunMetrics, first_reached, interpolate, number_of
 from gsa_study.run_record import RunRecord
 from gsa_study.study_file import Study
 from gsa_train.metrics.progress import compact, duration
@@ -77,7 +78,7 @@ def _of_metric(study: Study, metric: MetricConfig, equal: Equal | None) -> list[
         ]
     if (statistic := metric.statistic) != "value":
         return [Column(title, key, STATISTICS[statistic], lambda run: run.statistic(key, statistic))]
-    return _at_points(metric, title, equal) if equal else []
+    return [*_at_points(metric, title, equal), *_reaching(study, metric, title)] if equal else []
 
 
 def _evaluations(study: Study, metric: MetricConfig) -> dict[str, None]:
@@ -103,6 +104,23 @@ def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
         at = f"at {duration(equal.seconds)} of training"
         columns.append(Column(f"{title}, {at}", key, at, _of_curve(key, "seconds", equal.seconds)))
     return columns
+
+
+def _reaching(study: Study, metric: MetricConfig, title: str) -> list[Column]:
+    others = {run.seed: RunMetrics(run) for run in study.runs if run.arm == metric.reaches}
+
+    def read(over: Over, unit: float, run: RunMetrics) -> float | None:
+        other = others.get(run.run.seed)
+        end = other.curve(metric.key, over)[-1:] if other is not None and other.complete else []
+        reached = first_reached(run.curve(metric.key, over), end[0][1]) if end else None
+        return None if reached is None else reached / unit
+
+    columns: tuple[tuple[str, Over, float], ...] = (("tokens", "tokens", 1), ("minutes", "seconds", 60))
+    return [
+        Column(f"{title}: {at}", metric.key, at, partial(read, over, unit))
+        for name, over, unit in columns * bool(others)
+        if (at := f"{name} to the end of {metric.reaches}")
+    ]
 
 
 def _of_curve(key: str, over: Over, x: float) -> Callable[[RunMetrics], float | None]:

@@ -79,6 +79,9 @@ class MetricConfig:
     equal_time: bool = False
     """Also read the value at equal time, the longest training time that all finished runs have. Each step counts with
     the median time of its phase, without compilation, validation, saves and restarts."""
+    reaches: str = ""
+    """Name of an arm. Also give the tokens and the minutes of training after which each run first falls to the last
+    value of this arm's run with the same seed. Empty: none."""
     paper: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
     """What the paper reports for an arm, `arm: words`, for the page of `launch/results.py`."""
 

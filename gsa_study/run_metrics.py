@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from gsa_eval.report.run_series import flat, phase_starts, records_of, token_knots
@@ -188,3 +189,13 @@ def interpolate(points: Points, x: float) -> float | None:
         return None
     share = (x - below) / (above - below)
     return (1 - share) * known[below] + share * known[above]
+
+
+def first_reached(points: Points, y: float) -> float | None:
+    """Return x where the points first fall to y, on the straight line between the neighbours, or None."""
+    if points and points[0][1] <= y:
+        return points[0][0]
+    for (x, before), (end, value) in pairwise(points):
+        if value <= y:
+            return x + (before - y) / (before - value) * (end - x)
+    return None

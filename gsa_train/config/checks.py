@@ -38,7 +38,7 @@ from gsa_train.config.parallel import (
 )
 from gsa_train.config.phases import PhaseConfig, check_decay, check_kept_optimizer
 from gsa_train.config.sections import Config
-from gsa_train.config.train import check_graphs, check_muon
+from gsa_train.config.train import check_graphs, check_muon, check_qk_clip
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -46,7 +46,7 @@ AT_LEAST_ZERO = frozenset(
     run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
     data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
     evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip train.z_loss_coeff
-    evaluate.tasks_every_steps evaluate.tasks_max_questions
+    train.qk_clip evaluate.tasks_every_steps evaluate.tasks_max_questions
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     checkpoint.keep_every_steps parallel.hang_limit_seconds
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
@@ -99,6 +99,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_kernels(config),
         *check_graphs(config),
         *check_muon(config),
+        *check_qk_clip(config),
         *check_layout(config, world_size),
         *check_moe(config, world_size),
         *check_batch_ramp(config.train),

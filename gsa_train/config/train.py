@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -77,6 +78,10 @@ class TrainConfig:
     z_loss_coeff: float = 0.0
     """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
     It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
+    qk_clip: float = 0.0
+    """QK-clip of Kimi K2: after an update, heads whose largest log-sum-exp of attention logits exceeded this threshold
+    have their query and key weights scaled down to it. The log-sum-exp is at most ln(keys) above the largest logit; 100
+    is usual. 0: none."""
     weight_average_decay: float = 0.0
     """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
     Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the
@@ -105,6 +110,27 @@ def check_muon(config: Config) -> list[str]:
     return [
         problem_line("train.optimizer", "muon", wrong, "set it to adamw, or parallel.strategy to megatron")
     ]
+
+
+def check_qk_clip(config: Config) -> list[str]:
+    """Return what excludes QK-clip, a line each."""
+    threshold, layout, dense = config.train.qk_clip, config.parallel.strategy, config.gsa.dense_attention
+    if threshold == 0:
+        return []
+    reasons: list[Reason] = []
+    smallest = math.log(config.train.seq_len_tokens)
+    if threshold <= smallest:
+        wrong = f"equal logits already have the log-sum-exp ln(train.seq_len_tokens) = {smallest:.3g}"
+        reasons.append((wrong, "set it above that; 100 is usual"))
+    if config.model.qk_norm:
+        wrong = "model.qk_norm = true already bounds the logits, and hides the scale of the weights"
+        reasons.append((wrong, "leave it at 0"))
+    if layout != "megatron":
+        reasons.append((f"parallel.strategy = {layout} has none", "set that to megatron"))
+    if dense not in ("auto", "triton"):
+        wrong = f"gsa.dense_attention = {dense} does not return the log-sum-exp"
+        reasons.append((wrong, "set that to auto"))
+    return [problem_line("train.qk_clip", threshold, *reason) for reason in reasons]
 
 
 def check_graphs(config: Config) -> list[str]:

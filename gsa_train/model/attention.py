@@ -104,6 +104,9 @@ class AttentionOverChunks:
         self.dense = build_dense_attention(dense_attention) if implementation == "triton" else None
         self.cut, self.tp_group, self.cp_group = cut, tp_group, cp_group
         self.rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
+        self.largest_log_sums: torch.Tensor | None = None
+        """fp32 [n_h]: each head's largest log-sum-exp in this step; None if the optimizer does not read it
+        (`train.qk_clip`)."""
         self._formats: dict[int, str] = {}
         self._said_fused_loss = False
 
@@ -249,18 +252,26 @@ class AttentionOverChunks:
             and self._fuses_loss(inputs, attended, loss, attention_pass)
         ):
             fused = FusedLoss(loss.indexer, attention_pass.kl_grad_scale, loss.on_rows)
-            out, _ = api.sparse_attention_with_loss(
+            out, lse = api.sparse_attention_with_loss(
                 q, k, v, attended, geometry, fused, output_gate, implementation=self.implementation
             )
+            self._keep_largest(lse)
             return out, None
         if self.dense is not None and loss is None and not attention_pass.sparse:
             from gsa_kernels.fused.gates.op import fused_sigmoid_gate  # imports Triton
 
             out = self.dense(q, k, v)
             return out if output_gate is None else fused_sigmoid_gate(out, output_gate.flatten(2, 3)), None
-        return api.sparse_attention(
+        out, lse = api.sparse_attention(
             q, k, v, attended, geometry, output_gate, implementation=self.implementation
         )
+        self._keep_largest(lse)
+        return out, lse
+
+    @torch.no_grad()
+    def _keep_largest(self, lse: torch.Tensor) -> None:
+        if self.largest_log_sums is not None:
+            self.largest_log_sums.copy_(torch.maximum(self.largest_log_sums, lse.amax((0, 2))))
 
     def _fuses_loss(
         self, inputs: ChunkInputs, attended: Selection, loss: LossInputs, attention_pass: AttentionPass

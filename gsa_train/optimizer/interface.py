@@ -120,8 +120,8 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        """Return the norm of the last step's change of the weights, including weight decay: 0-d fp32. A skipped step
-        has norm 0. Collective."""
+        """Return the norm of the last step's change of the weights, including weight decay but not QK-clip: 0-d
+        fp32. A skipped step has norm 0. Collective."""
 
     @abstractmethod
     def close(self, model: Model) -> None:

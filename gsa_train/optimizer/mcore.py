@@ -37,6 +37,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from gsa_train.optimizer.muon import Matrices, MatrixShard
 from gsa_train.optimizer.norms import clipped_step, inner_optimizers, reduce_grad_norm, update_norm
+from gsa_train.optimizer.qk_clip import QKClip
 from gsa_train.phases import enter_phase, lr_multipliers
 from gsa_train.profiling.work_time import WorkTime
 
@@ -85,6 +86,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     kind: OptimizerKind
     phase: PhaseConfig
     work_time: WorkTime
+    qk_clip: QKClip | None
 
     def __post_init__(self) -> None:
         self.modules = self.ddps
@@ -103,6 +105,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
             ddp.zero_grad_buffer()
             ddp.train()
         self.optimizer.zero_grad()
+        if self.qk_clip is not None:
+            self.qk_clip.begin_step()
 
     def reduce_gradients(self) -> None:
         finalize_gradients(self.work_time, self.ddps, None)
@@ -113,6 +117,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         return reduce_grad_norm(self.optimizer, loss_share, parallel)
 
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        if self.qk_clip is not None:
+            self.qk_clip.measure(applied)  # _qk_clip's hook scales with the result
         clipped_step(self.optimizer, norm, max_norm, applied)
         self.updates += applied
 
@@ -120,6 +126,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         return update_norm(self.optimizer, self.kind, applied, parallel)
 
     def close(self, model: Model) -> None:
+        if self.qk_clip is not None:
+            self.qk_clip.close()
         for ddp in self.ddps:
             if ddp.use_forward_hook:
                 ddp.disable_forward_pre_hook()  # also waits for all-gathers in progress
@@ -232,7 +240,17 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
     model.mcore_config.no_sync_func = (
         (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
     )
-    return MegatronPhaseOptimizer(ddps, optimizer, kind, phase, model.work_time)
+    clip = _qk_clip(model, optimizer, train.qk_clip) if train.qk_clip > 0 and trains_base else None
+    return MegatronPhaseOptimizer(ddps, optimizer, kind, phase, model.work_time, clip)
+
+
+def _qk_clip(model: Model, optimizer: MegatronOptimizer, threshold: float) -> QKClip:
+    """Build the QK-clip. It scales the fp32 weights after the update, before megatron-core copies and gathers them."""
+    clip = QKClip(model.attentions, threshold, model.parallel.groups.dp_cp)
+    for inner in inner_optimizers(optimizer):
+        main_weight = partial(_main_weight, inner)
+        inner.optimizer.register_step_post_hook(lambda *_, of=main_weight: clip.scale(of))
+    return clip
 
 
 def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConfig) -> None:

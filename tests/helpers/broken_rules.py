@@ -74,6 +74,21 @@ parallel.optimizer_instances=3 -> parallel.optimizer_instances = 3 | 8 data x co
 parallel.optimizer_instances=2 ; parallel.distributed_optimizer=off ->
     parallel.optimizer_instances = 2 | parallel.distributed_optimizer = false | set it to 1
 train.optimizer=muon ; parallel.strategy=deepspeed -> train.optimizer = muon | whole matrices | set it to adamw, or
+checkpoint.initial_text=continue ->
+    checkpoint.initial_text = continue | there is no checkpoint whose text goes on
+train.batch_ramp=[{until_tokens: 9, global_batch_size: 0}] -> train.batch_ramp.0.global_batch_size = 0 | below 1
+train.batch_ramp=[{until_tokens: 9, global_batch_size: 48}] ->
+    train.batch_ramp.0.global_batch_size = 48 | above train.global_batch_size = 24
+train.batch_ramp=[{until_tokens: 9, global_batch_size: 3}] ->
+    train.batch_ramp.0.global_batch_size = 3 | not a multiple of
+train.batch_ramp=[{until_tokens: 9000, global_batch_size: 8}, {until_tokens: 9000, global_batch_size: 16}] ->
+    train.batch_ramp.1.until_tokens = 9000 | where the stage begins
+train.qk_clip=5 ->
+    train.qk_clip = 5.0 | equal logits | ln(train.seq_len_tokens) = 5.55 | set it above that
+train.qk_clip=100 ; model.qk_norm=on -> train.qk_clip = 100.0 | model.qk_norm = true | leave it at 0
+train.qk_clip=100 ; parallel.strategy=deepspeed -> train.qk_clip = 100.0 | parallel.strategy = deepspeed | to megatron
+train.qk_clip=100 ; gsa.dense_attention=cudnn ; data.attend_across_documents=on ->
+    train.qk_clip = 100.0 | gsa.dense_attention = cudnn | set that to auto
 train.muon_update_rms=0.4 -> train.muon_update_rms = 0.4 | train.optimizer = adamw ignores it | leave it out
 parallel.optimizer_instances=2 ; parallel.strategy=deepspeed ->
     parallel.optimizer_instances = 2 | parallel.strategy = deepspeed | set it to 1

@@ -1,6 +1,7 @@
 """One step of a tiny model by the kernels or in plain torch, and how the two are compared."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -46,7 +47,7 @@ def one_step(
     heads: int = 4,
     attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics and moving averages of a step, by the kernels if `fused`, or in plain torch."""
+    """Loss, gradients, statistics, averages and clipped weights of a step, by the kernels if `fused`, or by torch."""
     layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
     config = tiny_config(
         [phase],
@@ -54,6 +55,9 @@ def one_step(
         gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
         train={"seq_len_tokens": 24, "global_batch_size": 2, "recompute": recompute},
     )
+    config = replace(
+        config, train=replace(config.train, qk_clip=2.0)
+    )  # no sensible threshold, but it scales heads
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
@@ -69,7 +73,8 @@ def one_step(
     batches = random_batches(config, attend_across=attend_across)
     result, gradients = step_gradients(model, phase, batches, config, measures=True)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
-    return result.loss_sum, gradients, read_stats(model), averages
+    clipped = [attention.linear_qkv.weight.detach() for attention in model.attentions]
+    return result.loss_sum, gradients, read_stats(model), averages + clipped
 
 
 def take_over_of_neighbours(of: tuple, into: tuple) -> None:

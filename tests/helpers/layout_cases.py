@@ -58,9 +58,11 @@ TIED: dict[str, dict[str, Any]] = {
     "model": {"tie_embeddings": True},
     "train": {"z_loss_coeff": 0.1},
 }
-MUON: dict[str, dict[str, Any]] = {**ALL_KEYS, "train": {"optimizer": "muon"}}
+CLIPS: dict[str, dict[str, Any]] = {"model": {"init_std": 0.5}, "train": {"qk_clip": 12.0}}
+"""Clips some heads of these weights, and not others."""
+MUON: dict[str, dict[str, Any]] = {**ALL_KEYS, **CLIPS, "train": {"optimizer": "muon", "qk_clip": 12.0}}
 """With OVERLAP the buckets are small, so that data-parallel ranks share most matrices."""
-BASELINE = {"gsa": {"attention": "dense"}}
+BASELINE = {"gsa": {"attention": "dense"}, **CLIPS}
 PAIRS = {"micro_batch_size": 2}
 """Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -159,7 +161,11 @@ CASES = {
     "muon": Case(OVERLAP, MUON, steps=MORE_STEPS),
     "muon, tensor": Case({"tensor": 2, **OVERLAP}, MUON, PAIRS, MORE_STEPS),
     "muon, tensor, replicated optimizer": Case(
-        {"tensor": 4, **REPLICATED}, {**MUON, "model": {"num_kv_heads": 4}}, PAIRS, MORE_STEPS, nightly=True
+        {"tensor": 4, **REPLICATED},
+        {**MUON, "model": {**CLIPS["model"], "num_kv_heads": 4}},
+        PAIRS,
+        MORE_STEPS,
+        nightly=True,
     ),
     "muon, pipeline": Case({"pipeline": 2}, MUON, steps=MORE_STEPS),
     "muon, two optimizer instances": Case({**INSTANCES, **OVERLAP}, MUON, steps=MORE_STEPS, nightly=True),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,10 @@ import torch
 
 from gsa_train.checkpoint import save as checkpoint_save
 from gsa_train.checkpoint.finite import not_finite
-from gsa_train.checkpoint.load import (
-    load_checkpoint,
-    sharded_state,
-    sharding_metadata,
-)
+from gsa_train.checkpoint.load import load_checkpoint, sharded_state, sharding_metadata
 from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_state
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.optimizer.norms import inner_optimizers
@@ -100,34 +94,6 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
     folder, before = write_trained(config_of(distributed, precision), 3, tmp_path)
     for kind in KINDS:
         assert_arrives(folder, 3, before, config_of(*kind))
-
-
-@pytest.fixture
-def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide gradients into several buckets, as in large models with overlap_grad_reduce; each ends in padding."""
-    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=300)
-    monkeypatch.setattr(optim, "DistributedDataParallelConfig", small_buckets)
-    config = tiny_config([SPARSE], parallel={"overlap_grad_reduce": True})
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    (buffer,) = optimizer.ddps[0].buffers
-    ends = [
-        max(end for _, end, number in buffer.param_index_map.values() if number == bucket.bucket_id)
-        for bucket in buffer.buckets
-    ]
-    assert sum(end % 128 > 0 for end in ends[:-1]) > 3
-    close_optimizer(model, optimizer)
-
-
-def overlapped(precision: str) -> Config:
-    return tiny_config([SPARSE], parallel={"overlap_grad_reduce": True}, train={"precision": precision})
-
-
-@pytest.mark.usefixtures("several_buckets")
-def test_they_arrive_from_several_buckets_of_gradients(tmp_path: Path) -> None:
-    folder, before = write_trained(overlapped("fp32"), 2, tmp_path)
-    for other in (overlapped("fp32"), config_of(False, "fp32")):
-        assert_arrives(folder, 2, before, other)
 
 
 # --- each rank its own part ----------------------------------------------------------------------------------

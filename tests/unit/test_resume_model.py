@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from gsa_train.config import Config, RopeScalingConfig, config_to_yaml
-from gsa_train.run_folder.resume import ResumeError, _check_same_model
-from helpers.single_rank import CONFIG
+from gsa_train.phases import phase_ranges
+from gsa_train.run_folder.resume import ResumeError, _check_same_model, _check_same_phases
+from helpers.checkpoints import run_state
+from helpers.single_rank import CONFIG, tiny_config
 
 CHECKPOINT = Path("runs/x/checkpoints/step_00000003")
 
@@ -31,11 +33,7 @@ YARN = {"rope_scaling": RopeScalingConfig("yarn", 4.0, 64)}
 @pytest.mark.parametrize(
     ("saved", "changes", "said"),
     [
-        (
-            CONFIG,
-            {"gsa": {"key_group_size": 16, "k_min": 16}},
-            r"gsa\.key_group_size = 16: .* has 1",
-        ),
+        (CONFIG, {"gsa": {"key_group_size": 16, "k_min": 16}}, r"gsa\.key_group_size = 16: .* has 1"),
         (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4: the checkpoint has 2"),
         (CONFIG, {"model": YARN}, r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"),
         (EXPERTS, {"moe": {"top_k": 4}}, r"moe\.top_k = 4: the checkpoint has"),
@@ -78,3 +76,10 @@ def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
     saved["gsa"]["selection_block"] = 32
     with pytest.raises(ResumeError, match=r"gsa\.selection_block = 32 .*: removed after release studies"):
         resume(CONFIG, yaml.safe_dump(saved))
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    muon, adamw = (tiny_config(train={"optimizer": name}) for name in ("muon", "adamw"))
+    said = r"holds the state of train.optimizer = muon; the config has adamw\."
+    with pytest.raises(ResumeError, match=said):
+        _check_same_phases(adamw.train, run_state(2, muon), phase_ranges(muon.phases), CHECKPOINT)

@@ -15,15 +15,13 @@ from gsa_study.caveats import close_lines, notes
 from gsa_study.commands.study import main
 from gsa_study.cost import arm_costs
 from gsa_study.page import markdown, write_study_report
-from gsa_study.run_metrics import interpolate, time_knots
-from gsa_study.spread import Spread, close_pairs, difference, spread_of, written
+from gsa_study.run_metrics import first_reached, interpolate, time_knots
+from gsa_study.spread import Spread, close_pairs, difference, written
 from gsa_study.study_file import Study
 from gsa_study.tables import (
     FORMULA,
     arms_csv,
     csv_text,
-    markdown_table,
-    narrow,
     read_results,
     run_rows,
     seed_rows,
@@ -31,21 +29,6 @@ from gsa_study.tables import (
     word_of,
 )
 from helpers.studies import TOKENS_A_STEP, load, log_run, record
-
-
-def test_mean_and_deviation_by_hand() -> None:
-    assert spread_of([1.0, 2.0, 6.0]) == Spread(3, 3.0, math.sqrt(7.0), 0)  # (4 + 1 + 9) / 2
-    assert spread_of([4.0]) == Spread(1, 4.0, None, 0)
-    assert spread_of([None]) == Spread(0, None, None, 0)
-    assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
-
-
-def test_few_arms_with_many_metrics_are_columns_and_words_begin_on_the_left() -> None:
-    rows = [["arm", "loss", "state"], ["1p5", "3.5 ± 0.1", "finished"]]
-    assert narrow(rows) == [["arm", "1p5"], ["loss", "3.5 ± 0.1"], ["state", "finished"]]
-    rows.append(["b", "–", ""])
-    assert narrow(rows) == rows
-    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | --- |"
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
@@ -57,23 +40,6 @@ def test_arms_are_compared_seed_by_seed() -> None:
     ((*pair, apart),) = close_pairs({"a": worse_text, "b": near, "c": far, "d": {1: 30.0}})
     assert pair == ["a", "b"]
     assert written(apart) == "-0.30 ± 0.75"
-
-
-@pytest.mark.parametrize(
-    ("spread", "text"),
-    [
-        (Spread(3, 3.52149, 0.01234, 0), "3.521 ± 0.012"),
-        (Spread(2, 12345.6, 678.9, 1), "12350 ± 680; 1 diverged"),
-        (Spread(2, 95.26, 12.9, 0), "95 ± 13"),
-        (Spread(2, 2.0, 0.0, 0), "2 ± 0"),
-        (Spread(1, 375_716.2, None, 0), "375720"),
-        (Spread(1, 3.521494, None, 0), "3.5215"),
-        (Spread(0, None, None, 2), "2 diverged"),
-        (Spread(0, None, None, 0), "–"),
-    ],
-)
-def test_numbers_have_the_digits_that_count(spread: Spread, text: str) -> None:
-    assert written(spread) == text
 
 
 def test_interpolation_is_on_the_line_between_neighbours() -> None:
@@ -96,7 +62,7 @@ def compared(tmp_path: Path) -> Study:
     """Create a study: arm one takes 1 s per step, arm two 2 s; losses fall; one run of arm two is not finished."""
     metrics = [
         {"key": "loss", "at_tokens": [5 * TOKENS_A_STEP]},
-        {"key": "loss", "equal_time": True},
+        {"key": "loss", "equal_time": True, "reaches": "one"},
         {"key": "val_loss", "source": "summary", "label": "validation"},
         {"key": "recal"},
     ]
@@ -114,12 +80,16 @@ def compared(tmp_path: Path) -> Study:
 
 def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     results = read_results(compared, {"two-seed2 train": "exit code 1: out of memory"})
-    at_tokens, at_the_end, at_time, validation, unknown = results.columns
+    at_tokens, at_the_end, at_time, *reached, validation, unknown = results.columns
     assert at_tokens.values == {"one-seed1": 15.0, "one-seed2": 16.0, "two-seed1": 15.5}
     assert at_the_end.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 10.5}
     # All have 10 s, which are 5 steps of arm two.
     assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
     assert at_time.at == "at 10s of training"
+    # With seed 1 arm two ends at 10.5, and arm one at 10.
+    assert [each.values["two-seed1"] for each in reached] == [None, None]
+    assert [each.values["one-seed1"] for each in reached] == [10 * TOKENS_A_STEP, 10 / 60]
+    assert [first_reached([(0, 9.0), (4, 7.0), (6, 3.0)], y) for y in (9, 8, 4, 2)] == [0, 2.0, 5.5, None]
     assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
     assert set(unknown.values.values()) == {None}
     assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
@@ -199,6 +169,8 @@ def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
     results = read_results(compared, {})
     validation = next(column for column in results.columns if column.title == "validation")
     assert results.spread("one", validation) == Spread(1, 9.0, None, 1)
+    found = [written(each) for each in (results.spread("one", validation), Spread(0, None, None, 2))]
+    assert found == ["9; 1 diverged", "2 diverged"]
 
 
 def test_the_report_is_one_page_with_all_links(compared, monkeypatch, tmp_path):
@@ -246,15 +218,6 @@ def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> N
     assert of_one.at == "at the end of each run"
     assert list(mean.values.values()) == [1.5, 2.5]
     assert list(of_one.values.values()) == [1.0, 3.0]
-
-
-def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
-    dense = {"gsa.attention": "dense", "phases": [{"name": "dense", "steps": 10, "attention": "dense"}]}
-    arms = [{"name": "dense", "set": dense}, {"name": "two"}]
-    evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
-    metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
-    study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
-    assert [column.title for column in read_results(study, {}).columns] == ["loss, k-k8", "loss, k-k16"]
 
 
 def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tests arms that begin with other arms' weights: order, errors, packing, and counts."""
 
-import dataclasses
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from gsa_study.states import changed_fields, read_state
 from gsa_study.study_file import Study, StudyRun
 from gsa_study.tables import read_results, run_rows
 from gsa_train.config import ConfigError, config_to_yaml
-from gsa_train.config.checks import check_config
 from helpers.studies import TOKENS_A_STEP, load, log_run, record, unpack
 
 DENSE, SPARSE = {"name": "dense", "steps": 6, "attention": "dense"}, {"name": "sparse", "steps": 4}
@@ -98,13 +96,6 @@ def test_what_is_refused(arms: list[dict[str, Any]], said: str, tmp_path: Path) 
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, arms=arms)
     assert str(refused.value).count(said) == 1
-
-
-def test_a_text_goes_on_from_a_checkpoint_alone(study: Study) -> None:
-    config = of_arm(study, "base").config
-    checkpoint = dataclasses.replace(config.checkpoint, initial_text="continue")
-    (line,) = check_config(dataclasses.replace(config, checkpoint=checkpoint), 1)
-    assert "checkpoint.initial_text = continue: there is no checkpoint whose text goes on" in line
 
 
 # ---- order
