@@ -248,11 +248,11 @@ class FusedDecoder:
         channels, index_channels = angles[0].shape[1], angles[-1].shape[1] if len(angles) > 2 else 0
         formats = kernel_module("decode.entry_reference")
         values = torch.cat(angles, -1)
-        return formats.AngleTable(values, self.lengths, channels, index_channels, len(angles) > 4)
+        return formats.AngleTable(values, self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Returns cosines and sines [B, channels] of the tokens' positions, for heads, the indexer, and its keys where
-        they differ; the table of all positions if a kernel reads from it."""
+        """Returns cosines and sines [B, channels] of the tokens' positions, for heads and the indexer; the table of
+        all positions if a kernel reads from it."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()
         found = self._angles_of((self.lengths - 1)[:, None], h)

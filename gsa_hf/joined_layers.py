@@ -145,7 +145,7 @@ def enter(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = nn.functional.rms_norm(q, q.shape[-1:], layer.q_norm, sizes.eps)
         k = nn.functional.rms_norm(k, k.shape[-1:], layer.k_norm, sizes.eps)
-    cos, sin, index_cos, index_sin, key_cos, key_sin = rotary
+    cos, sin, index_cos, index_sin = rotary
     assert cos is not None
     assert sin is not None
     q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
@@ -163,9 +163,7 @@ def enter(
         index_k = nn.functional.rms_norm(index_k, width, layer.index_k_norm, sizes.eps)
     if index_cos is not None and index_sin is not None:
         index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
-        if key_cos is None or key_sin is None:
-            key_cos, key_sin = index_cos, index_sin
-        index_k = rotate(index_k, key_cos, key_sin)
+        index_k = rotate(index_k, index_cos, index_sin)
     cache.rows.index_copy_(1, slot, index_k[:, None])
     return Projected(q, heads_gate, index_q[:, None], index_w[:, None])
 

@@ -23,7 +23,6 @@ def make(
     index_channels: int,
     norms: bool,
     index_norms: bool,
-    keys_apart: bool,
     dtype: torch.dtype,
     size: int = 32,
     index_dim: int = 24,
@@ -38,8 +37,7 @@ def make(
     sizes = reference.EntrySizes(
         H * size, HKV * size, value_gate * HKV * size, gate * H * size, index_heads, size, index_dim, eps=1e-5
     )
-    # The key of a group has angles of its own.
-    count = (4 if keys_apart else 2) if index_channels else 0
+    count = 2 if index_channels else 0
     turned = [normal(batch, index_channels) for _ in range(count)]
     given = {
         "projected": normal(batch, sizes.width + 5),
@@ -62,7 +60,6 @@ def make(
     index_channels=[0, 8, 24],
     norms=[False, True],
     index_norms=[False, True],
-    keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     size=[32, 256],
     index_dim=[24, 128],
@@ -93,7 +90,7 @@ def test_entry(options: dict[str, Any]) -> None:
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:
-    given, cache = make(1, (True, True), 2, 32, 0, True, True, True, torch.float32)
+    given, cache = make(1, (True, True), 2, 32, 0, True, True, torch.float32)
     if "cache" in changes:
         changes = {"cache": cache._replace(index_keys=None)}
     on_device = {

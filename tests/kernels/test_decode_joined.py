@@ -26,7 +26,6 @@ def make(
     indexer: tuple[int, int],
     channels: tuple[int, int],
     bias: bool,
-    keys_apart: bool,
     dtype: torch.dtype,
     index_norms: bool = False,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
@@ -55,14 +54,13 @@ def make(
         (normal(index_dim), normal(index_dim)) if index_norms and index_heads else None,
     )
     turned, index_turned = channels if index_heads else (channels[0], 0)
-    counts = (turned, turned, *(2 * (1 + keys_apart) * (index_turned,)))
+    counts = (turned, turned, index_turned, index_turned)
     halves = [normal(ROOM + 1, count // 2) for count in counts]
     table = reference.AngleTable(
         torch.cat([half.repeat(1, 2) for half in halves], -1),
         torch.tensor([LENGTH], dtype=torch.int32, device=DEVICE),
         turned,
         index_turned,
-        keys_apart,
     )
     given = {
         "x": 3 * normal(1, hidden),
@@ -110,7 +108,6 @@ def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, 
     indexer=[(0, 24), (1, 128), (3, 22), (8, 24)],
     channels=[(16, 0), (32, 8), (32, 22)],
     bias=[False, True],
-    keys_apart=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     index_norms=[False, True],
     heads=[(4, 2, 32), (2, 1, 256)],
@@ -127,13 +124,13 @@ def test_joined_product(options: dict[str, Any]) -> None:
 )
 def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...]) -> None:
     options: dict[str, Any] = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
-    options |= {"channels": (32, 22), "bias": True, "keys_apart": False, "dtype": torch.float32}
+    options |= {"channels": (32, 22), "bias": True, "dtype": torch.float32}
     check(options | {"index_norms": "index" in groups[0]}, TURNS, groups)
 
 
 def test_a_counter_starts_again() -> None:
     options: dict[str, Any] = {"hidden": 16, "heads": (4, 2, 32), "gates": (False, False), "indexer": (0, 24)}
-    given, cache = make(**options, channels=(16, 0), bias=False, keys_apart=True, dtype=torch.float32)
+    given, cache = make(**options, channels=(16, 0), bias=False, dtype=torch.float32)
     counter = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     joined.enter_row(**given, cache=cache, part=joined.Part(("heads",), restarts=counter))
     assert counter.item() == 0
@@ -143,7 +140,7 @@ def test_a_counter_starts_again() -> None:
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
     sizes = {"hidden": 2048, "heads": (16, 4, 128), "indexer": (8, 64), "channels": (128, 64)}
-    options = sizes | {"gates": (True, True), "bias": False, "keys_apart": False, "dtype": torch.bfloat16}
+    options = sizes | {"gates": (True, True), "bias": False, "dtype": torch.bfloat16}
     for index_norms in (False, True):
         check(options | {"index_norms": index_norms}, tiling)
 
@@ -154,7 +151,7 @@ def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]
 
 def test_what_it_does_not_take() -> None:
     options: dict[str, Any] = {"hidden": 32, "heads": (4, 2, 32), "gates": (True, True), "indexer": (2, 24)}
-    given, cache = make(**options, channels=(32, 24), bias=False, keys_apart=False, dtype=torch.float32)
+    given, cache = make(**options, channels=(32, 24), bias=False, dtype=torch.float32)
     counter = torch.zeros(1, dtype=torch.int32)
     for changes, words in [
         ({"x": torch.zeros(2, 32)}, r"x has shape \(2, 32\)"),

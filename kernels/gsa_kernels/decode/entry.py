@@ -111,16 +111,11 @@ def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, 
 
 
 def _check_index_angles(batch: int, dim: int, angles: Angles) -> None:
-    for name in ("index", "key"):
-        if (getattr(angles, f"{name}_cos") is None) != (getattr(angles, f"{name}_sin") is None):
-            raise ValueError(f"one of angles.{name}_cos and angles.{name}_sin is None; pass both or none")
-    if angles.key_cos is not None and angles.index_cos is None:
-        raise ValueError("angles.key_cos is given and angles.index_cos is None; pass both, or key_cos=None")
-    if angles.index_cos is not None:
+    if (angles.index_cos is None) != (angles.index_sin is None):
+        raise ValueError("one of angles.index_cos and angles.index_sin is None; pass both or none")
+    if angles.index_cos is not None and angles.index_sin is not None:
         channels = angles.index_cos.shape[-1]
-        for name in ("index_cos", "index_sin", "key_cos", "key_sin"):
-            given = getattr(angles, name)
-            if given is not None:
-                check_shape(f"angles.{name}", given, "[B, channels]", (batch, channels))
+        check_shape("angles.index_cos", angles.index_cos, "[B, channels]", (batch, channels))
+        check_shape("angles.index_sin", angles.index_sin, "[B, channels]", (batch, channels))
         if channels > dim or channels % 2 != 0:
             raise ValueError(f"{channels} channels of the indexer turn; pass an even number of at most {dim}")

@@ -43,9 +43,6 @@ class Angles(NamedTuple):
     index_cos: torch.Tensor | None = None
     """[B, channels] of the indexer; None: the indexer has no RoPE."""
     index_sin: torch.Tensor | None = None
-    key_cos: torch.Tensor | None = None
-    """[B, channels] of the indexer's key: with groups of keys, of the group's first. None: as of its queries."""
-    key_sin: torch.Tensor | None = None
 
 
 class AngleTable(NamedTuple):
@@ -53,23 +50,20 @@ class AngleTable(NamedTuple):
 
     values: torch.Tensor
     """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p, then the
-    indexer's, with `keys_apart` then its key's; both channels of a pair have the same. So a sequence's new token has
-    the row of its length."""
+    indexer's; both channels of a pair have the same. So a sequence's new token has the row of its length."""
     lengths: torch.Tensor
     """int32 [B], the number of tokens including the new one; at most the number of positions."""
     channels: int
     index_channels: int
     """0: the indexer is not rotated."""
-    keys_apart: bool = False
-    """The indexer's key has other angles than its queries, in 2 index_channels more columns."""
 
     @property
     def width(self) -> int:
-        return 2 * self.channels + 2 * (1 + self.keys_apart) * self.index_channels
+        return 2 * self.channels + 2 * self.index_channels
 
     def angles(self) -> Angles:
         """Angles of the new tokens."""
-        indexers = 2 * (1 + self.keys_apart) * (self.index_channels,) if self.index_channels else ()
+        indexers = 2 * (self.index_channels,) if self.index_channels else ()
         counts = (self.channels, self.channels, *indexers)
         return Angles(*self.values.index_select(0, self.lengths).split(counts, -1))
 
@@ -148,10 +142,7 @@ def enter_token(
     if angles.index_cos is not None and angles.index_sin is not None:
         cos, sin = angles.index_cos, angles.index_sin
         index_queries = _turned(index_queries, cos[:, None], sin[:, None])
-        key_angles = (cos, sin)
-        if angles.key_cos is not None and angles.key_sin is not None:
-            key_angles = (angles.key_cos, angles.key_sin)
-        index_key = _turned(index_key, *key_angles)
+        index_key = _turned(index_key, cos, sin)
     assert cache.index_keys is not None
     cache.index_keys.index_copy_(1, slot, index_key[:, None])
     return Entered(q, heads_gate, index_queries[:, None], index_weights[:, None])

@@ -38,11 +38,6 @@ def launch_entry(
         angles.sin,
         angles.index_cos,
         angles.index_sin,
-        *(
-            (angles.index_cos, angles.index_sin)
-            if angles.key_cos is None
-            else (angles.key_cos, angles.key_sin)
-        ),
         *norms,
         slot,
         q,
@@ -79,8 +74,6 @@ def _entry_kernel(
     sin_ptr,
     index_cos_ptr,
     index_sin_ptr,
-    key_cos_ptr,
-    key_sin_ptr,
     norm_q_ptr,
     norm_k_ptr,
     norm_index_q_ptr,
@@ -150,7 +143,7 @@ def _entry_kernel(
             START: tl.constexpr = H * D + (2 + GATED_VALUE) * HKV * D + GATE
             enter_index(
                 projected_ptr + START, norm_index_q_ptr, norm_index_k_ptr, index_cos_ptr, index_sin_ptr,
-                key_cos_ptr, key_sin_ptr, index_queries_ptr + batch * HI * DI,
+                index_queries_ptr + batch * HI * DI,
                 index_keys_ptr + batch * stride_ib + slot * stride_il, batch, eps,
                 HI, DI, BLOCK_H, BLOCK_D, INDEX_CHANNELS, CHAINED, "",
             )  # fmt: skip
@@ -191,8 +184,6 @@ def enter_index(
     norm_k_ptr,
     cos_ptr,
     sin_ptr,
-    key_cos_ptr,
-    key_sin_ptr,
     queries_ptr,
     key_ptr,
     batch,
@@ -215,11 +206,8 @@ def enter_index(
     dim_ok = dims < DI
     cos = tl.full([BLOCK_D], 1.0, tl.float32)
     sin = tl.zeros([BLOCK_D], tl.float32)
-    key_cos = cos
-    key_sin = sin
     if CHANNELS:
         cos, sin = _angles_of_index(cos_ptr, sin_ptr, batch * CHANNELS, dims, CHANNELS)
-        key_cos, key_sin = _angles_of_index(key_cos_ptr, key_sin_ptr, batch * CHANNELS, dims, CHANNELS)
     other = _partner(dims, CHANNELS)
     heads = tl.arange(0, BLOCK_H)
     if WAITS:
@@ -239,6 +227,6 @@ def enter_index(
         queries *= scales * tl.load(norm_q_ptr + dims, mask=dim_ok, other=0.0).to(tl.float32)[None, :]
         partners *= scales * tl.load(norm_q_ptr + other, mask=dim_ok, other=0.0).to(tl.float32)[None, :]
     queries = (queries * cos[None, :] + partners * sin[None, :]).to(queries_ptr.dtype.element_ty)
-    key = (key * key_cos + key_partner * key_sin).to(key_ptr.dtype.element_ty)
+    key = (key * cos + key_partner * sin).to(key_ptr.dtype.element_ty)
     tl.store(queries_ptr + places, queries, mask=mask)
     tl.store(key_ptr + dims, key, mask=dim_ok)

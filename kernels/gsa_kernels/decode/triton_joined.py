@@ -120,7 +120,6 @@ def launch_joined(
         BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 2)),
         CHANNELS=table.channels,
         INDEX_CHANNELS=table.index_channels,
-        KEY_ANGLES=2 * table.index_channels * table.keys_apart,
         VALUES_FROM=values_from,
         GATES_FROM=gates_from,
         INDEX_FROM=index_from,
@@ -166,7 +165,6 @@ def _pairs_of(
     DI: tl.constexpr,
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
-    KEY_ANGLES: tl.constexpr,
     VALUES_FROM: tl.constexpr,
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
@@ -212,7 +210,6 @@ def _pairs_of(
     first = start + pairs // half * (2 * half) + tl.where(turns, within, within + turning)
     second = first + tl.where(turns, turning, half - turning)
     cos_at = tl.where(is_index, 2 * CHANNELS, 0) + within
-    cos_at += tl.where(is_index & (pairs < half), KEY_ANGLES, 0)  # the key is the indexer's first unit
     return first, second, end, cos_at, cos_at + 2 * turning, turns & (first < end)
 
 
@@ -259,7 +256,6 @@ def _joined_kernel(
     BLOCK_D: tl.constexpr,
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
-    KEY_ANGLES: tl.constexpr,
     VALUES_FROM: tl.constexpr,
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
@@ -278,7 +274,7 @@ def _joined_kernel(
     TURNED: tl.constexpr = INDEX_CHANNELS if norm_index_q_ptr is None else 0  # norms come before the rotation
     # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
-        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED, KEY_ANGLES,
+        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
     )  # fmt: skip
     w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
@@ -289,7 +285,7 @@ def _joined_kernel(
     norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
     if SECOND:
         norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
-    table_ptr += tl.load(lengths_ptr).to(tl.int64) * (2 * CHANNELS + 2 * INDEX_CHANNELS + KEY_ANGLES)
+    table_ptr += tl.load(lengths_ptr).to(tl.int64) * (2 * CHANNELS + 2 * INDEX_CHANNELS)
     cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)
     slot = tl.load(slot_ptr).to(tl.int64)
@@ -320,7 +316,7 @@ def _joined_kernel(
     for tile in range(start, TILES, step):
         if LOOPS:  # load the next tile; nothing is read beyond the last one
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
-                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED, KEY_ANGLES,
+                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, TURNED,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
             )  # fmt: skip
             next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
@@ -379,7 +375,7 @@ def _joined_kernel(
                             sin_ptr = cos_ptr + INDEX_CHANNELS
                             enter_index(
                                 raw_index_ptr, norm_index_q_ptr, norm_index_k_ptr, cos_ptr, sin_ptr,
-                                cos_ptr + KEY_ANGLES, sin_ptr + KEY_ANGLES, index_queries_ptr, index_keys_ptr, 0,
+                                index_queries_ptr, index_keys_ptr, 0,
                                 index_eps, HI, DI, BLOCK_H, BLOCK_D, INDEX_CHANNELS, False, ".cg",
                             )  # fmt: skip
         if LOOPS:
