@@ -164,7 +164,7 @@ def sparse_attention_with_loss(
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
     """Return whether `sparse_attention_with_loss` supports these tensors with Triton.
 
-    The requirements are a packed mask, key_group_size 1, bf16, and Hopper or Triton's interpreter. The number of query
+    The requirements are a packed mask, bf16, and Hopper or Triton's interpreter. The number of query
     heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
     """
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton

@@ -136,7 +136,6 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
         phase.attention == "sparse"
         and phase.train == "all"
         and not gathers(config)
-        and config.gsa.key_group_size == 1
         and sizes.value == 2
         and sampled_row_share(config.gsa, queries_of_chunk) == 1
         and config.parallel.tensor == 1

@@ -117,8 +117,9 @@ class Selector:
         batch, num_rows, self.tile_rows = inputs.batch, inputs.num_rows, score_tiles(inputs).rows
         self.first_guessed = num_rows
         # A sample of single keys gives no threshold for the best scores of groups.
-        candidates = candidates_from is not None and geometry.key_group_size == 1
-        if candidates and candidate_room(rule.most_keys) <= MOST_CANDIDATES:
+        if geometry.key_group_size > 1:
+            candidates_from = None
+        if candidates_from is not None and candidate_room(rule.most_keys) <= MOST_CANDIDATES:
             below = max(inputs.rows_below(candidates_from), 0)
             self.first_guessed = min(ceil_div(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)
         self.row_chunk_bytes = row_chunk_bytes
