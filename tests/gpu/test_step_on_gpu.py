@@ -226,7 +226,9 @@ def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: 
         )  # The tolerance is an ulp of a norm's weight.
 
 
-@pytest.mark.parametrize("overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",), ("train.optimizer=muon", "train.qk_clip=12")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",), ("train.optimizer=muon", "train.qk_clip=12")]
+)
 def test_steps_repeat_bit_for_bit(trainer: Callable[..., Trainer], overrides: tuple[str, ...]) -> None:
     runs = [trainer(config_of("gsa_1.7b", *overrides)) for _ in range(2)]
     for step in range(3):
