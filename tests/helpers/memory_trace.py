@@ -191,6 +191,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
         for target, name, other in (
             (interpreter.InterpretedFunction, "run", lambda self, *args, **kwargs: None),
             (mcore_config, "uses_fused_ops", lambda config, device: config.train.fused_ops != "none"),
+            (mcore_config, "unsupported_by_device", lambda train, device: []),
             (build, "attention_implementation", _implementation),
             (build, "initialize_weights", lambda chunk, config, parallel: None),
             (
