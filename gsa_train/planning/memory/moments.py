@@ -47,6 +47,7 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
     if sizes.fp8:  # Gradient of the output and its transpose, transposed weight, and the weight's gradient in fp32.
         weight += (1 + 4) * sizes.ffn * sizes.hidden
         in_fp8 = {"W_2": 2 * sizes.tokens * sizes.hidden, "W_1": 2 * sizes.tokens * 2 * sizes.ffn}
+        in_fp8["W_1"] += sizes.gathered / sizes.value  # the gathered input
     else:
         in_fp8 = {"W_2": 0.0, "W_1": 0.0}
     part = stream if sizes.shards > 1 else 0.0
