@@ -1,5 +1,7 @@
-"""Compares FP8 linear layers of two tensor-parallel ranks with one rank's: `fp8_ranks.py OUT` on two ranks, which writes
-the largest relative difference of each result. The layers compute in fp32, so that only FP8 rounds visibly."""
+"""Compares FP8 linear layers of two tensor-parallel ranks with one rank's: `fp8_ranks.py OUT` on two ranks.
+
+OUT gets the largest relative difference of each result. The layers compute in fp32, so that only FP8 rounds visibly.
+"""
 
 import json
 import sys
@@ -52,7 +54,11 @@ def results(name: str, config: Any, group: dist.ProcessGroup) -> dict[str, torch
     mine = mine.clone().requires_grad_()
     output, _ = layer(mine)
     output.backward(mine_grad)
-    found = {"output": (output, output_dim), "input": (mine.grad, input_dim), "weight": (layer.weight.grad, dim)}
+    found = {
+        "output": (output, output_dim),
+        "input": (mine.grad, input_dim),
+        "weight": (layer.weight.grad, dim),
+    }
     return {key: joined(part.detach(), dim, group) for key, (part, dim) in found.items()}
 
 

@@ -1,4 +1,5 @@
-"""Compares the kernel that quantizes to FP8 with its definition, bit for bit; products: tests/gpu/test_fp8_on_gpu.py."""
+"""Compares the kernel that quantizes to FP8 with its definition, bit for bit. Products:
+tests/gpu/test_fp8_on_gpu.py."""
 
 import pytest
 import torch

@@ -91,7 +91,9 @@ class _Fp8Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.shape, ctx.layout, ctx.run = inputs.shape, layout, run
         amaxes = torch.stack([largest(inputs), largest(weight)])
-        if layout.group.size() > 1:  # The whole matrices' values. It does not change those of replicated inputs.
+        if (
+            layout.group.size() > 1
+        ):  # The whole matrices' values. It does not change those of replicated inputs.
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=layout.group)
         keeps_columns = ctx.needs_input_grad[1] and not layout.gathers_input
         x = run.quantize(inputs.flatten(0, -2), amaxes[0], E4M3, "both" if keeps_columns else "rows")

@@ -44,7 +44,9 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
     weight = sizes.value * sizes.ffn * sizes.hidden
     output = sizes.linear_input(sizes.ffn)
     kept_by_swiglu = (4 if config.train.fused_ops == "none" else 2) * ffn + output
-    if sizes.fp8:  # Gradient of the output and its transpose, transposed weight, and the weight's gradient in fp32.
+    if (
+        sizes.fp8
+    ):  # Gradient of the output and its transpose, transposed weight, and the weight's gradient in fp32.
         weight += (1 + 4) * sizes.ffn * sizes.hidden
         in_fp8 = {"W_2": 2 * sizes.tokens * sizes.hidden, "W_1": 2 * sizes.tokens * 2 * sizes.ffn}
         in_fp8["W_1"] += sizes.gathered / sizes.value  # the gathered input

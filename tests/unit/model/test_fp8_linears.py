@@ -57,7 +57,8 @@ def products(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> tuple[torc
     layout = Layout(group, shards_output=True, gathers_input=False, reduces_grad=False, accumulates=False)
     output = _Fp8Product.apply(x, w, layout, Operations())
     output.backward(grad)
-    assert x.grad is not None and w.grad is not None
+    assert x.grad is not None
+    assert w.grad is not None
     return output.detach(), x.grad, w.grad
 
 
@@ -124,7 +125,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
 
 
 def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeviceError, match="train.linear_layers = fp8: there is no CUDA device; set it to mega"):
+    with pytest.raises(
+        DeviceError, match=r"linear_layers = fp8: there is no CUDA device; set it to megatron"
+    ):
         tiny_model(fp8_config())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for capability, refused in (((8, 0), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)):
