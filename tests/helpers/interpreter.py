@@ -239,8 +239,10 @@ def _calculate_bf16() -> None:
         values, wanted = _in_fp32(source).data, to_type.scalar
         if wanted.name == "bf16":
             return _rounded(values.astype(np.float32))
-        if wanted in FP8:  # Triton's interpreter loses a carry into the exponent, and NaN.
-            rounded = torch.from_numpy(np.atleast_1d(values)).to(FP8[wanted]).view(torch.uint8)
+        if (
+            wanted in FP8
+        ):  # By way of fp16, as on a GPU. Triton's interpreter loses carries into the exponent, and NaN.
+            rounded = torch.from_numpy(np.atleast_1d(values)).half().to(FP8[wanted]).view(torch.uint8)
             return interpreter.TensorHandle(rounded.numpy().reshape(values.shape), wanted)
         return interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(wanted)), wanted)
 

@@ -13,7 +13,7 @@ ROWS, COLUMNS, WARPS = 128, 64, 4
 
 
 def fused_quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, layouts: str) -> Quantized:
-    """Implement `quantize` of fused/fp8/reference.py, bit for bit.
+    """Implement `quantize` of fused/fp8/reference.py with equal values. A zero may have the other sign.
 
     Args:
         x: [M, K], bf16 or fp32; copied if not contiguous
@@ -36,6 +36,8 @@ def fused_quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, layo
             count,
             width,
             LIMIT=torch.finfo(dtype).max,
+            LOWEST=torch.finfo(dtype).smallest_normal,
+            ANCHOR=1.5 * 2.0**23 * torch.finfo(dtype).eps,
             SMALLEST=SMALLEST,
             TO_ROWS=rows is not None,
             TO_COLUMNS=columns is not None,
@@ -72,6 +74,8 @@ def _quantize_kernel(
     count,
     width,
     LIMIT: tl.constexpr,
+    LOWEST: tl.constexpr,
+    ANCHOR: tl.constexpr,
     SMALLEST: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLUMNS: tl.constexpr,
@@ -89,6 +93,11 @@ def _quantize_kernel(
     values = tl.load(x + row * width + column, mask=exists, other=0.0).to(tl.float32)
     values *= tl.div_rn(tl.full([], LIMIT, tl.float32), magnitude)
     values = tl.where(values > LIMIT, LIMIT, tl.where(values < -LIMIT, -LIMIT, values))
+    # Triton casts by way of fp16, and rounds twice. Here a sum rounds to the format's grid, so that the cast is exact:
+    # the anchor's last bit is the value's last bit in FP8.
+    exponent = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    anchor = tl.maximum(exponent, LOWEST) * ANCHOR
+    values = (values + anchor) - anchor
     if TO_ROWS:
         tl.store(by_rows + row * width + column, values.to(by_rows.dtype.element_ty), mask=exists)
     if TO_COLUMNS:
