@@ -5,9 +5,9 @@ import pytest
 import torch
 from test_step_on_gpu import Trainer, config_of
 
-from gsa_kernels.fused.fp8.op import fused_quantize, scaled_product
-from gsa_kernels.fused.fp8.reference import E4M3, E5M2, largest, product
-from gsa_train.model.mcore.fp8_linears import Fp8ColumnLinear
+from gsa_kernels.fused.fp8 import reference
+from gsa_kernels.fused.fp8.reference import E4M3, E5M2, largest
+from gsa_train.model.mcore.fp8_linears import Fp8ColumnLinear, product, quantize
 from gsa_train.optimizer.mcore import close_optimizer
 
 FP8 = "train.linear_layers=fp8"
@@ -31,9 +31,9 @@ def test_products_match_their_definition(
     torch.manual_seed(0)
     m, k, n = shape
     a, b = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (m, n))
-    x, y = (fused_quantize(t, largest(t), f8, "rows") for t, f8 in ((a * 1e-6, left), (b, E4M3)))
-    found = scaled_product(x.rows, y.rows, x.unit, y.unit, dtype, fast)
-    expected = product(x.rows.double(), y.rows.double(), x.unit, y.unit, torch.float64)
+    x, y = (quantize(t, largest(t), f8, "rows") for t, f8 in ((a * 1e-6, left), (b, E4M3)))
+    found = product(x.rows, y.rows, x.unit, y.unit, dtype, fast)
+    expected = reference.product(x.rows, y.rows, x.unit, y.unit, torch.float64)
     assert found.dtype == dtype
     # bf16 rounds by at most 2^-9. The tensor cores keep about 14 bits of a sum.
     assert (found - expected).norm() < (3e-3 if dtype == torch.bfloat16 or fast else 1e-3) * expected.norm()

@@ -4,6 +4,7 @@ and tests/gpu/test_fp8_on_gpu.py; tensor parallelism: tests/distributed/test_fp8
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config, TrainConfig
 from gsa_train.distributed.parallel import DeviceError
 from gsa_train.model.mcore import config as mcore_config
-from gsa_train.model.mcore.fp8_linears import Fp8ColumnLinear, Fp8RowLinear, Layout, Operations, _Fp8Product
+from gsa_train.model.mcore.fp8_linears import Fp8ColumnLinear, Fp8RowLinear, _Fp8Product
 from gsa_train.model.mcore.linears import unsupported_by_device
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.checkpoints import write_checkpoint
@@ -54,8 +55,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def products(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     group = single_rank().groups.tp
-    layout = Layout(group, shards_output=True, gathers_input=False, reduces_grad=False, accumulates=False)
-    output = _Fp8Product.apply(x, w, layout, Operations())
+    layer = SimpleNamespace(tp_group=group, shards_output=True, gradient_accumulation_fusion=False)
+    output = _Fp8Product.apply(x, w, layer, False, False)
     output.backward(grad)
     assert x.grad is not None
     assert w.grad is not None

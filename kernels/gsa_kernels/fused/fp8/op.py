@@ -1,4 +1,4 @@
-"""Quantizes to FP8 in one kernel, which writes one or both layouts, and multiplies by cuBLAS."""
+"""Quantizes to FP8 in one kernel, which writes one or both layouts."""
 
 import torch
 import triton
@@ -46,22 +46,6 @@ def fused_quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, layo
             num_warps=WARPS,
         )
     return Quantized(rows, columns, unit)
-
-
-def scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_unit: torch.Tensor,
-    b_unit: torch.Tensor,
-    dtype: torch.dtype,
-    fast: bool = False,
-) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T * a_unit * b_unit on the tensor cores. K and N are multiples of 16.
-
-    Args:
-        fast: accumulate in the registers of the tensor cores, which keep fewer bits than fp32.
-    """
-    return torch._scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
 @triton.jit

@@ -42,12 +42,8 @@ def quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, layouts: s
 
 
 def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_unit: torch.Tensor,
-    b_unit: torch.Tensor,
-    dtype: torch.dtype,
-    fast: bool = False,
+    a: torch.Tensor, b: torch.Tensor, a_unit: torch.Tensor, b_unit: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T * a_unit * b_unit in fp32 and round it. `fast` changes nothing here."""
-    return ((a.float() @ b.float().t()) * (a_unit * b_unit)).to(dtype)
+    """Compute a [M, K] @ b [N, K]^T * a_unit * b_unit in fp32 (fp64 if `dtype` is) and round it."""
+    accumulator = torch.promote_types(torch.float32, dtype)
+    return ((a.to(accumulator) @ b.to(accumulator).t()) * (a_unit * b_unit)).to(dtype)
