@@ -17,57 +17,41 @@ from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore.fp8_linears import Fp8ColumnLinear, Fp8RowLinear
 from helpers.single_rank import CONFIG, with_sections
 
-TOKENS, WIDTHS = 32, {"column": (48, 64), "row": (64, 48)}
 CLASSES: dict[str, Any] = {"column": Fp8ColumnLinear, "row": Fp8RowLinear}
+WIDTHS = {"column": (48, 64), "row": (64, 48)}
 
 
-def whole(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return weight, input and gradient of the output. The second rank's shards have larger magnitudes."""
+def results(name: str, core: Any, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Run forward and backward pass on this rank's shards, and return the whole output and gradients. Ranks with larger
+    numbers have larger magnitudes."""
     columns, rows = WIDTHS[name]
     generator = torch.Generator().manual_seed(0)
-    shapes = ((rows, columns), (TOKENS, 1, columns), (TOKENS, 1, rows))
-    weight, inputs, grad = (torch.randn(shape, generator=generator) for shape in shapes)
-    return weight.cumsum(0).cumsum(1), inputs.cumsum(0) * torch.arange(1, columns + 1), grad.cumsum(2)
-
-
-def results(name: str, config: Any, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Run forward and backward pass on this rank's shards, and return the whole output and gradients."""
-    weight, inputs, grad = whole(name)
-    rank, size, dim = group.rank(), group.size(), 0 if name == "column" else 1
-    options = {"gather_output": False} if name == "column" else {"input_is_parallel": True}
-    layer = CLASSES[name](
-        *WIDTHS[name],
-        config=config,
-        init_method=lambda w: w,
-        bias=False,
-        skip_bias_add=True,
-        tp_group=group,
-        **options,
+    weight, inputs, grad = (
+        torch.randn(shape, generator=generator).cumsum(0).cumsum(-1)
+        for shape in ((rows, columns), (32, 1, columns), (32, 1, rows))
     )
-    layer.weight.data.copy_(weight.chunk(size, dim)[rank])
-    sequence = config.sequence_parallel and size > 1
-    input_dim, output_dim = (0 if sequence else None, 2) if name == "column" else (2, 0 if sequence else None)
-    mine, mine_grad = (
-        whole if dim is None else whole.chunk(size, dim)[rank].contiguous()
-        for whole, dim in ((inputs, input_dim), (grad, output_dim))
-    )
-    mine = mine.clone().requires_grad_()
+    tokens = 0 if core.sequence_parallel else None
+    dims = (0, tokens, 2) if name == "column" else (1, 2, tokens)  # of weight, input and output
+
+    def shard(whole: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return whole if dim is None else whole.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    def joined(part: torch.Tensor, dim: int | None) -> torch.Tensor:
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return part if dim is None else torch.cat(parts, dim)
+
+    of_kind = {"gather_output": False} if name == "column" else {"input_is_parallel": True}
+    options = {"config": core, "init_method": lambda w: w, "bias": False, "skip_bias_add": True, **of_kind}
+    layer = CLASSES[name](columns, rows, tp_group=group, **options)
+    layer.weight.data.copy_(shard(weight, dims[0]))
+    mine = shard(inputs, dims[1]).clone().requires_grad_()
     output, _ = layer(mine)
-    output.backward(mine_grad)
-    found = {
-        "output": (output, output_dim),
-        "input": (mine.grad, input_dim),
-        "weight": (layer.weight.grad, dim),
+    output.backward(shard(grad, dims[2]))
+    parts = zip((layer.weight.grad, mine.grad, output.detach()), dims, strict=True)
+    return {
+        key: joined(part, dim) for key, (part, dim) in zip(("weight", "input", "output"), parts, strict=True)
     }
-    return {key: joined(part.detach(), dim, group) for key, (part, dim) in found.items()}
-
-
-def joined(part: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    if dim is None:
-        return part
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim)
 
 
 def main(out: Path) -> None:
