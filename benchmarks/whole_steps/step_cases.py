@@ -51,7 +51,7 @@ SHAPES = {
     "7b": StepShape("7b", layers=32, depths=(1, 2), shallow=(1, 2), overrides=("parallel.tensor=1",)),
 }
 
-STANDARD, BASELINE = "standard", "baseline"
+STANDARD = "standard"
 MODELS: dict[str, tuple[str, ...]] = {
     STANDARD: ("gsa.dense_attention=cudnn",),
     "gsa": (),
@@ -78,8 +78,6 @@ MODELS |= {
 _GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in MODELS if not name.startswith("gsa_rope")}
 
-MODELS |= {"standard_fp8": (*MODELS[STANDARD], "train.linear_layers=fp8"), BASELINE: MODELS[STANDARD]}
-
 BY_DEFAULT = (STANDARD, "gsa", "gsa_rope")
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -98,7 +96,7 @@ class StepCase:
 
     @property
     def has_indexer(self) -> bool:
-        return self.model.startswith("gsa")
+        return not self.model.startswith(STANDARD)
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """

@@ -51,8 +51,7 @@ class TrainConfig:
     """With recompute=full, number of layers that are recomputed together."""
     linear_layers: str = "megatron"
     """What computes the matrix products of attention and feed-forward layers. `megatron`: megatron-core's layers in
-    the working precision. `fp8`: products in FP8 with one scale per matrix, on GPUs of compute capability 8.9 or more.
-    Weights, optimizer and checkpoints stay the same. Experts are excluded."""
+    the working precision."""
     objective: str = "cross_entropy"
     """Loss of a token in training. Validation always scores the cross-entropy."""
     optimizer: str = "adamw"
@@ -132,42 +131,6 @@ def check_qk_clip(config: Config) -> list[str]:
         wrong = f"gsa.dense_attention = {dense} does not return the log-sum-exp"
         reasons.append((wrong, "set that to auto"))
     return [problem_line("train.qk_clip", threshold, *reason) for reason in reasons]
-
-
-FP8_MULTIPLE = 16
-"""cuBLAS's products in FP8 need inner dimensions and widths that are multiples of this."""
-
-
-def check_fp8(config: Config) -> list[str]:
-    """Return what excludes linear layers in FP8, a line each."""
-    model, train, parallel = config.model, config.train, config.parallel
-    if train.linear_layers != "fp8" or min(parallel.tensor, parallel.context) < 1:
-        return []
-    reasons = []
-    if train.precision == "fp32":
-        reasons.append(("train.precision = fp32, and the other operations need bf16", "set that to auto"))
-    if config.moe.experts > 0:
-        reasons.append((f"moe.experts = {config.moe.experts} have no products in FP8", "set that to 0"))
-    heads, groups = model.num_heads // parallel.tensor, model.num_kv_heads // parallel.tensor
-    sizes = {
-        "model.hidden_size": model.hidden_size,
-        "model.num_heads x head_dim / parallel.tensor": heads * model.head_dim,
-        "model.(num_heads + 2 num_kv_heads) x head_dim / parallel.tensor": (heads + 2 * groups)
-        * model.head_dim,
-        "model.ffn_hidden_size / parallel.tensor": model.ffn_hidden_size // parallel.tensor,
-        "train.micro_batch_size x seq_len_tokens / parallel.context": train.micro_batch_size
-        * train.seq_len_tokens
-        // parallel.context,
-    }
-    for name, size in sizes.items():
-        if size % FP8_MULTIPLE:
-            lower = max(size // FP8_MULTIPLE, 1) * FP8_MULTIPLE
-            wrong = f"{name} = {size} is not a multiple of {FP8_MULTIPLE}"
-            reasons.append((wrong, f"make that {lower} or {(size // FP8_MULTIPLE + 1) * FP8_MULTIPLE}"))
-    return [
-        problem_line("train.linear_layers", "fp8", wrong, f"{remedy}, or train.linear_layers to megatron")
-        for wrong, remedy in reasons
-    ]
 
 
 def check_graphs(config: Config) -> list[str]:

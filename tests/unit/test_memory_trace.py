@@ -65,13 +65,6 @@ norms of Q and K, average | GSA 0/2 SPARSE | model.qk_norm=on PP_2 train.weight_
 groups of keys | GSA 0/1 SPARSE | ONE_MICRO_BATCH GROUPS
 groups of keys over lists | GSA 0/1 SPARSE | GROUPS LONG train.global_batch_size=1
 standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
-standard, FP8 | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.linear_layers=fp8
-FP8, recompute full | STANDARD 0/1 SPARSE | train.linear_layers=fp8 FEW_WORDS train.recompute=full
-FP8, small vocabulary | STANDARD 0/1 SPARSE | train.linear_layers=fp8 FEW_WORDS
-FP8, small vocabulary, tensor 4 | STANDARD 0/4 SPARSE | train.linear_layers=fp8 FEW_WORDS TP_4
-FP8 | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.linear_layers=fp8
-FP8, tensor 4 with sequence parallelism | GSA 0/4 SPARSE | ONE_MICRO_BATCH TP_4 train.linear_layers=fp8
-FP8, standard, tensor 4 with sequence parallelism | STANDARD 0/4 SPARSE | ONE_MICRO_BATCH TP_4 train.linear_layers=fp8
 operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
 operations one by one, z-loss | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none train.z_loss_coeff=1e-4
 experts | GSA 0/1 SPARSE | EXPERTS
