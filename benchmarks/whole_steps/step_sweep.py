@@ -18,9 +18,10 @@ from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_par
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
+from whole_steps.baseline import Baseline
 from whole_steps.planted_indexer import LIKENESS, Planted, alike, exported, plant
 from whole_steps.step_bench import OurTrainee, release_memory
-from whole_steps.step_cases import BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
+from whole_steps.step_cases import BASELINE, BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
 from whole_steps.step_timing import Subject, Turns, measure
 
 FILE = "bench_step_lengths"
@@ -202,7 +203,11 @@ class Sweep:
         config = case.config(self.arguments.overrides)
         others_bytes = torch.cuda.memory_allocated()
         # A rate of 0 keeps weights, and therefore selections, unchanged.
-        trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
+        trainee: OurTrainee | Baseline
+        if case.model == BASELINE:
+            trainee = Baseline(config, self.parallel, float8=False, lr=0.0)
+        else:
+            trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
         subject = Subject(case.model, trainee, others_bytes)
         subject.set_micro_batch(case.micro_batch)
         return subject
@@ -227,7 +232,6 @@ class Sweep:
             subject.step_seconds()  # compiles
         turns = Turns(self.arguments.seconds / 5, self.arguments.steps, self.arguments.seconds)
         row = measure(subject, reference, turns, not self.arguments.no_profile)
-        host = statistics.median(subject.host_seconds() for _ in range(3))
         in_turn = reference is not None or case.model == STANDARD
         parts = dict.fromkeys(COLUMNS, 0.0)
         for name, took in row.parts.items():
@@ -239,7 +243,7 @@ class Sweep:
             "tokens_per_second": row.tokens_per_second,
             "mfu": row.mfu,
             "flops_limit": self._flops_limit(case),
-            "host_ms": 1e3 * host,
+            "host_ms": row.host_ms,
             "peak_gib": row.peak_gib,
             "synchronizations": row.synchronizations,
             "launches": row.launches,
@@ -270,6 +274,7 @@ def selected(subject: Subject) -> Cells:
     """Describe the selections of a step by means over the layers; empty if attention is dense."""
     if subject.bench.phase.attention == "dense":
         return {}
+    assert isinstance(subject.bench, OurTrainee)
     stats = subject.bench.model.runtime.stats
     try:
         subject.bench.step(subject.batches, measures=True)

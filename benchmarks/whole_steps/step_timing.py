@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gsa_train.data.batches import MicroBatch
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from whole_steps.baseline import Baseline
 from whole_steps.step_bench import OurTrainee, random_batches
 
 PARTS = (
@@ -59,6 +60,8 @@ class Row:
     micro_batch: int
     sequences: int
     step_ms: float
+    host_ms: float
+    """The host's time to launch a step."""
     ratio: float
     """Relative to the first config's steps, taken in turns with these."""
     ratio_error: float
@@ -78,7 +81,7 @@ class Row:
 @dataclass
 class Subject:
     name: str
-    bench: OurTrainee
+    bench: OurTrainee | Baseline
     others_bytes: int
     """Memory on the device before the model."""
     batches: list[MicroBatch] = field(default_factory=list)
@@ -146,6 +149,7 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
         micro_batch=config.train.micro_batch_size,
         sequences=config.train.global_batch_size,
         step_ms=1e3 * seconds,
+        host_ms=1e3 * statistics.median(subject.host_seconds() for _ in range(3)),
         ratio=ratio,
         ratio_error=ratio_error,
         tokens_per_second=tokens / seconds,
@@ -159,7 +163,7 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
     return row
 
 
-def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
+def count_synchronizations(bench: OurTrainee | Baseline, batches: list[MicroBatch]) -> int:
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -174,7 +178,7 @@ def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
     return sum(places.values())
 
 
-def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
+def add_parts(row: Row, bench: OurTrainee | Baseline, batches: list[MicroBatch]) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         bench.step(batches)
         torch.cuda.synchronize()

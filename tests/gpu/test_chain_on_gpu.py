@@ -44,7 +44,7 @@ def hold(decoder: FusedDecoder) -> Callable[[], None]:
     """Copy the state that steps write: caches from the decoder's slot on, and the rest. Return what puts it back. The
     workspace is scratch memory except for its counters, which are 0 between calls."""
     filled = int(decoder.slot)
-    written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot, *decoder._group_keys.values()]
+    written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot]
     for buffers in decoder.buffers:
         written += [buffers.k[:, :, filled:], buffers.v[:, :, filled:]]
         if buffers.rows is not None:

@@ -159,7 +159,10 @@ def test_what_it_does_not_take() -> None:
         (replaced(given, "product", weight=torch.zeros(8, 32)), "product.weight has 8 rows"),
         (replaced(given, "product", bias=torch.zeros(8)), "product.bias"),
         (replaced(given, "product", index_norms=(torch.zeros(24), torch.zeros(8))), r"index_norms\[1\]"),
-        (replaced(given, "product", index_norms=(torch.zeros(24),) * 2), "part.arrivals is None"),
+        (
+            replaced(given, "product", index_norms=(torch.zeros(24, device=DEVICE),) * 2),
+            "part.arrivals is None",
+        ),
         (replaced(given, "sizes", index_dim=25), "head size is 25; pass an even"),
         (replaced(given, "table", channels=16), "table.values"),
         (replaced(given, "table", channels=40, index_channels=16), "table.channels is 40"),

@@ -199,7 +199,9 @@ def test_long_rows_are_selected_as_key_lists(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_other_sizes_are_refused() -> None:
-    indexer = Indexer(torch.zeros(BATCH, 48, 2, 16), torch.zeros(BATCH, 48, 16), torch.zeros(BATCH, 48, 2))
-    arguments = (indexer, BudgetRule(12, 3, 12), torch.tensor(0.0), Geometry(key_group_size=3))
+    shapes = ((BATCH, 48, 2, 16), (BATCH, 48, 16), (BATCH, 48, 2))
+    indexer = Indexer(*(torch.zeros(shape, device=DEVICE) for shape in shapes))
+    ema = torch.zeros((), device=DEVICE)
+    arguments = (indexer, BudgetRule(12, 3, 12), ema, Geometry(key_group_size=3))
     with pytest.raises(ValueError, match=r"key_group_size 3; pass one of .*implementation='reference'"):
         api.select(*arguments, implementation="triton")
