@@ -92,7 +92,6 @@ def check_packages(study: Study, only_report: bool) -> None:
     """
     needs = [("plotly", "the report", "pip install plotly")]
     if study.config.evaluations and not only_report:
-        needs.append(("matplotlib", "evaluations", "pip install matplotlib"))
         needs.append(("transformers", "evaluations", "in the checkout: pip install '.[hf]'"))
     missing = [
         f"the package {package} is not installed, and {who} cannot do without it; run {remedy}"

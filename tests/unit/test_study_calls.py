@@ -263,7 +263,7 @@ def test_the_pack_is_written_where_the_report_fails(call, study, tmp_path, monke
         packed.unlink()
 
 
-@pytest.mark.parametrize("package", ["plotly", "matplotlib", "transformers"])
+@pytest.mark.parametrize("package", ["plotly", "transformers"])
 def test_a_package_that_is_needed_at_the_end_is_asked_for_at_the_start(package, call, monkeypatch, capsys):
     monkeypatch.setattr(command, "is_installed", lambda name: name != package)
     assert call() == exit_codes.REFUSED

@@ -236,13 +236,15 @@ def test_what_is_missing_is_named(tokenizer: Tokenizer, material: Material, tmp_
         read_questions(tmp_path / "nowhere.json")
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys, caplog):
     config = evaluated_config()
     run = save_run(evaluated_model(config), config, tmp_path / "run")
     words = ["--run", str(run), "--name", "ruler", "--ruler", "400,300", "--ruler-samples", "1"]
     words += ["--ruler-tasks", "niah_single_1"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
-    assert command.main() == 0, capsys.readouterr().err
+    with caplog.at_level("WARNING"):
+        assert command.main() == 0, capsys.readouterr().err
+    assert f"400 tokens: more than the {config.train.seq_len_tokens} of a sequence in training" in caplog.text
     found = json.loads((run / "evaluations" / "ruler" / "results.json").read_text())["ruler"]
     assert [*found["scores"]] == ["300", "400"]
     assert len(found["without"]) == 12
