@@ -122,7 +122,8 @@ def _details(folder: Path, results: dict[str, Any]) -> str:
     has_table = table.is_file() and is_own(table, folder.parent)
     text = table.read_text(encoding="utf-8", errors="replace") if has_table else ""
     command = _text(results.get("command", ""))
-    return f"<details><summary>{_text(folder.name)}</summary><p><code>{command}</code></p><pre>{_text(text)}</pre></details>"
+    title = f"<summary>{_text(folder.name)}</summary>"
+    return f"<details>{title}<p><code>{command}</code></p><pre>{_text(text)}</pre></details>"
 
 
 def _pictures(folder: Path) -> str:
