@@ -1,4 +1,4 @@
-"""Gives a model with random weights selections like a trained model's, by replacing its indexers' projections.
+"""Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
 With random weights, neighbouring queries select different keys. The time of attention over key lists grows with the
 union ratio r (the keys that any of 32 neighbouring queries selects, divided by the keys of one query). Planted

@@ -161,7 +161,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
     """
     Raises:
-        ValueError: the checkpoint's tensors are not exactly this model's.
+        ValueError: the checkpoint's tensors are not exactly the tensors of this model.
     """
     expected = {pair.ours: pair.shape for pair in found}
     stored = {name: kind.shape for name, kind in source.kinds.items()}
@@ -207,7 +207,7 @@ def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer
     The tokenizer knows the tokens at which the model stops.
 
     Raises:
-        ValueError: the tokenizer is missing, or differs from the run's.
+        ValueError: the tokenizer is missing, or differs from the run's tokenizer.
     """
     tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
     if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:

@@ -118,7 +118,7 @@ class AttentionOverChunks:
     ) -> list[Selection]:
         """Select k_t and S_t of each chunk.
 
-        Call it outside recomputation: a second selection could differ from the forward pass's.
+        Call it outside recomputation: a second selection could differ from the selection of the forward pass.
 
         Args:
             indexed: queries of this rank's tokens, keys of all tokens of the sequence.
@@ -311,8 +311,8 @@ class AttentionOverChunks:
         return kl * tp.size(), total
 
     def local_document_starts(self, length: int, document_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where the document of each of this rank's `length` tokens begins, int64 [B, L], by the places that
-        tokens have on this rank; None without `gsa.indexer_pool` or with one document."""
+        """Return where the document of each of this rank's `length` tokens begins, int64 [B, L], as an index
+        into the tokens of this rank; None without `gsa.indexer_pool` or with one document."""
         if self.gsa.indexer_pool == 1 or document_ids is None:
             return None
 

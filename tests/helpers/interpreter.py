@@ -217,8 +217,8 @@ def _leave_shapes_to_numpy() -> None:
 
 
 def _multiply_in_fp64() -> None:
-    """Compute matrix products to fp32 in fp64, so that the order of the sums hardly ever shows. numpy chooses this
-    order by shapes and processor."""
+    """Compute matrix products in fp64 and round them to fp32, so that the order of the sums rarely changes a result.
+    numpy chooses this order by shapes and processor."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         assert d.dtype.scalar == core.float32, d.dtype

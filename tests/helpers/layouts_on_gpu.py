@@ -9,9 +9,10 @@ and in four parts, each rounded to bf16 before the sum, as in tensor parallelism
 loss, KL and gradient norm are within FACTOR times the largest of these deviations. The largest deviation is taken over
 the steps so far, or over the first three steps of any phase, because few runs of one step may agree by chance.
 
-The one-rank runs are divided among the ranks, each alone in its world. All ranks then join and run layout after layout.
-The remaining ranks of a layout are data parallel. `--tiny` runs on CPUs over gloo. `make` sets
-CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism (gsa_train/distributed/cuda_connections.py).
+First each rank trains some of the one-rank runs, in a process group of its own. Then all ranks join one process group
+and run layout after layout. Ranks that a layout does not need for other dimensions are data parallel. `--tiny` runs on
+CPUs over gloo. `make` sets CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism
+(gsa_train/distributed/cuda_connections.py).
 """
 
 import argparse
