@@ -226,7 +226,8 @@ class Sweep:
         return cells | {f"{name} ms": took for name, took in parts.items()}
 
     def _flops_limit(self, case: StepCase) -> float:
-        """Divide the matrix products of the standard model's step by the products of this step: the speed-up at equal MFU."""
+        """Divide the matrix products of the standard model's step by the products of this step: the speed-up at equal
+        MFU."""
         standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
         for each in (standard, case):

@@ -112,8 +112,8 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a pointer past the first ROWS rows of a weight, which belong to the gate. The offset is int64, because a large
-    constant offset would become negative as int32."""
+    """Return a pointer past the first ROWS rows of a weight, which belong to the gate. The offset is int64, because a
+    large constant offset would become negative as int32."""
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505
