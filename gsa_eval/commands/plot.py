@@ -56,3 +56,7 @@ def find_problem(run_dir: Path) -> str | None:
     return (
         None if records else f"{metrics}: nothing has been logged yet; draw it once it has trained some steps"
     )
+
+
+if __name__ == "__main__":  # the end of a run draws its report in a process of its own
+    sys.exit(main())
