@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,15 +207,6 @@ def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
     tokenizer, template = str(ROOT / "data/sample/tokenizer.model"), str(chats / "chat_template.jinja")
     with pytest.raises(TokenizerError, match=r"data\.chat_template: chat template .* does not have as"):
         load_tokenizer(config_of(chats, tokenizer=tokenizer, chat_template=template))
-
-
-def test_the_bundled_conversations_match_their_script(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
-    script = runpy.run_path(str(ROOT / "data" / "sample_conversations.py"))
-    assert script["main"]() == 0
-    for split in ("train", "validation"):
-        name = f"{split}/conversations.jsonl"
-        assert (tmp_path / name).read_bytes() == (ROOT / "data" / "sample_chat" / name).read_bytes()
 
 
 def test_shipped_configs_match_their_pretraining_and_cut_no_conversation(monkeypatch):
