@@ -28,9 +28,9 @@ Built = TypeVar("Built")
 
 
 MOST_YAML_BYTES = 1 << 22
-"""PyYAML takes a minute for them."""
+"""PyYAML takes a minute to read such a file."""
 MOST_DIGITS = 18
-"""Of an integer: torch's seeds and sizes have 64 bits."""
+"""Limit for integers, because torch's seeds and sizes have 64 bits."""
 
 
 class ConfigError(ValueError):

@@ -105,7 +105,7 @@ def numbers_of(
 
 
 def shown(output: str) -> str:
-    """Return the first error and the end of a run's output: ranks that fail after the first print far more."""
+    """Return the first error and the end of a run's output, without the long output between them."""
     end = max(0, len(output) - SHOWN)
     error = ERROR.search(output)
     first = end if error is None else min(error.start(), end)

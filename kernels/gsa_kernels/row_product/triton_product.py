@@ -54,8 +54,8 @@ def multiply(
     launch: Launch,
     chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `row_product`, which has checked them, and a tiling. `added` is bias and
-    residual. `chained`: start before the previous kernel ends."""
+    """Launch the kernel with a tiling and the arguments that `row_product` has checked. `added` is bias and residual. A
+    `chained` kernel starts before the previous kernel ends."""
     batch, columns = x.shape
     rows = out.shape[1]
     tiling, awaited, advances = launch

@@ -107,7 +107,7 @@ class GroupRows:
         )
 
     def geometry(self, geometry: Geometry) -> Geometry:
-        """Of the rows, in groups. Rows whose document begins in their own group have no group."""
+        """Return the geometry of the rows and groups. Rows whose document begins in their own group have no group."""
         starts = geometry.document_starts
         if starts is None:
             return Geometry(query_start=self.start)
