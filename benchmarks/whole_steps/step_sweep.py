@@ -307,7 +307,7 @@ def add_whole_models(report: harness.Report) -> None:
 
 
 def without_variant(model: str) -> str:
-    """Return the name in AIMED, without the budget and the graphs, which a model may use to meet its aim."""
+    """Return the model's name in AIMED, without the endings for a budget (`_k1024`) and for CUDA graphs."""
     return re.sub(r"(_k\d+)?(_graphs)?$", "", model)
 
 

@@ -30,8 +30,8 @@ class _Place:
     """Tensor-parallel rank that has the position under sequence parallelism."""
 
     def take(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep only that position of the hidden states [L / ranks, 1, d], as a pre-hook of the output layer. No other
-        logits are computed."""
+        """Keep only the needed position of the hidden states [L / ranks, 1, d], so that the output layer computes no
+        other logits. The method is a pre-hook of the output layer."""
         hidden, *others = inputs
         self.shard, row = divmod(self.local or 0, len(hidden))
         return (hidden[row : row + 1], *others)

@@ -248,7 +248,7 @@ def _rate(i: int, channels: int, o: LayerOptions) -> float:
     """Return the angle of the i-th pair per position.
 
     YaRN finds the pairs that turn beta_fast and beta_slow times in the original length, and rounds both outwards.
-    Between these pairs, the rate falls from its own value to a factor-th of it.
+    Between these pairs, the rate falls from its original value to this value divided by the factor.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:
