@@ -1,4 +1,4 @@
-"""Time the masked attention kernels beside torch's, on one CUDA device, with a verdict on their results.
+"""Time the masked attention kernels next to torch's attention, on one CUDA device, with a verdict on their results.
 
     python benchmarks/bench_attention.py [--lengths 4096 8192] [--shapes 1.7B 7B heads-256 heads-128]
                                          [--selection FILE ...]

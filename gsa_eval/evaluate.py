@@ -20,7 +20,7 @@ from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_eva
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
-from gsa_eval.ruler import TASKS, Material, Sample, read_questions
+from gsa_eval.ruler import TASKS, Material, Sample
 from gsa_eval.ruler_score import (
     RulerOptions,
     gold_table,
@@ -220,11 +220,8 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
         haystack = next(iter(evaluated.config.data.validation_folders.values()))
         how = _reading(arguments, evaluated.config)
     essay = words_of(haystack, tokenizer, max(arguments.ruler), *how) if haystack else []
-    questions = {f"qa_{number}": read_questions(path) for number, path in enumerate(arguments.qa, 1)}
-    without = {"essay"} if not essay else set()
-    without |= {"qa_1", "qa_2"} - questions.keys()
     tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
-    tasks = tasks or [name for name, task in TASKS.items() if task.needs not in without]
+    tasks = tasks or [name for name, task in TASKS.items() if essay or not task.needs_essay]
 
     def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
         tokens = [sample.tokens for sample in asked]
@@ -232,9 +229,7 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
             return continue_prompts(model, tokenizer, tokens, new_tokens)
         return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
 
-    options = RulerOptions(
-        arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay, questions)
-    )
+    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
     generator: Generator | None = None
     begin = time.perf_counter()
     if arguments.ruler_gold:

@@ -122,7 +122,7 @@ def load_evaluated_model(
                     "tokens_trained": state.tokens,
                 },
                 state.wandb_run_id,
-                companions_of(checkpoint, config, state).template,
+                companions_of(checkpoint).template,
             )
 
         evaluated = read_source(source.run, source.step, source.checkpoint, read)

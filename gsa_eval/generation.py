@@ -45,8 +45,8 @@ def continue_prompts(
     """Returns the text of each continuation up to a token of `tokenizer.stop_ids`, or up to the first of `stops`,
     excluded.
 
-    A stop may name a special token. The text has no special tokens. No token outside the tokenizer's, as in a padded
-    vocabulary, is generated.
+    A stop may name a special token. The text has no special tokens. Ids beyond the tokenizer's last token, which a
+    padded vocabulary has, are never generated.
 
     Args:
         prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.

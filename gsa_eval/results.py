@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from gsa_eval.convert.export_hf import new_folder
-from gsa_eval.plots import write_plots
 from gsa_train import __version__
 from gsa_train.metrics.record_format import to_strict
 from gsa_train.run_folder.starts import source_commit
@@ -45,7 +44,7 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str =
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """Write results.json, table.md and pictures. Return the table. If the process is killed before the end, no folder
+    """Write results.json and table.md. Return the table. If the process is killed before the end, no folder
     of this name exists. Numbers that are not finite are written as in metrics.jsonl."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
@@ -54,7 +53,6 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
         content = json.dumps(to_strict(numbers), indent=2, ensure_ascii=False, allow_nan=False, default=str)
         (unfinished / "results.json").write_text(content + "\n", encoding="utf-8")
         (unfinished / "table.md").write_text(text, encoding="utf-8")
-        write_plots(numbers, unfinished)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Make prompts for RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
+"""Make prompts for 11 of RULER's 13 tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
 A task makes a prompt with `size` units of filling text. `fill` finds the largest size that fits a prompt length.
 """
@@ -11,13 +11,9 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_data.whole_files import parse_json
 from gsa_eval.ruler_words import NOISE, TooFewWords, distinct, letters, list_words
-from gsa_train.files import read_named
 
 SENTENCE_ENDS = (".", "!", "?")
 
@@ -39,15 +35,6 @@ class Material:
 
     essay: list[str] = field(default_factory=list)
     """Words of the text that hides needles."""
-    questions: dict[str, list[Question]] = field(default_factory=dict)
-    """Questions of qa_1 and qa_2."""
-
-
-@dataclass(frozen=True)
-class Question:
-    context: str
-    question: str
-    answers: list[str]
 
 
 @dataclass(frozen=True)
@@ -66,10 +53,7 @@ class Task:
     make: Make
     new_tokens: int
     """Tokens of an answer."""
-    needs: str = ""
-    """Field of `Material` that the task needs."""
-    any_answer: bool = False
-    """Whether one of the answers is enough. Otherwise the score is the share of answers that are named."""
+    needs_essay: bool = False
 
 
 def niah(
@@ -230,41 +214,18 @@ def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     return Sample(prompt, codes[:3])
 
 
-def questions(name: str) -> Make:
-    """Make a question about one of many documents."""
-
-    def make(rng: random.Random, size: int, setting: Setting) -> Sample:
-        found = setting.material.questions[name]
-        asked = rng.choice(found)
-        contexts = sorted({each.context for each in found} - {asked.context})
-        place = rng.random()
-        rng.shuffle(contexts)
-        documents = [contexts[number % len(contexts)] for number in range(size)] if contexts else []
-        documents.insert(math.floor(place * (len(documents) + 1)), asked.context)
-        text = "\n\n".join(f"Document {place}:\n{each}" for place, each in enumerate(documents, 1))
-        prompt = (
-            "Answer the question from the documents below, in as few words as you can.\n\n"
-            f"{text}\n\nQuestion: {asked.question}\nAnswer:"
-        )
-        return Sample(prompt, asked.answers)
-
-    return make
-
-
 TASKS: dict[str, Task] = {
     "niah_single_1": Task(niah("noise", "words", "numbers"), 128),
-    "niah_single_2": Task(niah("essay", "words", "numbers"), 128, "essay"),
-    "niah_single_3": Task(niah("essay", "words", "uuids"), 128, "essay"),
-    "niah_multikey_1": Task(niah("essay", "words", "numbers", num_keys=4), 128, "essay"),
+    "niah_single_2": Task(niah("essay", "words", "numbers"), 128, needs_essay=True),
+    "niah_single_3": Task(niah("essay", "words", "uuids"), 128, needs_essay=True),
+    "niah_multikey_1": Task(niah("essay", "words", "numbers", num_keys=4), 128, needs_essay=True),
     "niah_multikey_2": Task(niah("needles", "words", "numbers"), 128),
     "niah_multikey_3": Task(niah("needles", "uuids", "uuids"), 128),
-    "niah_multivalue": Task(niah("essay", "words", "numbers", num_values=4), 128, "essay"),
-    "niah_multiquery": Task(niah("essay", "words", "numbers", num_queries=4), 128, "essay"),
+    "niah_multivalue": Task(niah("essay", "words", "numbers", num_values=4), 128, needs_essay=True),
+    "niah_multiquery": Task(niah("essay", "words", "numbers", num_queries=4), 128, needs_essay=True),
     "vt": Task(variable_tracking, 30),
     "cwe": Task(common_words, 120),
     "fwe": Task(frequent_words, 50),
-    "qa_1": Task(questions("qa_1"), 32, "qa_1", any_answer=True),
-    "qa_2": Task(questions("qa_2"), 32, "qa_2", any_answer=True),
 }
 """RULER's settings: kinds, numbers of needles, frequencies, tokens of answers."""
 
@@ -339,28 +300,3 @@ def fill(
     if high in without_words:  # all words fit
         raise without_words[high]
     return low, made[low]
-
-
-def read_questions(path: Path) -> list[Question]:
-    """Read a file in SQuAD's format. Questions without an answer are skipped.
-
-    Raises:
-        ValueError: it is not such a file.
-    """
-    text = read_named("--qa", path)
-    try:
-        content: Any = parse_json(text)
-        found = [
-            Question(part["context"], each["question"], [answer["text"] for answer in each["answers"]])
-            for entry in content["data"]
-            for part in entry["paragraphs"]
-            for each in part["qas"]
-            if each["answers"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: not in SQuAD's format ({error!r}); give a file such as dev-v2.0.json"
-        ) from None
-    if not found:
-        raise ValueError(f"{path}: no question with an answer in it; give a file such as dev-v2.0.json")
-    return found

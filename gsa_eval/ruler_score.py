@@ -40,11 +40,9 @@ class RulerOptions:
     material: Material = field(default_factory=Material)
 
 
-def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> float:
-    """Returns the share of expected strings in the answer, ignoring case. With `any_answer` one string in it gives
-    1."""
-    found = [each.lower() in answer.lower() for each in expected]
-    return float(any(found)) if any_answer else sum(found) / len(found)
+def answer_score(answer: str, expected: Sequence[str]) -> float:
+    """Returns the share of expected strings in the answer, ignoring case."""
+    return sum(each.lower() in answer.lower() for each in expected) / len(expected)
 
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
@@ -59,12 +57,8 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     errors: dict[str, dict[str, float]] = {}
     needles: list[dict[str, Any]] = []
     for length, name, asked in _asked(tokenizer, options):
-        task = TASKS[name]
-        answers = generate(asked, task.new_tokens)
-        got = [
-            answer_score(answer, sample.answers, task.any_answer)
-            for answer, sample in zip(answers, asked, strict=True)
-        ]
+        answers = generate(asked, TASKS[name].new_tokens)
+        got = [answer_score(answer, sample.answers) for answer, sample in zip(answers, asked, strict=True)]
         needles += [
             {"tokens": length, "task": name, "depth": round(sample.depth, 4), "score": 100 * value}
             for sample, value in zip(asked, got, strict=True)
@@ -104,10 +98,7 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
     """
     bits: dict[str, dict[str, float]] = {}
     for length, name, asked in _asked(tokenizer, options):
-        texts = [
-            f" {sample.answers[0] if TASKS[name].any_answer else ', '.join(sample.answers)}"
-            for sample in asked
-        ]
+        texts = [f" {', '.join(sample.answers)}" for sample in asked]
         nats = score([(each.prompt, text) for each, text in zip(asked, texts, strict=True)], length)
         of_each = [each / math.log(2) / len(text.encode()) for each, text in zip(nats, texts, strict=True)]
         mean = bits.setdefault(str(length), {})[name] = sum(of_each) / len(of_each)
@@ -177,14 +168,5 @@ def _check(options: RulerOptions) -> None:
     for name in options.tasks:
         if name not in TASKS:
             raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
-        _check_material(name, options.material)
-
-
-def _check_material(name: str, material: Material) -> None:
-    needs = TASKS[name].needs
-    if needs == "essay" and not material.essay:
-        raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
-    if needs.startswith("qa_") and needs not in material.questions:
-        raise ValueError(
-            f"RULER's {name} needs questions; give --qa FILE in SQuAD's format, or leave the task out"
-        )
+        if TASKS[name].needs_essay and not options.material.essay:
+            raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")

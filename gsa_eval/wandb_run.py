@@ -31,7 +31,7 @@ def log_to_wandb(
     The training run stays closed. The new run has its project, owner, group and tags, and its W&B id in the config.
 
     Args:
-        folder: folder of the results, whose tables and pictures are uploaded; also for W&B's files.
+        folder: folder of the results; also for W&B's files.
         choice: like `logging.wandb`, which it overrides unless empty.
 
     Raises:
@@ -73,11 +73,10 @@ def log_to_wandb(
         run = wandb_outage.begin(init, mode, has_begun=True, run_dir=folder)
         scores: dict[str, Any] = {f"eval/{name}": value for name, value in scores_of(results).items()}
         place = {"step": results["model"].get("step"), "tokens": results["model"].get("tokens_trained")}
-        pictures = {f"eval/{path.stem}": wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
         rows: list[list[Any]] = [[name, value] for name, value in scores_of(results).items()]
         table = wandb.Table(columns=["score", "value"], data=rows)
         known = {key: value for key, value in place.items() if value is not None}
-        run.log({**scores, **known, **pictures, "eval/scores": table})
+        run.log({**scores, **known, "eval/scores": table})
     except (wandb.Error, OSError) as error:
         logger.warning("W&B lacks this evaluation: %s; its results are in %s", error, folder)
         return None

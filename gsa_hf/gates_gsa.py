@@ -50,7 +50,7 @@ def has_paper_form(config: Any) -> bool:
 
 
 def other_gates(config: Any) -> str | None:
-    """Return `field is value` for the first field that differs from the paper's gates, or None if no field differs."""
+    """Describe the first field that differs from the paper's gates as "field is value". Return None if none differs."""
     for name, value in {**FORM, **BESIDE}.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"

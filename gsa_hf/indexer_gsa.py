@@ -25,7 +25,8 @@ class IndexedTokens(NamedTuple):
 
 
 class GSAIndexer(nn.Module):
-    """Computes the score I[t, s] of key s for query t. A token has HI queries q[t, j], HI weights w[t, j], a key k[s].
+    """Computes the score I[t, s] of key s for query t. A token has HI queries q[t, j] and weights w[t, j], and a
+    key k[s].
 
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
@@ -180,7 +181,7 @@ def select_keys(
 ) -> torch.Tensor:
     """Return the selection S_t, bool [B, L, Lk]: the k_t causal keys of the highest scores, and the local window.
 
-    Of keys with equal scores the earlier one is selected.
+    If scores are equal, the earlier key is selected.
 
     Args:
         config: the fields of indexer and selection

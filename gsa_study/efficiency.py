@@ -18,7 +18,6 @@ from gsa_study.efficiency_cases import (
     Case,
     generation,
     measured_steps,
-    random_inputs,
     scaled_steps,
     selections,
     steps,
@@ -110,7 +109,7 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
             "One layer's attention",
             ("shape", "tokens", "selection", "r"),
             of_layer,
-            [*random_inputs(benches, shapes), *selections(benches, shapes)],
+            [*selections(benches, shapes)],
         ),
         Table(
             "A training step of the whole model",

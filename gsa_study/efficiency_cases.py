@@ -15,7 +15,7 @@ DENSE = "torch cuDNN"
 PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
 """arXiv 2601.15305: GSA relative to the standard model, at 128K tokens except for the training step."""
 STEPS = "bench_step_lengths"
-BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
+BENCHES = ("bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,6 @@ def _over(value: float | None, other: float | None) -> float | None:
 
 def _digits(r: float | None) -> str:
     return "–" if r is None else f"{r:.2g}"
-
-
-def random_inputs(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
-    bench, kind = "bench_gsa", "random inputs"
-    for row in _rows(benches, bench):
-        if row.get("mode") == "graph" and row["batch"] == 1:
-            shape, length = row["shape"], row["length"]
-            values = {
-                "forward": row["forward_ms"] / row["dense_forward_ms"],
-                "theory": forward_ratio(shapes.get(shape), length),
-                "forward_backward": row["both_without_kl_ms"] / row["dense_both_ms"],
-                "with_indexer_loss": row["both_ms"] / row["dense_both_ms"],
-            }
-            yield Case(_name("layer", shape, length, kind), (shape, length, kind, "–"), values, bench)
 
 
 def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:

@@ -25,7 +25,7 @@ OF_RUN = (
 
 
 def pack_study(study: Study, failures: Collection[str], out: Path) -> int:
-    """Write a .tar.gz whose top folder is the study's. Returns the number of its runs. Only runs with all jobs
+    """Write a .tar.gz with the study's folder on top. Returns the number of packed runs. Only runs with all jobs
     finished or failed are packed. Other runs would need their large checkpoints, so they start again from the
     beginning."""
     runs = packed_runs(study, failures)

@@ -96,7 +96,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     """Load a study from a YAML file.
 
     Args:
-        overrides: `section.field=value` of all arms. They override the file's `set`, but not an arm's.
+        overrides: `section.field=value` of all arms. They override the file's `set`, but not the `set` of an arm.
         need_data: also check that the text of each run exists.
 
     Raises:

@@ -79,7 +79,7 @@ kernels/test_indexer_loss.py unit/data/test_data_oracle.py unit/test_damage_walk
 unit/model/test_layer_oracle.py resume/test_stops.py unit/model/test_fused_loss_in_steps.py
 unit/evaluation/test_beside_a_run.py unit/test_optim.py kernels/test_fused_indexer_loss.py
 unit/model/test_future_leak.py kernels/test_layer.py kernels/test_triton_gathered_attention.py
-unit/evaluation/test_ruler.py unit/evaluation/test_needle.py unit/hf/test_hf_generate.py
+unit/evaluation/test_ruler.py unit/hf/test_hf_generate.py
 unit/test_stopping.py kernels/test_triton_candidates.py unit/hf/test_hf_training.py resume/test_watching.py
 kernels/test_triton_attention.py unit/evaluation/test_perplexity.py
 unit/data/test_data_faults.py unit/evaluation/test_results.py

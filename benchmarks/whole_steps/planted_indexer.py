@@ -1,4 +1,4 @@
-"""Gives a model with random weights selections like a trained model's, by replacing its indexers' projections.
+"""Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
 With random weights, neighbouring queries select different keys. The time of attention over key lists grows with the
 union ratio r (the keys that any of 32 neighbouring queries selects, divided by the keys of one query). Planted
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ class Planted:
     """[1, L, ...]"""
     score_bias: torch.Tensor | None
     weight_bias: torch.Tensor | None
-    variance_ema: torch.Tensor | None
-    """None: the variance of its own scores, from the first step on."""
 
 
 def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
@@ -59,53 +56,18 @@ def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
     # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     queries, keys, weights = of_queries(heads, dim), 1.5 * normal(1, length, dim), of_queries(heads)
     projections = IndexerProjections(queries, keys.to(weight.dtype), weights)
-    return Planted(projections, normal(heads), normal(heads), None)
+    return Planted(projections, normal(heads), normal(heads))
 
 
-def exported(path: Path, device: torch.device) -> tuple[int, list[Planted]]:
-    """Return the length and the layers, in order, from a file of launch/export_indexer.py."""
-    content = torch.load(path, map_location=device, weights_only=True)
-    layers = [
-        Planted(
-            IndexerProjections(x["queries"], x["keys"], x["weight_logits"]),
-            x["score_bias"],
-            x["weight_bias"],
-            x["variance_ema"].float(),
-        )
-        for _, x in sorted(content["layers"].items())
-    ]
-    return int(content["seq_len_tokens"]), layers
-
-
-def plant(model: Model, layers: Sequence[Planted], batch: int, length: int) -> None:
-    """Plant projections in the model's indexers, layer by layer, cyclically; call this before the optimizer is built.
+def plant(model: Model, layers: Sequence[Planted], batch: int) -> None:
+    """Plant projections in the model's indexers, layer by layer; call this before the optimizer is built.
 
     Args:
-        layers: have at least `length` tokens; the first `length` are used
         batch: sequences of a micro-batch, which are all equal
-
-    Raises:
-        ValueError: the projections do not fit the model's indexer.
     """
-    number = 0
-    for attention in model.attentions:
-        if attention.indexer is None or attention.variance is None:
-            continue
-        planted, indexer = layers[number % len(layers)], attention.indexer
-        number += 1
-        wanted = (indexer.gsa.indexer_heads, indexer.gsa.indexer_dim)
-        found = planted.projections.queries
-        if tuple(found.shape[2:]) != wanted or found.shape[1] < length:
-            raise ValueError(
-                f"planted queries are {tuple(found.shape)}; pass [1, {length} or more, {wanted[0]}, {wanted[1]}]"
-            )
-        dtype = indexer.key_weight.dtype
-        given = IndexerProjections(
-            *(
-                x[:, :length].to(dtype).expand(batch, *x[:, :length].shape[1:]).contiguous()
-                for x in planted.projections
-            )
-        )
+    indexers = [each.indexer for each in model.attentions if each.indexer is not None]
+    for indexer, planted in zip(indexers, layers, strict=True):
+        given = (x.expand(batch, *x.shape[1:]).contiguous() for x in planted.projections)
         with torch.no_grad():
             for bias, value in (
                 (indexer.score_bias, planted.score_bias),
@@ -113,9 +75,7 @@ def plant(model: Model, layers: Sequence[Planted], batch: int, length: int) -> N
             ):
                 if bias is not None and value is not None:
                     bias.copy_(value)
-            if planted.variance_ema is not None:
-                attention.variance.ema.copy_(planted.variance_ema)
-        indexer.register_forward_hook(_Instead(given))
+        indexer.register_forward_hook(_Instead(IndexerProjections(*given)))
 
 
 class _Instead:

@@ -73,7 +73,7 @@ class OurTrainee:
         """
         Args:
             prepare: called with the model before its optimizer is built.
-            lr: learning rate of all steps; None: the phase's.
+            lr: learning rate of all steps; None: the phase's rate.
         """
         self.config, self.parallel = config, parallel
         self.lr = phase.lr if lr is None else lr

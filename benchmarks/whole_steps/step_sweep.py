@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -19,7 +18,7 @@ from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from whole_steps.baseline import Baseline
-from whole_steps.planted_indexer import LIKENESS, Planted, alike, exported, plant
+from whole_steps.planted_indexer import LIKENESS, alike, plant
 from whole_steps.step_bench import OurTrainee, release_memory
 from whole_steps.step_cases import BASELINE, BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
 from whole_steps.step_timing import Subject, Turns, measure
@@ -83,21 +82,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="alike",
         help="selections like a trained model's, or selections of random weights",
     )
-    group.add_argument(
-        "--selection",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="of launch/export_indexer.py, instead",
-    )
     group.add_argument("--again", action="store_true", help="measure cases that the file has, too")
 
 
 def main(arguments: argparse.Namespace) -> int:
     report = harness.Report(FILE, arguments)
     report.take_over()
-    files = dict(exported(path, torch.device("cuda")) for path in arguments.selection)
     try:
         groups = plan(
             arguments.shapes,
@@ -112,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
     leave_default_stream(parallel.device)  # for CUDA graphs; the same for all models
-    bench = Sweep(report, arguments, parallel, files)
+    bench = Sweep(report, arguments, parallel)
     for group in groups:
         bench.run(group)
     add_whole_models(report)
@@ -127,8 +117,6 @@ class Sweep:
     report: harness.Report
     arguments: argparse.Namespace
     parallel: Parallel
-    files: Mapping[int, list[Planted]]
-    """Exported layers by their length."""
 
     def run(self, group: Sequence[StepCase]) -> None:
         """Measure cases that the file lacks. The standard model stays on the device for the others' turns."""
@@ -165,16 +153,7 @@ class Sweep:
     def _indexer(self, case: StepCase) -> str:
         if not case.has_indexer:
             return "none"
-        if self.files:
-            return f"exported at {self._file_length(case)}"
         return "own" if self.arguments.indexer == "own" else f"alike {LIKENESS:g}"
-
-    def _file_length(self, case: StepCase) -> int:
-        """Return the shortest exported length with enough tokens."""
-        fitting = [length for length in self.files if length >= case.length]
-        if not fitting:
-            raise ValueError(f"--selection: no file has {case.length} tokens; export one of that length")
-        return min(fitting)
 
     def _has(self, case: StepCase) -> bool:
         wanted = self.identity(case)
@@ -213,17 +192,16 @@ class Sweep:
         return subject
 
     def _planting(self, case: StepCase) -> Callable[[Model], None] | None:
-        if not case.has_indexer or (self.arguments.indexer == "own" and not self.files):
+        if not case.has_indexer or self.arguments.indexer == "own":
             return None
-        layers = self.files[self._file_length(case)] if self.files else []
 
         def prepare(model: Model) -> None:
-            found = layers or [
+            layers = [
                 alike(attention.indexer, case.length, LIKENESS, attention.layer)
                 for attention in model.attentions
                 if attention.indexer is not None
             ]
-            plant(model, found, case.micro_batch, case.length)
+            plant(model, layers, case.micro_batch)
 
         return prepare
 
@@ -252,7 +230,8 @@ class Sweep:
         return cells | {f"{name} ms": took for name, took in parts.items()}
 
     def _flops_limit(self, case: StepCase) -> float:
-        """Divide the matrix products of the standard model's step by this one's: the speed-up at equal MFU."""
+        """Divide the matrix products of the standard model's step by the products of this step: the speed-up at equal
+        MFU."""
         standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
         for each in (standard, case):
@@ -333,7 +312,7 @@ def add_whole_models(report: harness.Report) -> None:
 
 
 def without_variant(model: str) -> str:
-    """Return the name in AIMED, without the budget and the graphs, which a model may use to meet its aim."""
+    """Return the model's name in AIMED, without the endings for a budget (`_k1024`) and for CUDA graphs."""
     return re.sub(r"(_k\d+)?(_graphs)?$", "", model)
 
 

@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import sentencepiece
 
@@ -32,12 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_commands(parser.add_subparsers(dest="command", required=True))
-    return run_command(parser.parse_args(arguments))
-
-
-def add_commands(commands: Any) -> None:
-    """Add the commands to the result of `ArgumentParser.add_subparsers`. Each command sets its function as `run`."""
+    commands = parser.add_subparsers(dest="command", required=True)
     tokenizer = commands.add_parser("tokenizer", help="train a sentencepiece BPE tokenizer")
     tokenizer.add_argument(
         "--shards", required=True, help="folder of the text, in any format of data.train_dir"
@@ -53,9 +47,10 @@ def add_commands(commands: Any) -> None:
     tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
     prepare_tokens.add_arguments(tokens)
     tokens.set_defaults(run=prepare_tokens.run)
+    return _run(parser.parse_args(arguments))
 
 
-def run_command(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
     try:
         return int(options.run(options))

@@ -206,9 +206,9 @@ def _next_group(groups: Any) -> list[Block]:
 def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only at the SIGTERM or death of the training process `trainer`.
 
-    torchrun and Slurm also send SIGTERM to readers, while training still needs text to stop cleanly. The function
-    checks the process id, because with a fork server `trainer` is not the reader's parent. torch also ends a reader
-    whose training process is gone, but not a reader with a full queue.
+    torchrun and Slurm send SIGTERM also to readers, although training needs their text until it stops cleanly. The
+    function checks the process id, because with a fork server `trainer` is not the reader's parent. torch also ends a
+    reader whose training process is gone, but not a reader with a full queue.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

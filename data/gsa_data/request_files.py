@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gsa_data.mmlu import FOLDER, mmlu_subjects, read_mmlu
 from gsa_data.whole_files import check_kind
 
 OLMO = "olmo:"
-MMLU = f"{OLMO}mmlu_"
 REQUEST_FILES = ("requests.jsonl.gz", "requests.jsonl")
 ENDINGS = (".jsonl", ".jsonl.gz")
 MOST_BYTES, MOST_LINE_BYTES = 1 << 32, 1 << 24
@@ -89,9 +87,6 @@ def first_request(task: str) -> None:
     Raises:
         ValueError: the file is missing, damaged or of another format, or has nothing to score
     """
-    if task.startswith(MMLU):
-        mmlu_subjects(task.removeprefix(OLMO), _package(task))
-        return
     file = find_request_file(task)
     try:
         line = next(_lines(file), None)
@@ -111,10 +106,6 @@ def read_requests(task: str, limit: int | None = None) -> RequestTask:
     Raises:
         ValueError: the file is missing, damaged or of another format, or has nothing to score
     """
-    if task.startswith(MMLU):
-        package, name = _package(task), task.removeprefix(OLMO)
-        questions = [Question(*each) for each in read_mmlu(name, package)[:limit]]
-        return RequestTask(name.replace("/", "_"), package / FOLDER, questions)
     file = find_request_file(task)
     found: dict[int, dict[int, _Request]] = {}
     try:

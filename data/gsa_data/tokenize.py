@@ -138,8 +138,8 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Unlike in `encode`, text that spells a special token is that token. As in transformers' apply_chat_template,
-        only special tokens (control symbols of sentencepiece) split the text, not the bounds of parts.
+        Text that spells a special token becomes that token, which `encode` does not do. Only special tokens (control
+        symbols of sentencepiece) split the text, as in transformers' apply_chat_template. The ends of `parts` do not.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)

@@ -1,7 +1,7 @@
 """Read the fixed text that scores a model: the first sequences of a split, and the same documents packed by source.
 
-Tokens of `prepare.py tokens` give the same sequences as their text. The number of text bytes, for bits per byte, comes
-from the tokens.
+A folder of tokens (`prepare.py tokens`) gives the same sequences as the text. Bits per byte count the bytes of the
+decoded tokens.
 """
 
 from __future__ import annotations

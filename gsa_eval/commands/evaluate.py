@@ -110,14 +110,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     ruler.add_argument(
         "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
     )
-    ruler.add_argument(
-        "--qa",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="questions in SQuAD's format, of qa_1; a second file is of qa_2",
-    )
     ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
     parser.add_argument(
         "--wandb",
@@ -149,8 +141,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error("--ruler-gold: give the lengths, --ruler TOKENS[,TOKENS...]")
     if arguments.validation and (arguments.data or arguments.hf is not None):
         parser.error("--validation: the run's sets are scored without --data, and an exported model has none")
-    if len(arguments.qa) > 2:
-        parser.error("--qa: give at most two files")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):
         parser.error(f"--stride {arguments.stride}: above --context-length; give at most that")
     return arguments

@@ -5,9 +5,9 @@
 
 Decoding is greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may have any layout; no
 file is written. A CUDA device runs the kernels; other devices run plain torch, which is slow for long texts.
---attention selects another implementation. Texts go to the standard output, rates and choices to the standard error.
-Exit code 2 means wrong use, no such checkpoint, an empty prompt, or a prompt longer than the model's context. Exit code
-130 means Ctrl-C.
+--attention selects another implementation. Texts go to the standard output. The speed and the chosen implementations go
+to the standard error. Exit code 2 means wrong use, no such checkpoint, an empty prompt, or a prompt longer than the
+model's context. Exit code 130 means Ctrl-C.
 """
 
 from __future__ import annotations

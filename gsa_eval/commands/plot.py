@@ -22,8 +22,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the HTML report of runs.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")
     parser.add_argument("--out", type=Path, help="folder of comparison.html (default: the first run)")
-    # Older versions wrote pictures without it.
-    parser.add_argument("--html", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     run_dirs: list[Path] = arguments.run_dirs
     if arguments.out and len(run_dirs) == 1:
@@ -56,3 +54,7 @@ def find_problem(run_dir: Path) -> str | None:
     return (
         None if records else f"{metrics}: nothing has been logged yet; draw it once it has trained some steps"
     )
+
+
+if __name__ == "__main__":  # the end of a run draws its report in a process of its own
+    sys.exit(main())

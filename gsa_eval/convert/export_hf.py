@@ -17,10 +17,8 @@ import transformers
 from transformers import AutoTokenizer
 
 import gsa_hf
-from gsa_data.chat_template import TEMPLATE_FILE, find_chat_template
 from gsa_data.companions import GENERATION_FILE, Companions, read_companions, set_up_tokenizer
-from gsa_data.faults import Reading
-from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 from gsa_eval.convert.hf_config import dtype_name, to_hf_config
 from gsa_eval.convert.model_card import model_card
 from gsa_eval.convert.names import Pair, pairs
@@ -82,8 +80,8 @@ def export_hf(
     found = pairs(config)
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
-    companions = companions_of(checkpoint, config, state)
-    warnings = _warnings(config, state, companions)
+    companions = companions_of(checkpoint)
+    warnings = _warnings(config, state)
     with new_folder(out) as folder:
         kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
         hf_config.dtype = dtype_name(kind)
@@ -163,7 +161,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
     """
     Raises:
-        ValueError: the checkpoint's tensors are not exactly this model's.
+        ValueError: the checkpoint's tensors are not exactly the tensors of this model.
     """
     expected = {pair.ours: pair.shape for pair in found}
     stored = {name: kind.shape for name, kind in source.kinds.items()}
@@ -209,7 +207,7 @@ def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer
     The tokenizer knows the tokens at which the model stops.
 
     Raises:
-        ValueError: the tokenizer is missing, or differs from the run's.
+        ValueError: the tokenizer is missing, or differs from the run's tokenizer.
     """
     tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
     if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
@@ -218,27 +216,17 @@ def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer
             f"({tokenizer.differs_from(state.data['tokenizer_fingerprint'])}); put that run's file there, or into the "
             "checkpoint's folder"
         )
-    set_up_tokenizer(tokenizer, companions_of(checkpoint, config, state))
+    set_up_tokenizer(tokenizer, companions_of(checkpoint))
     return tokenizer
 
 
-def companions_of(checkpoint: Path, config: Config, state: RunState) -> Companions:
-    """Returns the checkpoint's copies. For an older checkpoint of conversations, returns the template that wrote them,
-    if its file still exists.
+def companions_of(checkpoint: Path) -> Companions:
+    """Returns the chat template and the special tokens that the checkpoint keeps next to its tokenizer.
 
     Raises:
         ValueError: a copy is damaged.
     """
-    copies = read_companions(str(checkpoint / TOKENIZER_JSON))
-    if copies.template is not None or config.data.format != "chat":
-        return copies
-    try:
-        template = find_chat_template(config.data.tokenizer, config.data.chat_template, Reading())
-    except TokenizerError:
-        return copies
-    if template.fingerprint != state.data.get("chat_template_fingerprint"):
-        return copies
-    return read_companions(config.data.tokenizer, template)
+    return read_companions(str(checkpoint / TOKENIZER_JSON))
 
 
 def _tokenizer_path(checkpoint: Path, config: Config) -> str:
@@ -252,7 +240,7 @@ def _copy_code(folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _warnings(config: Config, state: RunState, companions: Companions) -> list[str]:
+def _warnings(config: Config, state: RunState) -> list[str]:
     """Returns what a user of the model should know about the state in which the model was saved."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
@@ -260,11 +248,5 @@ def _warnings(config: Config, state: RunState, companions: Companions) -> list[s
         said.append(
             f"Saved in phase {phase.name}, which attends to all keys: its indexer has not selected in training yet, "
             "and attention here is sparse."
-        )
-    if config.data.format == "chat" and companions.template is None:
-        said.append(
-            "Trained on conversations, but the chat template that wrote them is not where the run's config has it "
-            "(data.chat_template, or beside data.tokenizer), or is another one: the folder has none. Put it there as "
-            f"{TEMPLATE_FILE}."
         )
     return said

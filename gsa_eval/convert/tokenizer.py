@@ -42,11 +42,11 @@ UNIGRAM, BPE = 1, 2
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The user's choice of tokenizer, if it differs from the folder's."""
+    """The user's choice of tokenizer, if it differs from the folder's tokenizer."""
 
     file: Path | None = None
     eos_token: str | None = None
-    """Token that ends a document; None: the folder's."""
+    """Token that ends a document; None: the folder's token."""
 
 
 def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
@@ -78,8 +78,8 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
 
 
 def _with_eos(path: Path, named: str | None) -> Tokenizer:
-    """Load the tokenizer. The name is left out if it is the file's own choice, so that the fingerprint is the
-    file's."""
+    """Load the tokenizer. If the file itself chooses the token `named`, the fingerprint is the fingerprint of the
+    file."""
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:

@@ -1,4 +1,4 @@
-"""Render the report's sections of evaluations (one table of all, the tables and pictures of each) and of analyses (the
+"""Render the report's sections of evaluations (one table of all, the tables of each) and of analyses (the
 pictures of `gsa-analyze`)."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import html
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def analyses_in_html(runs: list[RunFiles]) -> str:
     for run in runs:
         of_run = f"{run.name}: " if len(runs) > 1 else ""
         for folder in sorted((run.folder / ANALYSES).glob("[!.]*/")):
-            if shown := pictures(folder, CAPTIONS):
+            if shown := _pictures(folder):
                 parts.append(f"<h3>{_text(of_run + folder.name)}</h3>{shown}")
     return f'<h2 id="analyses">Analyses</h2>{"".join(parts)}' if parts else ""
 
@@ -123,16 +122,13 @@ def _details(folder: Path, results: dict[str, Any]) -> str:
     has_table = table.is_file() and is_own(table, folder.parent)
     text = table.read_text(encoding="utf-8", errors="replace") if has_table else ""
     command = _text(results.get("command", ""))
-    return (
-        f"<details><summary>{_text(folder.name)}</summary><p><code>{command}</code></p><pre>{_text(text)}</pre>"
-        f'<div class="plots">{pictures(folder)}</div></details>'
-    )
+    title = f"<summary>{_text(folder.name)}</summary>"
+    return f"<details>{title}<p><code>{command}</code></p><pre>{_text(text)}</pre></details>"
 
 
-def pictures(folder: Path, captions: Mapping[str, str] | None = None) -> str:
-    """Returns HTML with the embedded pictures of a folder: all of them, or the ones that have a caption."""
-    names = captions or {path.stem: path.stem.replace("_", " ") for path in sorted(folder.glob("*.png"))}
-    found = ((folder / f"{name}.png", _text(caption)) for name, caption in names.items())
+def _pictures(folder: Path) -> str:
+    """Returns HTML with the embedded pictures of an analysis."""
+    found = ((folder / f"{name}.png", caption) for name, caption in CAPTIONS.items())
     return "".join(
         f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
         f"<figcaption>{caption}</figcaption></figure>"

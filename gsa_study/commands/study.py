@@ -3,7 +3,7 @@
     python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N | --within-seconds N] [--retry-failed]
         [--arms A,B] [--seeds 1,2] [--pack FILE [--pack-weights FILE]] [key=value ...]
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
-    python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
+    python launch/study.py --study FILE --report [key=value ...]
 
 The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
 them. --pack also packs what another machine needs to continue. After any end, the same command continues.
@@ -25,9 +25,9 @@ from pathlib import Path
 from gsa_study.cost import describe_cost
 from gsa_study.jobs import jobs_of
 from gsa_study.pack import pack_study, pack_weights
-from gsa_study.page import write_study_report, write_tables
 from gsa_study.plan import StudyError, StudyPlan, check_unchanged, chosen, plan_study
 from gsa_study.processes import check_devices, find_gpus
+from gsa_study.report import write_study_report
 from gsa_study.runner import StudyRunner, lock_study, say
 from gsa_study.states import JobState, note_failure, read_failures, read_state
 from gsa_study.study_file import Study, load_study
@@ -60,11 +60,11 @@ def main() -> int:
             values = read_results(study, {}).values
             print(describe_cost(study, values, arguments.device, arguments.mfu, len(set(gpus or ()))))
             return 0
-        check_packages(study, arguments.report)
         if arguments.report:
             pack(study, arguments)
-            report(study, arguments)
+            report(study)
             return 0
+        check_packages(study)
         check_devices(plan.due, gpus)
         with lock_study(study.folder):
             take_console()
@@ -84,23 +84,17 @@ def main() -> int:
         return exit_codes.REFUSED
 
 
-def check_packages(study: Study, only_report: bool) -> None:
-    """Look for packages that would be imported only after the GPUs have done their work.
+def check_packages(study: Study) -> None:
+    """Look for a package that would be imported only after the GPUs have done their work.
 
     Raises:
-        StudyError: a package is missing.
+        StudyError: the package is missing.
     """
-    needs = [("plotly", "the report", "pip install plotly")]
-    if study.config.evaluations and not only_report:
-        needs.append(("matplotlib", "evaluations", "pip install matplotlib"))
-        needs.append(("transformers", "evaluations", "in the checkout: pip install '.[hf]'"))
-    missing = [
-        f"the package {package} is not installed, and {who} cannot do without it; run {remedy}"
-        for package, who, remedy in needs
-        if not is_installed(package)
-    ]
-    if missing:
-        raise StudyError("\n".join(missing))
+    if study.config.evaluations and not is_installed("transformers"):
+        raise StudyError(
+            "the package transformers is not installed, and evaluations cannot do without it; run in the checkout: "
+            "pip install '.[hf]'"
+        )
 
 
 def run(
@@ -130,7 +124,7 @@ def run(
     runner = StudyRunner(study.folder, plan.due, gpus, deadline, jobs_of(study) if within else ())
     runner.run()
     pack(study, arguments)
-    report(study, arguments)
+    report(study)
     return conclude(study, plan, runner, arguments)
 
 
@@ -178,11 +172,10 @@ def states_of(study: Study) -> list[JobState]:
     return [read_state(job) for job in jobs_of(study)]
 
 
-def report(study: Study, arguments: argparse.Namespace) -> None:
-    """Write page and tables of what the run folders have. The tables also go into a folder that the user names."""
+def report(study: Study) -> None:
+    """Write tables of what the run folders have."""
     results = read_results(study, read_failures(study.folder))
-    written = write_study_report(results, study.folder / "report")
-    for path in [*written, *(write_tables(results, arguments.tables) if arguments.tables else [])]:
+    for path in write_study_report(results, study.folder / "report"):
         print(f"wrote {path}")
 
 
@@ -245,7 +238,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print what the study will cost, and stop")
     what.add_argument("--report", action="store_true", help="write the report of what is there, and stop")
-    parser.add_argument("--tables", type=Path, metavar="DIR", help="write the report's tables there, too")
     parser.add_argument(
         "--pack",
         type=Path,
@@ -273,8 +265,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error(
             "--pack-weights needs --pack: without the results of their runs, these are trained again"
         )
-    if arguments.tables is not None and arguments.tables.exists() and not arguments.tables.is_dir():
-        parser.error(f"--tables {arguments.tables}: a file; give a folder")
     for option, path in (("--pack", arguments.pack), ("--pack-weights", arguments.pack_weights)):
         if path is not None and path.is_dir():
             parser.error(f"{option} {path}: a folder; give a file")

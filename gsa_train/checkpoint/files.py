@@ -63,7 +63,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """Returns 200 for step_00000200, and None for a name that is not a checkpoint's."""
+    """Returns 200 for step_00000200, and None for a name that no checkpoint has."""
     match = re.fullmatch(r"step_(\d{8,})", name)
     return int(match[1]) if match else None
 

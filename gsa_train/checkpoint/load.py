@@ -127,7 +127,7 @@ def load_checkpoint(
     Raises:
         DamagedCheckpoint: the files are not what was written.
         NotRead: the files are intact, but a rank could not load them.
-        StateError: the fp32 weights in the optimizer's state are not the model's.
+        StateError: the fp32 weights in the optimizer's state are not the model's weights.
     """
     log = None if unchecked is None else ReadLog(checkpoint)
     with noting(log):
@@ -156,7 +156,8 @@ def load_main_weights(
     Call it after `load_weights` has filled the model.
 
     Returns:
-        Parameters whose weights differ from the model's. If there are any, all weights stay the model's own.
+        Parameters whose weights differ from the model's weights. If there are any, the optimizer starts
+        from the model's weights.
     """
     others = _fill(checkpoint, model, phase_optimizer, parallel, weights=False, moments=False)
     if others:
@@ -251,7 +252,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
 
 
 def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Returns name on disk -> shape of the whole tensor, for all tensors except the optimizer's."""
+    """Returns name on disk -> shape of the whole tensor, for all tensors except the optimizer state."""
     return {
         name: tuple(tensor.global_shape)
         for name, tensor in _saved_tensors(checkpoint).items()

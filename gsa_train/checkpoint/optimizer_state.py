@@ -130,11 +130,11 @@ def parts_with_main_weights(
 def names_of_others(
     names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
 ) -> list[str]:
-    """Returns the parameters whose fp32 weights differ from the model's, after both are rounded as in the checkpoint
-    and here.
+    """Returns the parameters whose fp32 weights differ from the model's weights, after both are rounded as in the
+    checkpoint and here.
 
     Args:
-        weights: the model's, of the same elements.
+        weights: the model's weights of the same elements.
     """
     found = []
     for name, main, weight in zip(names, mains, weights, strict=True):

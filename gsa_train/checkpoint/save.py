@@ -6,9 +6,9 @@ copied to host memory while the next step computes. The update of that step wait
 separate gloo group. The main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
 checkpoints, in this order. Only one save runs at a time; the next save waits for it.
 
-Plan, file format and metadata are megatron-core's. megatron-core's own asynchronous save is not used: it forks the
-trainer, waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread
-ends with its process, and torch releases the interpreter's lock while it writes.
+Plan, file format and metadata come from megatron-core. Its asynchronous save is not used, because it forks the trainer,
+waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread ends with
+its process, and torch releases the interpreter's lock while the thread writes.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start a save of the current state. Returns the saves that have ended by then.
 
-        First waits for the save in progress; without `checkpoint.async_save` also for the new save. No save starts
-        after the last permitted try has failed, because `check` then stops the run. State that is not finite on any
-        rank counts as a failed save, the last in the list.
+        The call first waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save.
+        No save starts after the last permitted try has failed, because `check` then stops the run. State that is not
+        finite on any rank counts as a failed save, which is the last in the list.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:

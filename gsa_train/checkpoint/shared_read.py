@@ -26,8 +26,8 @@ def shared_by_replicas(
 
 class WithExperts(FullyParallelLoadStrategyWrapper):
     """Loads experts over a separate group. megatron-core broadcasts a tensor to the whole group, even to ranks that do
-    not need it. Experts are replicated over other ranks than all other tensors. With one group for both, each rank
-    would receive all experts."""
+    not need it. The ranks that hold copies of an expert are not the ranks that hold copies of other tensors. With one
+    group for both, each rank would receive all experts."""
 
     def __init__(self, of_all: FullyParallelLoadStrategyWrapper, groups: ProcessGroupCollection) -> None:
         super().__init__(of_all.base_strategy, of_all.parallelization_group)

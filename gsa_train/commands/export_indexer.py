@@ -44,7 +44,7 @@ def export_indexer(
 
     Raises:
         ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no indexer,
-            the model differs from the config's, or there is too little validation text.
+            the model differs from the config's model, or there is too little validation text.
         OSError: `out` cannot be written.
     """
     checkpoint = find_checkpoint(checkpoint_folder)

@@ -100,9 +100,9 @@ class GSAConfig:
 @dataclass(frozen=True)
 class Scores:
     activation: Literal["sigmoid", "relu"]
-    """Of the products, and with `sigmoid` of the head weights."""
+    """Function of the products; `sigmoid` is also applied to the head weights."""
     head_weight_logit: float | None = None
-    """Of all queries and heads, where the head weights are no projection."""
+    """The logit of all queries and heads if the head weights are not a projection."""
 
     @property
     def learns_head_weights(self) -> bool:

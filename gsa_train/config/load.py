@@ -28,9 +28,9 @@ Built = TypeVar("Built")
 
 
 MOST_YAML_BYTES = 1 << 22
-"""PyYAML takes a minute for them."""
+"""PyYAML takes a minute to read such a file."""
 MOST_DIGITS = 18
-"""Of an integer: torch's seeds and sizes have 64 bits."""
+"""Limit for integers, because torch's seeds and sizes have 64 bits."""
 
 
 class ConfigError(ValueError):
@@ -68,7 +68,7 @@ def problem_line(field: str, value: object, wrong: str, remedy: str) -> str:
 
 
 def not_in(table: Mapping[str, object], field: str, name: str) -> list[str]:
-    """Return the mistake in a field that chooses from a table by name, or nothing if the table has the name."""
+    """Return a problem line if the table lacks the name that the field chooses, else an empty list."""
     if name in table:
         return []
     return [problem_line(field, name, "no such name", f"give one of {', '.join(table)}")]

@@ -77,7 +77,7 @@ class MonitorConfig:
 
 
 UNREPEATABLE = ("cudnn", "flash_sdpa")
-"""Of `gsa.dense_attention`: their backward passes add with atomics."""
+"""Values of `gsa.dense_attention` whose backward passes add with atomics."""
 
 
 def check_monitor(config: Config, replicas: int) -> list[str]:

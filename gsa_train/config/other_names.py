@@ -61,7 +61,7 @@ OTHER_NAMES = {
 """Field -> its names elsewhere, between spaces."""
 
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
-"""Name elsewhere -> the field. Of a phase it is the first one's."""
+"""Name elsewhere -> the field. For a phase the field is in the first phase."""
 
 REMOVED = {
     "gsa.selection_query": "first",

@@ -1,4 +1,4 @@
-"""`parallel.*`: the layout over ranks, and the optimizer's."""
+"""`parallel.*`: the layout over ranks, and the optimizer's sharding."""
 
 from __future__ import annotations
 

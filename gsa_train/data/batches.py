@@ -257,7 +257,8 @@ class TrainBatches:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Returns what this process has read and left out (gsa_data.faults). The sum over the ranks is the run's."""
+        """Returns what this process has read and left out (gsa_data.faults). The sum over the ranks describes the whole
+        run."""
         return {} if self._stream is None else self._stream.counters
 
     def checksum(self) -> int:

@@ -12,7 +12,7 @@ Other events have separate records with the key `event`:
   are dicts source -> value;
 - `tasks`: scores, where `eval_<score>` are dicts task -> value;
 - `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, a checkpoint found damaged.
-  `step` is the checkpoint's. They are logged up to `logging.every_steps` later;
+  `step` is the step of the checkpoint. They are logged up to `logging.every_steps` later;
 - `log_failed`, `log_written` (not in the file concerned): a file cannot be written, or can be written again;
 - `log_lost`: the records that a file lacks (lost_records.py).
 

@@ -121,7 +121,7 @@ class AttentionOverChunks:
     ) -> list[Selection]:
         """Select k_t and S_t of each chunk.
 
-        Call it outside recomputation: a second selection could differ from the forward pass's.
+        Call it outside recomputation: a second selection could differ from the selection of the forward pass.
 
         Args:
             indexed: queries of this rank's tokens, keys of all tokens of the sequence.

@@ -91,8 +91,8 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds gate logits of tokens [..., B]. A gate that the model lacks is None. x is d_k, or 1 if one gate serves all
-    channels of a head. n_kv and n_h / n_kv are 1 if all heads share their gates."""
+    """Holds gate logits of tokens [..., B]. A gate that the model lacks is None. In the shapes below, x is d_k, or 1
+    if one gate serves all channels of a head. n_kv and n_h / n_kv are 1 if all heads share their gates."""
 
     value: torch.Tensor | None = None
     """G2 [..., n_kv, x]"""

@@ -37,7 +37,8 @@ class LocalRotaryEmbedding(RotaryEmbedding):
         return self._angles[max_seq_len]
 
     def tables(self, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the angles, whose halves are equal: fp32 [L / size, channels / 2]. They are cached."""
+        """Return cos and sin of the angles of the first half of the channels, fp32 [L / size, channels / 2]. The second
+        half has the same angles. The tables are cached."""
         if max_seq_len not in self._tables:
             angles = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()

@@ -52,8 +52,8 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start the trace at the first step of the window, or at a resume inside the window. The previous step warms
-        up."""
+        """Start the trace at the first step of the window, or at a resume inside the window. The profiler warms up in
+        the step before."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:
             return

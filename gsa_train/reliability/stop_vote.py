@@ -17,9 +17,9 @@ SLOW_SECONDS = 1.0
 class StopVote:
     """Takes the maximum of all ranks' stop reasons by all-reduces of two numbers on CPUs (gloo).
 
-    A result is read at the next call of `ask`, so that hosts do not wait for each other. With slow steps the result is
-    read at once, because the next call would be a step too late. The second number is the time between the calls, so
-    that all ranks decide alike.
+    A result is read at the next call of `ask`, so that hosts do not wait for each other. If steps are slow, the result
+    is read at once, because the next call would be a step too late. The ranks also reduce the time between two calls,
+    so that all of them agree whether steps are slow.
     """
 
     def __init__(self, request: StopRequest, timeout: timedelta) -> None:

@@ -22,17 +22,19 @@ class Report(Service):
         if not self.run.parallel.is_main or not self.run.config.logging.plots:
             return
         folder, message = run_dir(self.run.config), self.run.services.log.message
-        command = [sys.executable, "-m", "gsa_eval.report.at_end", str(folder)]
+        command = [sys.executable, "-m", "gsa_eval.commands.plot", str(folder)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             drawn = subprocess.run(
                 command, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
             )
         except OSError as error:  # The limit of processes is reached.
-            message(f"the run is complete, and cannot be drawn: {error}; gsa-plot {folder} tries again")
-            return
-        for line in drawn.stdout.splitlines():
-            message(line)
-        if drawn.returncode != 0:
-            why = (drawn.stderr.splitlines() or [f"exit code {drawn.returncode}"])[-1]
-            message(f"the run is complete, and cannot be drawn: {why}; gsa-plot {folder} tries again")
+            why: object = error
+        else:
+            if drawn.returncode == 0:
+                message(f"wrote {drawn.stdout.strip()}")
+                return
+            why = (drawn.stderr.splitlines() or [f"exit code {drawn.returncode}"])[-1].removeprefix(
+                "plot.py: error: "
+            )
+        message(f"the run is complete, and its report cannot be drawn: {why}; gsa-plot {folder} tries again")

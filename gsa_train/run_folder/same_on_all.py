@@ -26,7 +26,7 @@ SEEN_AFTER_SECONDS = 90.0
 
 
 class OtherConfig(ValueError):
-    """A rank has a config that differs from the main rank's."""
+    """A rank has a config that differs from the main rank's config."""
 
 
 def check_same_config(config: Config) -> None:

@@ -30,8 +30,8 @@ class _Place:
     """Tensor-parallel rank that has the position under sequence parallelism."""
 
     def take(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep only that position of the hidden states [L / ranks, 1, d], as a pre-hook of the output layer. No other
-        logits are computed."""
+        """Keep only the needed position of the hidden states [L / ranks, 1, d], so that the output layer computes no
+        other logits. The method is a pre-hook of the output layer."""
         hidden, *others = inputs
         self.shard, row = divmod(self.local or 0, len(hidden))
         return (hidden[row : row + 1], *others)
@@ -103,8 +103,8 @@ def _forward_to_logits(
 def _most_probable(
     logits: torch.Tensor, non_loss_data: bool, place: _Place, vocab_size: int, parallel: Parallel
 ) -> torch.Tensor:
-    """Returns the argmax of this rank's logits [1, shards, V / tp]: int64, 0-d. Of equal logits the lower token is
-    returned. If another context-parallel rank has the position, returns -1."""
+    """Returns the argmax of this rank's logits [1, shards, V / tp]: int64, 0-d. If logits are equal, it is the
+    lower token. If another context-parallel rank has the position, returns -1."""
     logits = logits[0, place.shard].float()
     first = len(logits) * parallel.tensor_rank
     logits = logits.masked_fill(

@@ -213,7 +213,7 @@ def decode_step(
         q: [B, H, D], of the token at position lengths - 1
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of that token; keys [B, L_max, DI], the
             cache of the tokens' keys
-        cache: this layer's; its selection is overwritten
+        cache: the cache of this layer; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
         geometry: `local_window` and `key_group_size` of training, other fields at their defaults
         gate_logits: [B, H, D], G1 before its sigmoid

@@ -23,7 +23,7 @@ from gsa_kernels.types import Geometry, Indexer, Selection
 
 @dataclass
 class GSACache:
-    """One layer's, of B sequences of equal length, a document each. Calls of the layer write into it."""
+    """Cache of one layer, for B sequences of equal length, each a single document. Calls of the layer write into it."""
 
     decode: LayerCache
     """Keys after RoPE and values after G2, [B, max_length, Hkv, D]; lengths on the device; the latest selection."""

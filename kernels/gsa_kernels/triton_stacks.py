@@ -12,7 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
-    """Return (row, head)'s index in [B, R, HI] and whether it exists: [HEADS, BM]; HEADS >= HI is a power of two."""
+    """Return for each head and row its index in [B, R, HI], and whether both exist: two [HEADS, BM]. HEADS >= HI is a
+    power of two."""
     heads = tl.arange(0, HEADS)
     return row_index[None, :] * HI + heads[:, None], valid[None, :] & (heads < HI)[:, None]
 

@@ -5,7 +5,7 @@ not change a queued or restarted job, and submits `job.sh` from there. The job s
 limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
 Exit code 2 means wrong use or config, changes that are not committed, a folder that cannot be written, or no git or
-sbatch. Otherwise the exit code is sbatch's.
+sbatch. Otherwise the exit code is the exit code of sbatch.
 """
 
 from __future__ import annotations

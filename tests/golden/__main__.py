@@ -147,7 +147,8 @@ def run_part(part: str, code: Path, operations: Path) -> Iterator[tuple[str, Any
 
 
 def write(path: Path, made_at: dict[str, str], results: Results) -> None:
-    """Write JSON with a line for each place, and floats in the shortest form that reads back to the same bits."""
+    """Write JSON with one line for each record of a result. Floats have the shortest form that reads back to the same
+    bits."""
     lines = ["{", f'"made_at": {json.dumps(made_at)},', '"results": {']
     for number, (name, values) in enumerate(results.items()):
         comma = "," if number < len(results) - 1 else ""

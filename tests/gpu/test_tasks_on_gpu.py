@@ -1,4 +1,5 @@
-"""Tests tasks between training steps on a CUDA device: training does not change, and scores equal the checkpoint's."""
+"""Tests tasks between training steps on a CUDA device: training does not change, and scores equal the scores of the
+checkpoint."""
 
 import json
 

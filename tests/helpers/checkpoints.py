@@ -8,6 +8,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.data.tokenizer import companions_of
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -46,11 +47,11 @@ def write_checkpoint(
 
     Args:
         optimizer: None for a new one of the first phase.
-        tokenizer: a copy of its file goes into the checkpoint, as in a run.
+        tokenizer: copies of its file and of the chat template go into the checkpoint, as in a run.
     """
     own = optimizer or build_optimizer(model, config.phases[0], config)
     parallel = parallel or single_rank()
-    files = {tokenizer.file_name: tokenizer.file} if tokenizer else {}
+    files = {tokenizer.file_name: tokenizer.file, **companions_of(config).files()} if tokenizer else {}
     saver = CheckpointSaver(checkpoints, CheckpointConfig(async_save=False), parallel, small_files=files)
     state = run_state(step, config, parallel.layout)
     (result,) = saver.begin(replace(state, run=config.run.name, **fields), model, own)

@@ -8,7 +8,6 @@ import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.config import Config
-from gsa_train.data.tokenizer import chat_template_of
 from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
 from helpers.checkpoints import write_checkpoint
@@ -48,8 +47,6 @@ def evaluated_model(config: Config) -> Model:
 def save_run(model: Model, config: Config, folder: Path) -> Path:
     tokenizer = Tokenizer(config.data.tokenizer)
     data = {"tokenizer_fingerprint": tokenizer.fingerprint}
-    if config.data.format == "chat":
-        data["chat_template_fingerprint"] = chat_template_of(config).fingerprint
     write_checkpoint(folder / "checkpoints", 3, model, None, config, tokenizer, data=data)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "phase": "sparse", "loss": 7.5}) + "\n")
     (folder / "summary.json").write_text("{}")

@@ -4,10 +4,10 @@ Importing torch, megatron-core and gsa_train takes more CPU time than most test 
 forkserver) therefore imports them. Its children get what torchrun gives its ranks: their own session, environment,
 output and command line. They then run the launcher's file as `__main__`.
 
-`ForkedRanks` are such children without an agent. `ForkedAgent` is torchrun itself in such a child, except that it forks
-each rank instead of starting an interpreter. What a run does about failures, signals and lost nodes is therefore
-torchrun's own behaviour. A real start differs in two ways, and some runs therefore use it (`real=True` in runs.py).
-Each rank has its own seed of string hashes, and the interpreter is torn down after atexit.
+`ForkedRanks` are such children without torchrun's agent. `ForkedAgent` runs torchrun itself in such a child, but forks
+each rank instead of starting an interpreter. torchrun therefore handles failures, signals and lost nodes as always.
+Some runs start the real torchrun (`real=True` in runs.py), because there each rank has its own seed of string hashes,
+and the interpreter is torn down after atexit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ForkedRanks:
         return "; ".join(f"rank {rank} ended {_in_words(code)}" for rank, code in self._failed.items())
 
     def poll(self) -> int | None:
-        """Return None while a rank runs; 0, or the exit code of a failed rank, after which the others are ended."""
+        """Return None while ranks run, then 0 or the exit code of a failed rank. A failure ends the other ranks."""
         codes = [process.exitcode for process in self._processes]
         if not self._failed and any(codes):
             self._failed = {rank: code for rank, code in enumerate(codes) if code}
@@ -326,8 +326,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Close the inherited connections of the agent, which must end with the agent. Their numbers stay in use, because
-    inherited objects may still close them."""
+    """Close the connections that this rank inherited from torchrun's agent, so that they end with the agent. The file
+    numbers stay in use, because inherited objects may still close them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:

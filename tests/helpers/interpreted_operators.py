@@ -40,14 +40,14 @@ OFFSETS = ("int32", "int64")
 """Types that are added to pointers. With one of each, numpy's result has 64 bits, as in Triton."""
 WHOLE_NUMBERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 BY_NUMPY = WHOLE_NUMBERS | {"fp32", "fp64"}
-"""Types whose casts to each other are numpy's."""
+"""Types that numpy casts to each other as Triton does."""
 ALL = slice(None)
 
 Call = Callable[..., Any]
 
 
 def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
-    """Return fast operators of tensors by name; `members` are Triton's, for all other cases."""
+    """Return fast operators of tensors by name; `members` are Triton's operators, for all other cases."""
     found = {name: _at_once(name, operator, members[name]) for name, operator in AT_ONCE.items()}
     return found | {
         "__getitem__": _new_axes_at_once(members["__getitem__"]),

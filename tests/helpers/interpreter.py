@@ -217,8 +217,8 @@ def _leave_shapes_to_numpy() -> None:
 
 
 def _multiply_in_fp64() -> None:
-    """Compute matrix products to fp32 in fp64, so that the order of the sums hardly ever shows. numpy chooses this
-    order by shapes and processor."""
+    """Compute matrix products in fp64 and round them to fp32, so that the order of the sums rarely changes a result.
+    numpy chooses this order by shapes and processor."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         assert d.dtype.scalar == core.float32, d.dtype
@@ -257,8 +257,8 @@ def _calculate_bf16() -> None:
 
 
 def _compare_as_a_gpu() -> None:
-    """Return the number for a number and a NaN (PTX: max.f32, min.f32); create_maximumf and create_minimumf keep the
-    NaN. Triton itself does so in reductions along an axis."""
+    """Let the maximum and minimum of a number and a NaN be the number, as on a GPU (PTX: max.f32, min.f32). Reductions
+    along an axis already do this. create_maximumf and create_minimumf still return the NaN."""
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)

@@ -36,7 +36,7 @@ class Margins:
     """Holds the smallest relative distances over all queries; infinite until a query had a choice."""
 
     score: float = math.inf
-    """Distance of the last selected key's score from the next one's, divided by the query's largest score."""
+    """Distance of the last selected key's score from the next key's score, divided by the query's largest score."""
     budget: float = math.inf
     """Distance of an unrounded budget to the next integer, for budgets within their bounds."""
 

@@ -9,8 +9,8 @@ and in four parts, each rounded to bf16 before the sum, as in tensor parallelism
 loss, KL and gradient norm are within FACTOR times the largest of these deviations. The largest deviation is taken over
 the steps so far, or over the first three steps of any phase, because few runs of one step may agree by chance.
 
-The one-rank runs are divided among the ranks, each alone in its world. All ranks then join and run layout after layout.
-The remaining ranks of a layout are data parallel. `--tiny` runs on CPUs over gloo. `make` sets
+First each rank trains some of the one-rank runs alone. Then all ranks join one process group and run layout after
+layout. Ranks that a layout does not need for other dimensions are data parallel. `make` sets
 CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism (gsa_train/distributed/cuda_connections.py).
 """
 
@@ -117,7 +117,6 @@ Series = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Subject:
-    tiny: bool = False
     experts: bool = False
     """Whether feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
 
@@ -137,19 +136,9 @@ More than one part needs separate gradients, and therefore no fused operations. 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject) -> Config:
     """Return a config of width 256, 8 layers (four stages of two chunks), 512 tokens, and small budgets."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
-    tiny, width = subject.tiny, 16 if subject.tiny else 176
-    if tiny:
-        sizes = {"hidden_size": 32, "head_dim": 4, "ffn_hidden_size": 48, "vocab_size": 64}
-        model |= {"num_layers": 4, "init_std": 0.1}
-        gsa = {"indexer_heads": 2, "indexer_dim": 8, "k_base": 12, "k_min": 8, "k_max": 24}
-    else:
-        sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
-        gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
-    lengths = {
-        "seq_len_tokens": 48 if tiny else 512,
-        "global_batch_size": 4 if tiny else 8,  # at least one for each data-parallel rank
-        "micro_batch_size": 1,
-    }
+    sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
+    gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
+    lengths = {"seq_len_tokens": 512, "global_batch_size": 8, "micro_batch_size": 1}
     phases = [
         PhaseConfig(name="warm-up", attention="dense", train="indexer"),
         PhaseConfig(name="sparse", attention="sparse", train="all"),
@@ -162,7 +151,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         "logging": {"wandb": "disabled"},  # nothing is logged, so W&B need not be installed
     }
     if subject.experts:
-        widths = {"expert_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
+        widths = {"expert_ffn_hidden_size": 176, "shared_expert_ffn_hidden_size": 176}
         sections["moe"] = {"experts": 8, "top_k": 2, **widths}
     return with_sections(CONFIG, sections, phases)
 
@@ -283,13 +272,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=10, help="of each phase")
-    parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     parser.add_argument("--experts", action="store_true", help="a model with experts, and their layouts")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     steps = arguments.steps
-    subject = Subject(arguments.tiny, arguments.experts)
+    subject = Subject(arguments.experts)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:

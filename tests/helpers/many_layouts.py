@@ -133,8 +133,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """Return the first and the last half of sequences, whose last tokens are scored; two fit in a sequence. They have
-    no EOS tokens, because two in one document would tie."""
+    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS tokens, because
+    the scores of two EOS tokens in one document would be equal."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]

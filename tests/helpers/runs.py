@@ -27,7 +27,7 @@ from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "configs/tiny.yaml"
 """A minimal model on sequences of 64 tokens, two at a time. Kills, saves, data and layouts work the same, and a step
-takes a fraction of the time on CPUs. The learning rates rise more slowly than the demo's, because every step amplifies
+takes a fraction of the time on CPUs. The learning rates rise more slowly than in the demo, because every step amplifies
 a changed bit."""
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, including workers in their own sessions."""
@@ -105,7 +105,7 @@ def numbers_of(
 
 
 def shown(output: str) -> str:
-    """Return the first error and the end of a run's output: ranks that fail after the first print far more."""
+    """Return the first error and the end of a run's output, without the long output between them."""
     end = max(0, len(output) - SHOWN)
     error = ERROR.search(output)
     first = end if error is None else min(error.start(), end)
@@ -313,7 +313,7 @@ def processes_of(run: Run) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            # Other processes see the server's environment in place of the fork's.
+            # Other processes see the server's environment in place of the fork's environment.
             belongs = os.getsid(process.pid) in sessions or process.environ().get(MARK) == run.mark
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)

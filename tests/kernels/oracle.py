@@ -1,7 +1,7 @@
 """Computes a Gated Sparse Attention layer in explicit loops in fp64, without code from `gsa_kernels`.
 
 The code follows the definition, one query, head and key at a time. A mistake in an operation, or in how operations are
-composed, therefore cannot occur in both. Gradients are autograd's, through the same loops.
+composed, therefore cannot occur in both. Autograd computes the gradients through the same loops.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
 """
@@ -222,7 +222,7 @@ def _rate(i: int, channels: int, o: LayerOptions) -> float:
     """Return the angle of the i-th pair per position.
 
     YaRN finds the pairs that turn beta_fast and beta_slow times in the original length, and rounds both outwards.
-    Between these pairs, the rate falls from its own value to a factor-th of it.
+    Between these pairs, the rate falls from its original value to this value divided by the factor.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:

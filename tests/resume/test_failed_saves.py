@@ -73,7 +73,7 @@ def test_failures_in_a_row_stop_the_run_and_it_goes_on_as_if_nothing_had_failed(
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
-    """The other ranks' threads would wait two hours for this rank's."""
+    """The other ranks' threads would wait two hours for this rank's thread."""
     faults = {"lost_saves": [1, [1]]}
     run = start(tmp_path, ranks=RANKS, faults=faults).wait(expected=1)
     assert (

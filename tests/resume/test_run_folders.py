@@ -33,7 +33,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
 
 
 def test_a_report_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
-    """The n-gram baselines would come from other text than the run's."""
+    """The n-gram baselines would come from another text than the text of the run."""
     options = (*QUICK, "train.iterations_to_skip=[2]", "evaluate.ngram_baselines=true", "logging.plots=true")
     first = train(tmp_path, *options, "logging.plots=false", launcher="python")
     summary = json.loads((first.folder / "summary.json").read_text())

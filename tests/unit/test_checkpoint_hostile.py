@@ -285,7 +285,7 @@ UNSAFE = re.compile(
 
 
 def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
-    """The test covers loaders of DeepSpeed and torch: ZeRO's state is loaded like megatron-core's."""
+    """The test covers loaders of DeepSpeed and torch: ZeRO's state is loaded like megatron-core's state."""
     root = Path(__file__).parents[2]
     sources = [path for room in ROOMS for path in (root / room).rglob("*.py")]
     found = {path.relative_to(root).as_posix(): len(UNSAFE.findall(path.read_text())) for path in sources}

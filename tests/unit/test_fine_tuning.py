@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,13 @@ import pytest
 import torch
 
 from gsa_data.chat import ChatFolder
-from gsa_data.chat_template import ChatEncoder, find_chat_template
-from gsa_data.faults import Reading
+from gsa_data.chat_template import ChatEncoder
 from gsa_data.marks import INSIDE, UNSCORED
 from gsa_data.pack import FILLER
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer, TokenizerError
-from gsa_eval.commands.evaluate import parse
 from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
-from gsa_eval.evaluate import run_evaluation
 from gsa_train.config import ConfigError, load_config
 from gsa_train.data.batches import TrainBatches, open_training_corpus, to_micro_batch
 from gsa_train.data.tokenizer import load_tokenizer
@@ -106,13 +101,11 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     tokenizer = load_tokenizer(config)
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
-    template = find_chat_template(tokenizer.path, "", Reading())
-    data = {"tokenizer_fingerprint": tokenizer.fingerprint, "chat_template_fingerprint": template.fingerprint}
-    checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, data=data)
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, tokenizer, data=data)
     close_optimizer(model, optimizer)
     exported = export_hf(checkpoint, tmp_path / "hf")
     folder = exported.folder
-    assert not any("chat template" in line for line in exported.warnings)
     stops = [tokenizer.eos_id, tokenizer.symbol_in("<|im_end|>")]
     for name in ("config.json", "generation_config.json"):
         assert json.loads((folder / name).read_text())["eos_token_id"] == stops
@@ -158,22 +151,6 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     assert result.loss_tokens == int((labels >= 0).sum())
     assert result.loss_sum.item() / result.loss_tokens == pytest.approx(loss.item(), rel=1e-6)
     assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would change it
-
-
-def test_an_export_without_the_template_of_training_says_so(chats: Path, tmp_path: Path) -> None:
-    config = config_of(chats)
-    tokenizer, model = load_tokenizer(config), tiny_model(config)
-    optimizer = build_optimizer(model, NO_KL, config)
-    data = {"tokenizer_fingerprint": tokenizer.fingerprint, "chat_template_fingerprint": "of another one"}
-    checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, data=data)
-    close_optimizer(model, optimizer)
-    exported = export_hf(checkpoint, tmp_path / "hf")
-    assert not (exported.folder / "chat_template.jinja").exists()
-    assert any("the folder has none" in line for line in exported.warnings)
-    assert "the folder has none" in (exported.folder / "README.md").read_text()
-    words = ["--checkpoint", str(checkpoint), "--name", "own", "--out", str(tmp_path / "out")]
-    with pytest.raises(ValueError, match=r"validation sets are conversations.*give --data PLACE, a text"):
-        run_evaluation(parse(words), words)
 
 
 def test_the_indexer_loss_counts_all_tokens() -> None:
@@ -230,15 +207,6 @@ def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
     tokenizer, template = str(ROOT / "data/sample/tokenizer.model"), str(chats / "chat_template.jinja")
     with pytest.raises(TokenizerError, match=r"data\.chat_template: chat template .* does not have as"):
         load_tokenizer(config_of(chats, tokenizer=tokenizer, chat_template=template))
-
-
-def test_the_bundled_conversations_match_their_script(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
-    script = runpy.run_path(str(ROOT / "data" / "sample_conversations.py"))
-    assert script["main"]() == 0
-    for split in ("train", "validation"):
-        name = f"{split}/conversations.jsonl"
-        assert (tmp_path / name).read_bytes() == (ROOT / "data" / "sample_chat" / name).read_bytes()
 
 
 def test_shipped_configs_match_their_pretraining_and_cut_no_conversation(monkeypatch):

@@ -157,7 +157,8 @@ FEW = ["model.num_layers=2", "train.global_batch_size=8"]
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
-    """The step's memory, in addition to parameters and their state, is at most 3% above and 9% below the dry run's.
+    """The step's memory, in addition to parameters and their state, is at most 3% above and 9% below the dry run's
+    estimate.
 
     More would mean out of memory in a run that should fit. Parameters and state agree within 0.5%. A trace has no
     workspaces of cuBLAS.

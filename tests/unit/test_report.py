@@ -304,9 +304,8 @@ def test_a_line_for_each_validation_set_and_source():
     assert lines[2]["validation_code_bits_per_byte"] == "validation code"
 
 
-@pytest.mark.parametrize("options", [[], ["--html"], ["--out", "."]])
+@pytest.mark.parametrize("options", [[], ["--out", "."]])
 def test_the_command_writes_one_page_and_no_picture(tmp_path, options):
-    """--html, which older versions needed, changes nothing."""
     write_run(tmp_path / "x" / "run")
     write_run(tmp_path / "y" / "run")
     runs = ["x/run", "y/run"] if options else ["x/run"]

@@ -352,10 +352,10 @@ def test_wrong_folders_and_damaged_benches_write_no_pages(folder, monkeypatch, c
     monkeypatch.setattr("sys.argv", [*words, "studies/small.yaml"])
     assert main() == 2
     assert "not all was written: " in capsys.readouterr().err
-    (folder / "benches" / "bench_gsa.json").write_text("{")
+    (folder / "benches" / "bench_long.json").write_text("{")
     monkeypatch.setattr("sys.argv", [*words, "out"])
     assert main() == 2
-    assert "bench_gsa.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
+    assert "bench_long.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
 
 
 # ---- time and memory

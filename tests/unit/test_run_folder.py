@@ -239,7 +239,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
 
 
 def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):
-    """The waiting start once held the lock of a removed file, and a third start the new file's."""
+    """The waiting start once held the lock of a removed file, and a third start held the lock of the new file."""
     path, opened = tmp_path / "run" / FILE, []
 
     def open_and_lose(of: Path) -> IO[str]:

@@ -1,4 +1,4 @@
-"""Tests reports of a study's records: mean and spread, equal tokens and equal time, tables, page and cost."""
+"""Tests reports of a study's records: mean and spread, equal tokens and equal time, tables and cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from gsa_study.caveats import close_lines, notes
 from gsa_study.commands.study import main
 from gsa_study.cost import arm_costs
-from gsa_study.page import markdown, write_study_report
+from gsa_study.report import markdown
 from gsa_study.run_metrics import first_reached, interpolate, time_knots
 from gsa_study.spread import Spread, close_pairs, difference, written
 from gsa_study.study_file import Study
@@ -121,11 +121,9 @@ def test_differences_of_arms_match_their_seeds(compared: Study, tmp_path: Path) 
     # At 5 steps two-seed1 has 15.5 for 15, two-seed2 15 for 16.
     head = ["arm", "seeds", f"{results.columns[0].title}, less one"]
     assert seed_rows(results) == [head, ["two", "2", "-0.2 ± 1.1"]]
-    assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
+    assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results, tmp_path)
     (line,) = close_lines(results)
     assert line.endswith(", seed by seed: one and two (0.2 ± 1.1 over 2 seeds).")
-    (page, *_) = write_study_report(results, tmp_path / "report")
-    assert "-0.2 ± 1.1" in page.read_text()
 
 
 def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path) -> None:
@@ -173,23 +171,14 @@ def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
     assert found == ["9; 1 diverged", "2 diverged"]
 
 
-def test_the_report_is_one_page_with_all_links(compared, monkeypatch, tmp_path):
-    out, tables = compared.folder / "report", tmp_path / "tables"
-    words = ["study.py", "--study", str(compared.path), "--report", "--tables", str(tables)]
-    monkeypatch.setattr("sys.argv", words)
+def test_the_report_has_the_tables_and_links(compared, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["study.py", "--study", str(compared.path), "--report"])
     assert main() == 0
-    assert {path.name for path in tables.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
-    text = (tables / "tables.md").read_text()
-    assert f"`{compared.runs[0].folder}/config.yaml`" in text
-    assert "](" not in text, "no links to folders that are not there"
-    page = (out / "index.html").read_text()
-    assert {path.name for path in out.iterdir()} == {"index.html", "tables.md", "arms.csv", "values.csv"}
-    for run in compared.runs:
-        assert f'href="../{run.name}/config.yaml"' in page
-    assert "0123456789ab" in page
-    assert "loss by tokens" in page
-    assert "loss by training time" in page
-    assert "http://" not in page.split("</head>")[1].replace("http://www.w3.org", "")
+    out = compared.folder / "report"
+    assert {path.name for path in out.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
+    text = (out / "tables.md").read_text()
+    assert all(f"[config](../{run.name}/config.yaml)" in text for run in compared.runs)
+    assert "0123456789ab" in text
 
 
 def test_the_cost_matches_the_dry_run(compared: Study) -> None:

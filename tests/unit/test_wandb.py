@@ -1,9 +1,6 @@
-"""Tests W&B without a network: what is sent, what never is, and the workspace that shows it."""
+"""Tests W&B without a network: what is sent and what never is."""
 
-import importlib.util
-import json
 import math
-import re
 import sys
 import time
 from contextlib import nullcontext
@@ -16,7 +13,7 @@ import wandb
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics import wandb_outage
 from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
-from gsa_train.metrics.panels import BEST, PANELS, SECTIONS
+from gsa_train.metrics.panels import BEST
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import (
@@ -28,7 +25,6 @@ from gsa_train.metrics.wandb_sink import (
     without_credentials,
 )
 
-WORKSPACE = Path(__file__).parents[2] / "launch" / "wandb_workspace.py"
 API_KEY = "0123456789abcdef" * 2 + "fedcba98"
 
 
@@ -239,44 +235,3 @@ def test_stalls_are_said():
     slow = [step_record(step, slowest_rank=3, slowest_rank_ratio=1.6) for step in range(1, IN_A_ROW + 1)]
     assert titles(*slow) == ["Slow rank"]
     assert titles(*slow, ratio=1.7) == []
-
-
-# --- workspace -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def workspace():
-    spec = importlib.util.spec_from_file_location("wandb_workspace", WORKSPACE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_workspace_shows_what_the_list_of_panels_says(workspace):
-    spec = workspace.spec_of(workspace.build_workspace("team", "gsa", "view"))
-    json.dumps(spec)
-    assert (spec["entity"], spec["project"], spec["displayName"]) == ("team", "gsa", "view")
-    sections = spec["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == [*SECTIONS.values(), "Layers"]
-    for section, title in SECTIONS.items():
-        (found,) = (each for each in sections if each["name"] == title)
-        labels = [panel["config"]["chartTitle"] for panel in found["panels"]]
-        assert labels == [panel.label for panel in PANELS if panel.section == section]
-    plots = {each["config"]["chartTitle"]: each["config"] for part in sections for each in part["panels"]}
-    assert all(config["xAxis"] == "tokens" for config in plots.values())
-    assert plots["budget k_t (keys)"]["metrics"] == ["gsa/k_mean", "gsa/k_min", "gsa/k_max"]
-    assert plots["gradient norm"]["yLogScale"] is True
-    losses = re.compile(plots["loss (nats per token)"]["metricRegex"])
-    shown = ["train/loss", "validation/loss", "validation/code_loss", "validation/loss_by_source/C4"]
-    assert [bool(losses.match(tag)) for tag in shown] == [True, True, True, False]
-
-
-def test_the_command_prints_without_a_key_and_creates_only_with_one(workspace, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(sys, "argv", ["wandb_workspace.py", "--entity", "team"])
-    assert workspace.main() == 2
-    assert "WANDB_API_KEY" in capsys.readouterr().err
-    sys.argv.append("--print")
-    assert workspace.main() == 0
-    assert json.loads(capsys.readouterr().out)["entity"] == "team"

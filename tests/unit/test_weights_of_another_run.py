@@ -126,10 +126,10 @@ def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Ten
 def saved_in_bf16(
     folder: Path, config: Config, spoil: bool = False
 ) -> tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return a checkpoint, its fp32 weights and its model's.
+    """Return a checkpoint, its fp32 weights and the weights of its model.
 
     Args:
-        spoil: whether one of the fp32 weights differs from the model's.
+        spoil: whether one of the fp32 weights differs from the model's weight.
     """
     model = tiny_model(config)
     optimizer = build_optimizer(model, config.phases[0], config)

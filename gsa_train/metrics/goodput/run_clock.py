@@ -72,8 +72,8 @@ class RunClock:
         self.begin(before)
 
     def share_out(self, parts: Mapping[str, float]) -> None:
-        """Move seconds of the training time since the last call to these activities. No more seconds are moved than
-        were spent in training."""
+        """Move seconds from training to the activities in `parts`. Only the training time since the last call can be
+        moved."""
         now = self.now()
         seconds = _until(self._spent, now)
         left = seconds.get("training", 0.0) - self._shared_out

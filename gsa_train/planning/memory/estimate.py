@@ -9,7 +9,7 @@ step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the 
 
 The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
 have their largest length (selection.py). Experts are assumed to run as grouped products with even loads
-(`worst_expert_load` gives the worst case). Of the context-parallel ranks, the estimate describes the rank
+(`worst_expert_load` gives the worst case). With context parallelism the estimate describes the rank
 that needs the most memory.
 """
 

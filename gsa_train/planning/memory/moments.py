@@ -1,8 +1,8 @@
 """List the moments of a step at which memory may peak, and the memory that each uses in addition to what is kept.
 
-Bytes are relative to all that the stage's layers keep of the micro-batches in flight: memory not yet allocated, or
-already freed, counts negative. Only the last layer of a stage matters, because less is kept while other layers run.
-Moments at which traces never peaked are left out: attention's projections, norms, sums.
+Bytes are relative to the memory that the stage's layers keep for the micro-batches in flight. A part of this memory
+that is not yet allocated, or already freed, counts as negative bytes. Only the last layer of a stage matters, because
+less is kept while other layers run. Projections, norms and sums are left out, because no trace peaked there.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 def _misplaces(layout: Layout, axis: int) -> bool:
     """Return whether a sum over the axis is wrong in this layout.
 
-    This is so if the sum crosses warps, and the coordinate of a warp or lane along the axis is read from bits of
-    another axis. It is also so if the lanes to add are not a power of 2 apart.
+    The sum is wrong if it crosses warps, and the coordinate of a warp or lane along the axis is read from bits of
+    another axis. The sum is also wrong if the lanes to add are not a power of 2 apart.
     """
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)

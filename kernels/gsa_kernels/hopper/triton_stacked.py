@@ -98,8 +98,8 @@ def sum_in_lanes(x):
 def as_held(x):
     """Reorder [D, keys] of a product to [D * keys] with the eight values of a thread side by side: 16 bytes to store.
 
-    Of 16 dimensions and 16 keys, a lane holds rows i and i + 8, columns 2 lane and 2 lane + 1, and the columns 8
-    further.
+    In a part of 16 dimensions and 16 keys, a lane holds rows i and i + 8, columns 2 lane and 2 lane + 1, and the
+    columns 8 further.
     """
     dims: tl.constexpr = x.shape[0]
     keys: tl.constexpr = x.shape[1]
@@ -144,8 +144,8 @@ def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.co
 def expand_attended(
     tile_words, rows, cols, starts, HAS_MASK: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
 ):
-    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has no keys. A packed
-    mask contains only causal keys."""
+    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`. A position of
+    -1 has no keys. A packed mask contains only causal keys."""
     if HAS_MASK:
         # The shift has two parts, and the second is known at compile time: see the attention's `expand_words`.
         column = tl.arange(0, BN)

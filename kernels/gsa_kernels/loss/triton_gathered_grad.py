@@ -1,8 +1,8 @@
-"""Computes the KL and all gradients of a chunk of tiles, in partial sums: the second pass (formulas in triton_grad).
+"""Computes the KL and all gradients of a chunk of tiles as partial sums. This is the second pass.
 
-Each program handles one tile of rows and one segment of its key list. It accumulates sums over keys in registers until
-the segment ends. It writes the keys' gradients, which are sums over rows, for every entry. It writes the partial sums
-for head weights after every step, because no registers are left.
+triton_grad has the formulas. Each program handles one tile of rows and one segment of its key list. It accumulates sums
+over keys in registers until the segment ends. It writes the keys' gradients, which are sums over rows, for every entry.
+It writes the partial sums for head weights after every step, because no registers are left.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Defines device code that the gathered kernels share: a tile of indexer scores for entries of a key list.
 
-A product has the entries as its rows and (head, row of the loss) as its columns, heads first. The number of heads is
-padded to a power of two. The product is reshaped to [entries, heads, rows] and summed over heads without an exchange
-between threads. Values per head or per row broadcast along the other axes.
+An entry is one key of the list. The matrix product of keys and queries has the entries as its rows. Its columns are
+pairs of an indexer head and a row of the loss, ordered by head. The number of heads is padded to a power of two. The
+product is reshaped to [entries, heads, rows] and summed over heads without an exchange between threads.
 """
 
 import triton

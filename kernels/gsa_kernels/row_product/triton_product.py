@@ -54,8 +54,8 @@ def multiply(
     launch: Launch,
     chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `row_product`, which has checked them, and a tiling. `added` is bias and
-    residual. `chained`: start before the previous kernel ends."""
+    """Launch the kernel with a tiling and the arguments that `row_product` has checked. `added` is bias and residual. A
+    `chained` kernel starts before the previous kernel ends."""
     batch, columns = x.shape
     rows = out.shape[1]
     tiling, awaited, advances = launch
@@ -112,8 +112,8 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a pointer past the first ROWS rows of a weight, which are the gate's. The offset is int64, because a large
-    constant offset would become negative as int32."""
+    """Return a pointer past the first ROWS rows of a weight, which belong to the gate. The offset is int64, because a
+    large constant offset would become negative as int32."""
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505

@@ -1,8 +1,8 @@
 """Guesses a threshold for each row from a sample of its keys: a score that slightly more than k_t keys reach.
 
-Many keys may tie at that score if the indexer's sigmoids saturate. The guess then also has a last key: keys at the
-threshold count up to this key. Ties go to the lower index. The keys that pass therefore contain the best k_t, if at
-least k_t keys pass.
+Many keys may have exactly this score if the indexer's sigmoids saturate. The guess then also names a last key. A key
+passes if its score is above the threshold, or if its score equals the threshold and it does not come after the last
+key. In a tie the lower index wins. If at least k_t keys pass, they therefore contain the best k_t keys.
 """
 
 from dataclasses import dataclass

@@ -129,7 +129,8 @@ def _narrow_kernel(
     MOST: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Select rows with above < candidates <= SIZE. If SIZE equals the room of a list, also take rows with more."""
+    """Select in rows whose number of candidates is above `above` and at most SIZE. The largest SIZE also takes rows
+    with more candidates."""
     row = first_row + tl.program_id(0)
     position = query_start + row
     batch = tl.program_id(1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Tests chat templates: which tokens are the assistant's, where a template is found, and which are rejected."""
+"""Tests chat templates: which tokens belong to the assistant, where a template is found, and which are rejected."""
 
 import itertools
 import json

@@ -4,16 +4,12 @@ from pathlib import Path
 import pytest
 import verify
 import zstandard
-from data_corpus import document, line, write_shard
-from html_text import html_to_text
-from prepare import main, place_of, without_repeats, write_corpus
+from data_corpus import line, write_shard
+from prepare import main
 from verify import verify_corpus
 
-from gsa_data import DataFault, Tokenizer
-from gsa_data.documents import Document
+from gsa_data import Tokenizer
 from gsa_data.prepare import pieces_of
-
-DOCUMENTS = [Document(f"{document(number)} {'long enough ' * 20}".encode(), "A") for number in range(300)]
 
 
 def test_sample_corpus_is_sound(sample_folder: Path) -> None:
@@ -55,44 +51,6 @@ def test_verify_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (tmp_path / "good" / "manifest.json").write_text(content)
         assert verify.main([str(tmp_path / "good")]) == 2
         assert "manifest.json is not one that prepare.py wrote" in capsys.readouterr().err
-
-
-def test_split_is_a_function_of_the_text(tmp_path, capsys):
-    first = write_corpus(DOCUMENTS + DOCUMENTS[:50], tmp_path / "a", train_shards=3)
-    second = write_corpus(reversed(DOCUMENTS), tmp_path / "b", train_shards=3)
-    assert first == second  # with the sha256 of every shard and without duplicates
-    fewer = write_corpus(DOCUMENTS[:200], tmp_path / "c", train_shards=3)
-    assert sum(shard["documents"] for shard in fewer["shards"]) == 200  # type: ignore[attr-defined]
-    splits = [place_of(each.text_utf8.decode()).split for each in DOCUMENTS]
-    assert 0 < splits.count("validation") < 20
-    with pytest.raises(DataFault, match="already holds a corpus"):
-        write_corpus(DOCUMENTS, tmp_path / "a", train_shards=3)
-    assert main(["sample", "--out", str(tmp_path / "sample"), "--train-shards", "0"]) == 2
-    assert capsys.readouterr().err == "error: --train-shards 0: below 1; give 1 or more\n"
-    assert not (tmp_path / "sample").exists()
-
-
-def test_topics_that_repeat_others_are_left_out() -> None:
-    line = "{} line {} which is longer than forty characters"
-    parts = ["\n".join(line.format(name, n) for n in range(9)) for name in "abc"]
-    whole = parts[0] + "\n" + parts[1]
-    assert list(without_repeats([*parts, whole])) == [whole, parts[2]]
-
-
-def test_html_to_text() -> None:
-    page = """<html><nav>menu</nav><main><h1 id="x"><a href="#x">Title</a></h1>
-    <p>One <em>word</em>
-    more &amp; more.</p><ul><li><p>first</p></li><li>second</li></ul>
-    <pre><code><span class="boring">fn main() {
-    </span>let x = 1;
-        // kept
-    <span class="boring">}</span></code></pre><script>no()</script><img src="i.png"><p>end<br>line</p>
-    </main><p>footer</p></html>"""
-    assert html_to_text(page) == (
-        "# Title\n\nOne word more & more.\n\n- first\n\n- second\n\n```\nlet x = 1;\n        // kept\n\n```"
-        "\n\nend\nline"
-    )
-    assert html_to_text("<p>no main part</p>") == ""
 
 
 def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys
     assert "nowhere' does not exist" in failed.err.splitlines()[-1]
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr("gsa_eval.results.write_plots", Mock(side_effect=full))
+        patched.setattr("gsa_eval.results.to_strict", Mock(side_effect=full))
         assert evaluated(monkeypatch, *good) == 2
     unwritten = capsys.readouterr()
     assert unwritten.err.splitlines()[-1] == f"[Errno {errno.ENOSPC}] No space left on device: '{folder}'"

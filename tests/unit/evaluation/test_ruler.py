@@ -7,14 +7,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from gsa_data.tokenize import Tokenizer
 from gsa_eval import ruler_score, ruler_words
 from gsa_eval.commands import evaluate as command
-from gsa_eval.ruler import TASKS, Material, Question, Sample, Setting, read_questions, samples
+from gsa_eval.ruler import TASKS, Material, Sample, Setting, samples
 from gsa_eval.ruler_score import (
     RulerOptions,
     answer_score,
@@ -27,14 +26,6 @@ from gsa_eval.ruler_words import FIRST, NOUNS
 from helpers.evaluated import SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
 
 LENGTH = 5000
-QUESTIONS = [
-    Question(
-        f"The town of {name} lies by the {water}. It has a market.",
-        f"Where does {name} lie?",
-        [water, "nowhere"],
-    )
-    for name, water in (("Arden", "sea"), ("Bexley", "lake"), ("Corran", "river"))
-]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +35,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def material() -> Material:
-    essay = (SAMPLE / "README.md").read_text().split()
-    return Material(essay, {"qa_1": QUESTIONS, "qa_2": QUESTIONS})
+    return Material((SAMPLE / "README.md").read_text().split())
 
 
 def reader(asked: Sequence[Sample], new_tokens: int) -> list[str]:
@@ -66,15 +56,12 @@ def read(question: str, prompt: str) -> str:
     if "which 10 words" in question:
         counted = Counter(re.findall(r"\d+\. (\S+)", body.split("\n\n")[-2]))
         return " ".join(word for word, _ in counted.most_common(10))
-    if "coded words" in question:
-        counted = Counter(word for word in body.split("\n\n")[1].split() if word != "...")
-        return " ".join(word for word, _ in counted.most_common(3))
-    (town,) = re.findall(r"Where does (\w+) lie", question)
-    return re.findall(rf"The town of {town} lies by the (\w+)\.", body)[0]
+    counted = Counter(word for word in body.split("\n\n")[1].split() if word != "...")
+    return " ".join(word for word, _ in counted.most_common(3))
 
 
 def test_a_model_that_reads_scores_100_and_one_that_does_not_0(tokenizer, material):
-    assert len(TASKS) == 13
+    assert len(TASKS) == 11
     options = RulerOptions([LENGTH + 1000, LENGTH], samples=2, material=material)
     found = score_ruler(reader, tokenizer, options)
     assert found["scores"] == {str(length): dict.fromkeys(TASKS, 100.0) for length in (LENGTH, LENGTH + 1000)}
@@ -120,7 +107,7 @@ def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> N
         asked.extend((*each, length) for each in texts)
         return [nats_of(*each) for each in texts]
 
-    names = ["niah_single_1", "niah_multivalue", "qa_1"]
+    names = ["niah_single_1", "niah_multivalue", "cwe"]
     found = score_gold(score, tokenizer, RulerOptions([LENGTH, 1000], names, samples=2, material=material))
     assert [*found["bits_per_byte"]] == ["1000", str(LENGTH)]
     assert found["bits_per_byte"][str(LENGTH)] == dict.fromkeys(names, pytest.approx(2))
@@ -134,7 +121,7 @@ def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> N
         score_gold(score, tokenizer, RulerOptions([LENGTH], ["niah"]))
 
 
-MANY = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3, "qa_1": 2, "qa_2": 2}
+MANY = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
 """Answers of RULER's tasks that have more than one."""
 
 
@@ -145,8 +132,7 @@ def test_prompts_fit_hold_their_answers_and_come_again(name, tokenizer, material
         assert [*sample.tokens] == tokenizer.encode(sample.prompt).tolist()
         tokens = len(sample.tokens) + TASKS[name].new_tokens
         assert 0.9 * LENGTH < tokens <= LENGTH
-        answers = sample.answers[:1] if TASKS[name].any_answer else sample.answers
-        assert all(answer in sample.prompt for answer in answers)
+        assert all(answer in sample.prompt for answer in sample.answers)
         assert len(set(sample.answers)) == len(sample.answers) == MANY.get(name, 1)
     assert samples(name, LENGTH, 3, 7, tokenizer, material) == made
     assert samples(name, LENGTH, 3, 8, tokenizer, material) != made
@@ -207,45 +193,33 @@ def test_the_depth_of_a_single_needle(tokenizer: Tokenizer, material: Material) 
 
 
 def test_scores_of_answers() -> None:
-    assert answer_score("They are 17 and 23.", ["17", "23"], any_answer=False) == 1
-    assert answer_score("It is 17.", ["17", "23", "5", "8"], any_answer=False) == 0.25
-    assert answer_score("the SEA", ["Sea", "lake"], any_answer=True) == 1
-    assert answer_score("the hills", ["Sea", "lake"], any_answer=True) == 0
-    assert answer_score("", ["x"], any_answer=False) == 0
+    assert answer_score("They are 17 and 23.", ["17", "23"]) == 1
+    assert answer_score("It is the SEA.", ["Sea", "23", "5", "8"]) == 0.25
+    assert answer_score("", ["x"]) == 0
 
 
-def test_what_is_missing_is_named(tokenizer: Tokenizer, material: Material, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(tokenizer: Tokenizer, material: Material) -> None:
     for options, message in (
         (RulerOptions([LENGTH], ["niah_single_2"]), "give --haystack PLACE"),
-        (RulerOptions([LENGTH], ["qa_1"]), "give --qa FILE"),
         (RulerOptions([LENGTH], ["niah"]), "RULER has no task niah"),
         (RulerOptions([300], ["cwe"]), "cwe at 300 tokens: has no room"),
     ):
         with pytest.raises(ValueError, match=message):
             score_ruler(reader, tokenizer, options)
-    impossible = {"question": "Why?", "answers": [], "is_impossible": True}
-    questions = [{"question": "Where?", "answers": [{"text": "sea"}]}, impossible]
-    part = {"context": "The town lies by the sea.", "qas": questions}
-    path = tmp_path / "dev.json"
-    path.write_text(json.dumps({"data": [{"title": "Town", "paragraphs": [part]}]}))
-    assert read_questions(path) == [Question("The town lies by the sea.", "Where?", ["sea"])]
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="not in SQuAD's format"):
-        read_questions(path)
-    with pytest.raises(ValueError, match=r"--qa .*: cannot be read .*; give a file"):
-        read_questions(tmp_path / "nowhere.json")
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys, caplog):
     config = evaluated_config()
     run = save_run(evaluated_model(config), config, tmp_path / "run")
     words = ["--run", str(run), "--name", "ruler", "--ruler", "400,300", "--ruler-samples", "1"]
     words += ["--ruler-tasks", "niah_single_1"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
-    assert command.main() == 0, capsys.readouterr().err
+    with caplog.at_level("WARNING"):
+        assert command.main() == 0, capsys.readouterr().err
+    assert f"400 tokens: more than the {config.train.seq_len_tokens} of a sequence in training" in caplog.text
     found = json.loads((run / "evaluations" / "ruler" / "results.json").read_text())["ruler"]
     assert [*found["scores"]] == ["300", "400"]
-    assert len(found["without"]) == 12
+    assert len(found["without"]) == 10
     assert "RULER, 1 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
 
     words[3:6] = ["gold", "--ruler", "300"]

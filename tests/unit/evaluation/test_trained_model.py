@@ -14,12 +14,14 @@ from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
 from gsa_eval import evaluated_model as loading
 from gsa_eval import trained_model
+from gsa_eval.answers import answer_prompts
 from gsa_eval.commands import evaluate as command
 from gsa_eval.evaluated_model import EvaluatedModel, Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.settings import with_settings
 from gsa_eval.text import Piece, TextOptions, read_text
+from gsa_hf.generation import Generator
 from gsa_train.validation.perplexity import evaluate
 from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
@@ -103,6 +105,9 @@ def test_labels_and_continuations_match_transformers(runs, monkeypatch):
     prompts = [[5, 9, 31], [7]]
     texts = [continue_prompts(each.model, each.tokenizer, prompts, 6, batch_size=2) for each in (one, other)]
     assert texts[0] == texts[1]
+    # RULER's answers, in batches of two with padding, in the order of the prompts.
+    generator = Generator(one.model, vocab_size=one.tokenizer.vocab_size, context_tokens=16)
+    assert answer_prompts(generator, one.tokenizer, [[7], *prompts], 6, 2) == [texts[0][1], *texts[0]]
     for each in (one, other):  # at the beginning, and where a special token is named
         stops = [texts[0][1][:2], "</s>"]
         assert continue_prompts(each.model, each.tokenizer, prompts[1:], 6, stops) == [""]

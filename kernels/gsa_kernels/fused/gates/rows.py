@@ -33,9 +33,8 @@ def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
 def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
     """Return the memory [L, B, Hkv, 1 + G, D] of a gradient from `empty_gradient`, with room before the rows of G1.
 
-    Only the first call for a gradient returns its memory; later calls return None. For a gradient without
-    such memory the function returns None. A sum of several gradients is such a gradient, because autograd
-    allocates the sum.
+    Only the first call for a gradient returns its memory. The function returns None for later calls, and for a
+    gradient that autograd allocated, such as a sum of several gradients.
     """
     projection: torch.Tensor | None = vars(gradient).pop("projection", None)
     return projection
