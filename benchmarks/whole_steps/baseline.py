@@ -104,7 +104,7 @@ class Baseline:
 
             recipe = Float8LinearConfig.from_recipe_name("tensorwise")
             convert_to_float8_training(self.model.layers, config=recipe)
-        self.weights = list(self.model.parameters())
+        self.weights: list[torch.Tensor] = list(self.model.parameters())
         self.masters = [weight.detach().float().clone() for weight in self.weights]
         self.optimizer = torch.optim.AdamW(
             self.masters,
