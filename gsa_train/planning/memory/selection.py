@@ -44,7 +44,8 @@ def _of_groups(config: Config, sizes: Sizes) -> float:
 
 
 def _listing_groups(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the packed mask of groups, and of the lists, the ones of groups before they are joined."""
+    """Returns the bytes of the packed mask of groups, of the key lists, and of the groups' lists before they are
+    joined."""
     if not gathers(config):
         return 0.0
     pool, lists = config.gsa.indexer_pool, 8 * _list_entries(config) / sizes.query_chunks
