@@ -145,8 +145,7 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     assert "1 records have lists for another number of layers; left out" in caplog.text
 
 
-LINKED = ["config.yaml", "evaluations/a/table.md", "evaluations/a/x.png"]
-LINKED += ["analysis/a/sink.png", "faults/a/report.txt"]
+LINKED = ["config.yaml", "evaluations/a/table.md", "analysis/a/sink.png", "faults/a/report.txt"]
 
 
 @pytest.mark.parametrize("name", LINKED)
