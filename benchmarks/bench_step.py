@@ -18,8 +18,8 @@ call measures only cases that have no row for its device and commit.
 
 `speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
 the host's time to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which
-projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a trained model) or
-exported ones. Models named `..._graphs` run with train.cuda_graphs. Their `peak_gib` includes the graphs' memory.
+projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a trained model).
+Models named `..._graphs` run with train.cuda_graphs. Their `peak_gib` includes the graphs' memory.
 `layer_ms` and the step of the whole model follow from two depths. `--layers 24` measures whole models without scaling.
 """
 

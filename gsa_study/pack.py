@@ -62,7 +62,7 @@ def packed_runs(study: Study, failures: Collection[str]) -> list[StudyRun]:
 
 
 def _write(study: Study, files: Iterable[Path], out: Path, mode: Literal["w", "w:gz"]) -> None:
-    """Write the files, whose names in the archive begin with the study's."""
+    """Write the files. Their names in the archive begin with the study's name."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     with tarfile.open(temporary, mode) as file:

@@ -51,8 +51,8 @@ def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
         if not by_id and not (name.isdecimal() and (there is None or int(name) < there)):
             known = "" if there is None else f", which has {there}"
             raise StudyError(
-                f"--gpus {','.join(gpus or ())}: {name} is no GPU of this machine{known}; name them by numbers from 0, "
-                "as in --gpus 0,1; --gpus none for CPUs"
+                f"--gpus {','.join(gpus or ())}: {name} is not a GPU of this machine{known}; name them by numbers from "
+                "0, as in --gpus 0,1; --gpus none for CPUs"
             )
     for job in jobs:
         if gpus is not None and job.devices > len(gpus):

@@ -148,7 +148,7 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a value of summary.json or results.json as a number, or None if the value is no number.
+    """Return a value of summary.json or results.json as a number, or None if the value is not a number.
 
     The two files store infinity and NaN as text, which the function turns back into numbers.
     """

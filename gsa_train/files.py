@@ -46,7 +46,7 @@ def own_file(path: str, flags: int) -> int:
     Raises:
         OSError: the path is a link, or not a regular file.
     """
-    what = "no plain file"
+    what = "not a plain file"
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -115,7 +115,7 @@ class StepCase:
             "data.num_workers=0",
             "data.num_lanes=1",
             "data.attend_across_documents=true",  # each sequence is one document
-            # The moving average of the variance keeps the value of the first step, or of an exported layer.
+            # The moving average of the variance keeps the value of the first step.
             "gsa.variance_ema_decay=0.9999",
         ]
         changes = [*fixed, *shape.overrides, *MODELS[self.model], *overrides]

@@ -111,7 +111,7 @@ def read_conversations(
         rows, trouble = chat_rows(packed, relpath)
         check_damage(manifest, relpath, len(packed), trouble, reading, counters)
         parsed = [
-            WrongLine("bad_utf8", "as it is no UTF-8") if row is None else parse_conversation(row, limit)
+            WrongLine("bad_utf8", "as it is not UTF-8") if row is None else parse_conversation(row, limit)
             for row in rows
         ]
     else:
@@ -141,14 +141,14 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
     """Returns the conversation of one JSON object or row, or its fault. Fields that are null are left out of messages.
 
     missing_messages: there is no list `messages`, or the list is empty
-    bad_message: a message is no object, a role is unknown, content is no text, `tools` is no list, or fields are nested
-        more than 250 levels deep
+    bad_message: a message is not an object, a role is unknown, content is not text, `tools` is not a list, or fields
+        are nested more than 250 levels deep
     empty_text: a message has neither content nor tool calls of an assistant
     no_assistant: there is no assistant's message to train on
     huge_document: the JSON is longer than max_document_bytes
     """
     if not isinstance(record, Mapping):
-        return WrongLine("missing_messages", "as it is no object with the field messages")
+        return WrongLine("missing_messages", "as it is not an object with the field messages")
     messages, tools = record.get(FIELD), record.get("tools")
     if not isinstance(messages, list) or not messages:
         return WrongLine("missing_messages", "as it has no list of messages in the field messages")
@@ -162,9 +162,9 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
         try:
             tools = orjson.loads(tools)
         except orjson.JSONDecodeError as error:
-            return WrongLine("bad_message", f"as its tools are no JSON ({error})")
+            return WrongLine("bad_message", f"as its tools are not JSON ({error})")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return WrongLine("bad_message", "as its tools are no list of objects")
+        return WrongLine("bad_message", "as its tools are not a list of objects")
     kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
         text_utf8 = orjson.dumps({FIELD: kept, "tools": tools or None}, default=str)
@@ -179,12 +179,12 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
 
 def _wrong_message(message: Any) -> WrongLine | None:
     if not isinstance(message, dict):
-        return WrongLine("bad_message", "is no object")
+        return WrongLine("bad_message", "is not an object")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         return WrongLine("bad_message", f"has role {role!r}, none of {', '.join(ROLES)}")
     if content is not None and not isinstance(content, str):
-        return WrongLine("bad_message", f"has content that is no text, but {type(content).__name__}")
+        return WrongLine("bad_message", f"has content that is not text, but {type(content).__name__}")
     if not (content or "").strip() and not (role == "assistant" and message.get("tool_calls")):
         return WrongLine("empty_text", "has no content")
     return None

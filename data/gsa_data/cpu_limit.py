@@ -13,7 +13,7 @@ POLL_SECONDS = 0.5
 
 
 class OverLimit(BaseException):
-    """The block used up its time. This class is no Exception, so that code inside the block does not catch it."""
+    """The block used up its time. This class is not an Exception, so that code inside the block does not catch it."""
 
 
 class CpuLimit:

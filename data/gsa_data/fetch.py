@@ -24,7 +24,7 @@ logger = logging.getLogger("gsa_data")
 
 PIECE_BYTES = 1 << 24
 
-# The libraries below fsspec's remote file systems. Some of their errors are no OSErrors.
+# The libraries below fsspec's remote file systems. Some of their errors are not OSErrors.
 NETWORK_LIBRARIES = frozenset(
     {
         "aiohttp",
@@ -209,7 +209,7 @@ class _Outcome(Generic[T]):
         error = self.error
         if error is None:
             return self.value[0]
-        # The timeout errors of fsspec, and of asyncio before Python 3.11, are no OSErrors.
+        # The timeout errors of fsspec, and of asyncio before Python 3.11, are not OSErrors.
         library = type(error).__module__.partition(".")[0]
         passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
         if passing and not isinstance(error, OSError):

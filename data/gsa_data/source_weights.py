@@ -116,7 +116,7 @@ def never_met(weights: Mapping[str, float], counters: Mapping[str, int]) -> list
 
 
 def check_known(weights: Mapping[str, float], documents: Mapping[str, int], root: str) -> None:
-    """Raises DataFault for a name that is no source in `documents`, or if no document is left."""
+    """Raises DataFault for a name that is not a source in `documents`, or if no document is left."""
     found = ", ".join(map(printable, sorted(documents))) or "none"
     for name in weights:
         if name not in documents:

@@ -220,7 +220,7 @@ def check_text(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: character {error.start + 1} is no UTF-8; give text in UTF-8") from None
+        raise ValueError(f"{place}: character {error.start + 1} is not UTF-8; give text in UTF-8") from None
     return text
 
 
@@ -259,7 +259,7 @@ class SentencePieceModel:
             return None
         if not self._processor.is_control(found):  # text can produce all other tokens
             raise TokenizerError(
-                f"tokenizer {self._path!r}: {token!r} is no control symbol, so text would end its document; give a "
+                f"tokenizer {self._path!r}: {token!r} is not a control symbol, so text would end its document; give a "
                 "control symbol of the model as eos_token"
             )
         return found

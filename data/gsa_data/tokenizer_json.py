@@ -164,5 +164,5 @@ class _LibraryErrors:
     ) -> None:
         if kind is Exception:
             raise TokenizerError(
-                f"tokenizer file {self._path!r} is no tokenizer.json that `tokenizers` reads ({error})"
+                f"tokenizer file {self._path!r} is not a tokenizer.json that `tokenizers` reads ({error})"
             ) from error

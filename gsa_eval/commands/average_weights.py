@@ -4,7 +4,7 @@ installation.
     python launch/average_weights.py --run RUN_DIR --steps N N ... --out DIR            mean over these steps
     python launch/average_weights.py --run RUN_DIR --steps N --moving --out DIR         moving average at step N
 
-DIR receives a checkpoint of weights, which evaluates, exports and initializes runs like any checkpoint. Exit code 2
+DIR receives a checkpoint of weights, which can be evaluated and exported, and from which runs can start. Exit code 2
 means wrong use or a damaged checkpoint.
 """
 

@@ -61,5 +61,5 @@ def size_in_bytes(text: str) -> int:
     """Return 5000000000 for `5GB`, as transformers writes sizes."""
     match = re.fullmatch(r"(\d+)\s*(KB|MB|GB|)", text)
     if match is None or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give one such as 5GB or 500MB")
     return int(match[1]) * UNITS[match[2]]

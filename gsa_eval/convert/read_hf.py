@@ -193,7 +193,7 @@ def named_eos(folder: Path) -> str | None:
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None and not isinstance(token, str):
         raise ValueError(
-            f"{path}: eos_token = {str(token)[:60]}: is no text; give the token as it is written"
+            f"{path}: eos_token = {str(token)[:60]}: is not text; give the token as it is written"
         )
     return token
 

@@ -89,7 +89,7 @@ def _read(folder: Path) -> dict[str, Any]:
         model = found.get("model") if isinstance(found, dict) else None
         if isinstance(model, dict) and isinstance(model.get("settings", []), list):
             return found
-        fault = "it is no object with model"
+        fault = "it is not an object with model"
     except (OSError, ValueError, RecursionError) as error:
         fault = str(error)
     logger.warning("%s: no evaluation in it (%s); left out", folder, fault)

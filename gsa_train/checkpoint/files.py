@@ -249,7 +249,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: the file is no manifest.
+        ValueError: the file is not a manifest.
     """
     try:
         content = parse_json((folder / MANIFEST).read_bytes())

@@ -53,7 +53,7 @@ def check_tasks(config: Config) -> list[str]:
         lines.append(problem_line("evaluate.tasks_every_steps", evaluate.tasks_every_steps, wrong, remedy))
     percent = evaluate.tasks_max_time_percent
     if not 0 < percent <= 100:
-        remedy = "give more than 0 and at most 100, which is no limit"
+        remedy = "give more than 0 and at most 100, which means no limit"
         lines.append(problem_line("evaluate.tasks_max_time_percent", percent, "no share of the time", remedy))
     return lines
 

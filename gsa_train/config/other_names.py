@@ -1,6 +1,6 @@
-"""Names in a config that are no fields: of Megatron-LM, torchtitan, nanochat and transformers, or of removed fields.
+"""Lists names of settings in Megatron-LM, torchtitan, nanochat and transformers, and names of removed fields.
 
-Only for messages: a config that has such a name is refused, with the name of the field here if there is one.
+A config with such a name is refused. The message has the name of our field if there is one.
 """
 
 from __future__ import annotations

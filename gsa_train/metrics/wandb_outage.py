@@ -150,8 +150,8 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
 
 
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
-    """Warn of the starts of this run, except `but`, whose records W&B may lack. A start was killed before it had sent
-    its records, or the server was unreachable."""
+    """Warn of earlier starts whose records W&B may lack, because a start was killed too soon or the server was
+    unreachable. `but` is the folder of the current start."""
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     left.sort(key=_when_written)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from gsa_train.config import TrainConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration, by Keller Jordan."""
+"""Coefficients of the quintic Newton-Schulz iteration, by Keller Jordan."""
 
 
 @torch.no_grad()

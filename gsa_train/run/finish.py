@@ -213,7 +213,7 @@ def _close(run: Run, exit_code: int) -> None:
     services.watchdog.exit_code = exit_code
     run.data.batches.close()
     services.stop_vote.close()
-    services.log.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B, a stop is no failure
+    services.log.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B, a stop is not a failure
     leave_world(services.watchdog)
 
 

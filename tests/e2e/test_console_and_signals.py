@@ -1,5 +1,5 @@
-"""Tests real runs whose console fails in each way, and runs that get each signal: they complete, or save. The tests
-include what ends a run in a terminal: a hang-up with and without nohup, and Ctrl-C while a reader runs."""
+"""Tests that real runs complete although their console fails, and that runs that get a signal save. The signals include
+a hang-up of the terminal, with and without nohup, and Ctrl-C while a reader runs."""
 
 import contextlib
 import json

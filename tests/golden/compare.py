@@ -53,7 +53,7 @@ def relative_difference(golden: Any, today: Any) -> str:
 
 
 def new_keys(golden: Results, today: Results) -> list[str]:
-    """Return the keys that only today's results have: they are reported, but are no difference."""
+    """Return the keys that only today's results have: they are reported, but are not differences."""
     found = set()
     for name, values in golden.items():
         here = today.get(name)

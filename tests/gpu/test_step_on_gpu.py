@@ -241,7 +241,7 @@ def test_steps_repeat_bit_for_bit(trainer: Callable[..., Trainer], overrides: tu
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "standard_1.7b"])
 def test_fused_operations_change_nothing_but_rounding(trainer, name):
-    """In bf16, gradients of fused operations are at most 1.5 times as far from fp32 as the ones of plain torch."""
+    """In bf16, gradients of fused operations are at most 1.5 times as far from fp32 as in plain torch."""
     losses, gradients = {}, {}
     all_keys = ALL_KEYS if name.startswith("gsa") else ()
     for precision, fused in (("fp32", "none"), ("fp32", "triton"), ("bf16", "none"), ("bf16", "triton")):

@@ -41,7 +41,7 @@ ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
 PLAIN = frozenset(
     {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 )
-"""Types that are no compiler constants and contain none."""
+"""Types that are not compiler constants and contain none."""
 
 
 def mend_interpreter() -> None:

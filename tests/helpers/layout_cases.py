@@ -9,10 +9,10 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP, with_sections
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Steps of the warm-up and of the sparse phase. A difference in a step shows in its numbers and in the next step's,
-also across phases. More steps would only show that rounding does not grow."""
+"""Steps of the warm-up and of the sparse phase. A difference in a step shows in the numbers of this step and of the
+next, also across phases. More steps would only show that rounding does not grow."""
 MORE_STEPS = (2, 2)
-"""Steps of one layout of megatron-core's optimizer, of one of DeepSpeed's, and of `SELECTED`'s text."""
+"""Steps of one layout of megatron-core's optimizer, of one layout of DeepSpeed, and of `SELECTED`'s text."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all its causal keys, so that rounding cannot change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -193,8 +193,8 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint and which layouts continue from it; in its own layout bit for bit. The
-    first reader continues after loading a damaged copy, once per kind of optimizer."""
+    """Says which layout writes a checkpoint and which layouts continue from it. The writer's own layout continues bit
+    for bit. Once per kind of optimizer, the first reader also loads a damaged copy before it continues."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

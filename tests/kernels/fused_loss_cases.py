@@ -102,8 +102,8 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 
 def check(case: Fused, **options: Any) -> Results:
-    """Check that errors are at most twice the reference's in the same dtype, plus rounding. As in their own tests,
-    attention's results are compared by the largest error, and the indexer's by the norm."""
+    """Check that errors are at most twice the errors of the reference in the same dtype, plus rounding. Results of
+    attention are compared by the largest error, and results of the indexer by the norm, as in their own tests."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")

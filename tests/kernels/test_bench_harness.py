@@ -39,7 +39,7 @@ def test_bars_and_failures(arguments: argparse.Namespace, tmp_path: Path) -> Non
     report.bar("small", 2.5, at_most=2)
     report.bar("not a number", float("nan"), at_most=2)
     assert [bar["met"] for bar in read(tmp_path)["bars"]] == [True, False, False]
-    assert report.finish() == 0, "a missed bar is no failure"
+    assert report.finish() == 0, "a missed bar is not a failure"
     with pytest.raises(ValueError, match="at_least and at_most"):
         report.bar("both", 1.0, at_least=1, at_most=2)
     report.fail("wrong gradients")

@@ -261,23 +261,6 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones() -> None:
         GSAConfig(d_model=24, n_heads=4)  # type: ignore[call-arg]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_call_that_the_authors_print_on_a_gpu() -> None:
-    """The call has the sizes of the authors' README, and runs the fused kernels."""
-    config = GSAConfig(
-        hidden_size=4096, num_heads=32, num_kv_heads=8, k_base=2048, value_gate=True, output_gate=True
-    )
-    gsa = GatedSparseAttention(config).cuda()
-    batch_size, seq_len = 2, 8192
-    x = torch.randn(batch_size, seq_len, 4096, device="cuda")
-    positions = torch.arange(seq_len, device="cuda").unsqueeze(0).expand(batch_size, -1)
-    output, _, _ = gsa(x, positions=positions)
-    assert output.shape == (2, 8192, 4096)
-    assert bool(output.isfinite().all())
-    assert config.implementation_on(x.device) == "triton"
-
-
 def test_a_dense_layer_without_gates_is_the_attention_of_llama() -> None:
     """Names, RoPE and heads match, so that the weights of such a model can be loaded."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")

@@ -34,7 +34,7 @@ def attention(lists, **options):
     gated=[True, False],
 )
 def test_output_and_gradients(device, case):
-    """The cases include groups of heads that are no power of two, or that need several programs."""
+    """The cases include groups of heads that are not powers of two, or that need several programs."""
     length, first, batch = case["length"], case["query_start"], 2 if case["heads"][0] < 8 else 1
     num_keys = first + length
     torch.manual_seed(length)
@@ -173,8 +173,8 @@ def in_segments(attend, segments, monkeypatch):
     ],
 )
 def test_segments(device, batch, heads, head_size, dtype, monkeypatch):
-    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups are no power of two. dK and
-    dV have the same bits as without segments."""
+    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups are not powers of two. dK
+    and dV have the same bits as without segments."""
     torch.manual_seed(9)
     length, empty = 165, 32
     mask = random_mask(batch, length, 0.4, device)

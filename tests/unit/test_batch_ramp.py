@@ -24,7 +24,7 @@ LENGTH = 16
 RAMP = [RampStage(100, 2), RampStage(300, 4)]
 TRAIN = TrainConfig(seq_len_tokens=LENGTH, micro_batch_size=2, global_batch_size=8, batch_ramp=RAMP)
 SIZES = [2, 2, 2, 2, 4, 4, 4, 8, 8, 8, 8, 8]
-"""128 tokens after the first stage, as 100 are no whole steps; 320 after the second."""
+"""128 tokens after the first stage, because 100 tokens are not a whole number of steps; 320 after the second."""
 
 
 def test_a_stage_ends_with_the_step_that_reaches_its_tokens() -> None:

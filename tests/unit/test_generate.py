@@ -152,7 +152,7 @@ REFUSED = """
 --run {}/run --prompts {}/blank.txt -> blank.txt, line 2: an empty prompt
 --run {}/run --prompts {}/none.txt -> none.txt: cannot be read (No such file or directory); give a file
 --run {}/run --prompts {}/latin.txt -> latin.txt: not UTF-8 text
---run {}/run --prompt caf\udce9 -> --prompt: character 4 is no UTF-8
+--run {}/run --prompt caf\udce9 -> --prompt: character 4 is not UTF-8
 --run {}/run --prompt a --temperature 1 --seed 18446744073709551616 -> seed is 18446744073709551616
 --run {}/run --prompt a --max-new-tokens 48 -> with 48 new ones more than the model's context of 48
 --run {}/run --prompt a --max-new-tokens 0 -> --max-new-tokens 0: below 1; give 1 or more

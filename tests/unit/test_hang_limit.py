@@ -104,7 +104,7 @@ def test_only_steps_have_the_steps_limit_and_who_waits_for_another_activity_has_
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
 def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
-    """A silent process is not frozen if one call may block its threads, or others may wait for it outside of steps."""
+    """Three activities are exceptions, because one call may block all threads or others may wait outside of steps."""
     ages = [age("saving"), age(activity, silent=STEP_SECONDS + 1), age("validating")]
     limit = limit_for_all(ages, LONGEST)
     if activity in ("starting", "compiling", "ending"):

@@ -203,7 +203,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
 
 def test_a_pipe_in_place_of_a_file_is_named_at_once(run_dir: Path) -> None:
     os.mkfifo(run_dir / FILE)
-    with pytest.raises(RunFolderError, match=r"it is no plain file, .* remove it .*/lock"):
+    with pytest.raises(RunFolderError, match=r"it is not a plain file, .* remove it .*/lock"):
         RunLock(run_dir, single_rank()).take()
 
 

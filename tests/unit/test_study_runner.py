@@ -244,7 +244,7 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     check_devices([dataclasses.replace(wide, devices=1)], ["0", "0"])
     for there, names in ((2, "0,2"), (0, "0"), (None, "-1"), (2, "x"), (2, "one")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
-        with pytest.raises(StudyError, match=f"--gpus {names}: .* is no GPU of this machine"):
+        with pytest.raises(StudyError, match=f"--gpus {names}: .* is not a GPU of this machine"):
             check_devices([], names.split(","))
     for there, names in ((2, "1,0"), (None, "7"), (2, "GPU-0a,MIG-0b")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)

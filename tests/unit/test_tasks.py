@@ -302,7 +302,7 @@ def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tm
     config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, tasks=tasks))
     lines = check_tasks(config)
     assert [line.split(" = ")[0] for line in lines] == [f"evaluate.tasks.{number}" for number in (2, 3, 4, 5)]
-    assert "line 1: is no request" in lines[1]
+    assert "line 1: is not a request" in lines[1]
     monkeypatch.setattr("gsa_train.config.checks.is_installed", lambda package: package != "lm_eval")
     (line,) = check_packages(config)
     assert line.startswith("evaluate.tasks = absent.yaml: a task of lm-evaluation-harness")
@@ -311,7 +311,7 @@ def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tm
 def test_files_damaged_further_on_and_other_requests_of_a_rank_are_refused(places, tmp_path, monkeypatch):
     folder = write_requests(tmp_path / "x" / "y", [*choice_requests(), {"doc_id": 9, "idx": 0}])
     config, tokenizer = run_config(places), Tokenizer(TOKENIZER)
-    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
+    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is not a request"):
         shared_tasks(run_config([str(folder)]), tokenizer, single_rank())
     names = [task.name for task in shared_tasks(config, tokenizer, single_rank())]
     assert names == ["colours_rc", "gold_bpb"]

@@ -44,8 +44,8 @@ def weight_gradient(
 def joined_weight_gradients(
     weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
 ) -> list[torch.Tensor]:
-    """Compute `weight_gradient` of concatenated weights in one product. grad_output has the columns of the weights in
-    order, and may have more."""
+    """Compute `weight_gradient` of concatenated weights in one product. grad_output has columns for the weights in
+    their order. Further columns are ignored."""
     sizes = [len(weight) for weight in weights]
     if not accumulates:
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))

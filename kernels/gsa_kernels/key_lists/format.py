@@ -15,8 +15,8 @@ from gsa_kernels.packed_mask import int32_words
 
 @dataclass(frozen=True)
 class KeyLists:
-    """Holds the lists. Tile i of sequence b has the TILE_QUERIES queries from i * TILE_QUERIES on; the last may be
-    short.
+    """Holds the lists. Tile i of sequence b has the TILE_QUERIES queries from i * TILE_QUERIES on. The last
+    tile may be short.
 
     Entry j of a tile, 0 <= j < counts[b, i], is the key keys[starts[b, i] + j]. A query attends to it if its bit is set
     in words[starts[b, i] + j]. Bit r belongs to query i * TILE_QUERIES + r. A key occurs once in a tile's list. The

@@ -55,8 +55,8 @@ def select_keys(
         row_chunk_bytes: size of the buffer of scores, at least one tile of rows. More bytes fill the device better.
         candidates_from: a multiple of 64, or None for no rows. Rows with at least this number of keys are selected by
             candidates (`selection/candidates.py`) instead of all their scores. The result is the same except for the
-            rounding of the variance. Candidates need whole tiles of 64 rows. If query_start is no multiple of 64, up to
-            63 further rows are therefore selected by all their scores.
+            rounding of the variance. Candidates need whole tiles of 64 rows. If query_start is not a multiple of 64, up
+            to 63 further rows are therefore selected by all their scores.
         with_log_sum: also return `log_sum` for the indexer's inverse temperature. Rows must have at most REGISTER_KEYS
             keys and not be selected by candidates.
     """

@@ -29,7 +29,7 @@ _TIED_SPANS = 8
 """Spans per program for tiles of rows with equal scores: these are rare, and fewer programs skip other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Smallest finite fp32. Keys that are not causal score -inf, so they are no candidates even without a threshold."""
+"""Smallest finite fp32. Keys that are not causal score -inf, so they are not candidates even without a threshold."""
 
 
 def columns_per_program(inputs: ScoreInputs) -> int:

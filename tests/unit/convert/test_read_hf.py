@@ -197,7 +197,7 @@ def test_an_end_of_documents_that_is_no_text_is_refused(whole: Path, tmp_path: P
     folder = shutil.copytree(whole, tmp_path / "hf")
     for wrong in (5, {"content": 5}, ["</s>"]):
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": wrong}))
-        with pytest.raises(ValueError, match=r"tokenizer_config.json: eos_token = .*: is no text"):
+        with pytest.raises(ValueError, match=r"tokenizer_config.json: eos_token = .*: is not text"):
             named_eos(folder)
 
 

@@ -42,7 +42,7 @@ def test_text_field_and_longest_document() -> None:
 
 
 def test_too_many_bad_lines_make_a_bad_shard(tmp_path: Path) -> None:
-    """Empty text is no bad line."""
+    """Empty text is not a bad line."""
     lines = [b'{"text": "good"}'] * 96 + [b'{"text"', b'{"text": "\xff"}', b"{}", b'{"text": ""}']
     write_shard(tmp_path / "s0.jsonl.zst", lines)
     manifest, counters = build_manifest(str(tmp_path)), Counter[str]()

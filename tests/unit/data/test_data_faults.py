@@ -136,7 +136,7 @@ FAILURES = {
     "reset": ConnectionResetError("reset by peer"),
     "timeout": TimeoutError("timed out"),
     "fsspec timeout": FSTimeoutError(),
-    "incomplete": IncompleteRead(b""),  # some libraries raise this, which is no OSError
+    "incomplete": IncompleteRead(b""),  # some libraries raise this, which is not an OSError
     "ended": EOFError("ended"),
     "short": "short",
     "hangs": "hangs",

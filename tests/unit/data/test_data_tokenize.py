@@ -210,7 +210,7 @@ def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
 def test_an_eos_that_text_holds_is_refused(tmp_path: Path, token: str) -> None:
     """`is_control` detects it: text may contain a user's symbol, and an unknown symbol stands for it."""
     path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"], byte_fallback=True)
-    message = rf"{token}' is no control symbol, so text would end .*eos_token"
+    message = rf"{token}' is not a control symbol, so text would end .*eos_token"
     with pytest.raises(TokenizerError, match=message):
         Tokenizer(path, token)
     assert Tokenizer(path).eos_id == Tokenizer(path, "</s>").eos_id == 2
@@ -227,7 +227,7 @@ def test_an_eos_that_is_a_control_symbol(tmp_path: Path) -> None:
         (b"IQ== 0\nIg== 1\n", "it is a tiktoken file, as Llama 3's tokenizer.model is"),
         (b'{"model": ', "is not JSON"),
         (b'{"model": ' + b"[" * 10_000, "lists and objects are nested more than 64 levels deep"),
-        (b'{"model": {}}', "is no tokenizer.json that `tokenizers` reads"),
+        (b'{"model": {}}', "is not a tokenizer.json that `tokenizers` reads"),
     ],
 )
 def test_tokenizer_files_of_another_kind(content: bytes, message: str, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
         (("--file", tmp_path / "nowhere.txt"), "nowhere.txt: cannot be read (No such file"),
         (("--max-tokens", 5000), "--max-tokens 5000: give 2 to 4,096"),
         (("--max-tokens", 1), "--max-tokens 1: give 2 to 4,096"),
-        (("--text", "caf\udce9"), "--text: character 4 is no UTF-8"),
+        (("--text", "caf\udce9"), "--text: character 4 is not UTF-8"),
         (("--out", tmp_path / "empty.txt"), "is not a writable folder"),
     ):
         assert analyzed(monkeypatch, "--run", run[2], "--name", "wrong", *words) == 2

@@ -75,7 +75,7 @@ GOOD = json.dumps(request(0, 0, "a", " b", 0))
     [
         ("", "no request in it"),
         ("{", "line 1: is not JSON"),
-        (GOOD + "\n[1]", "line 2: is no request with doc_id"),
+        (GOOD + "\n[1]", "line 2: is not a request with doc_id"),
         (json.dumps(request(0, 0, "a", "", 0)), "line 1: has no context or continuation"),
         (json.dumps(request(0, 0, "a", " b", 0, request_type="generate_until")), "generate_until generates text"),
         (GOOD + "\n" + GOOD, "line 2: doc_id 0 has idx 0 twice"),

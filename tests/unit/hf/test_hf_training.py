@@ -85,7 +85,7 @@ def test_the_indexer_learns_where_the_loss_is_outside(backbone: bool, checkpoint
 
 @pytest.mark.parametrize("passes", [1, 4])
 def test_weight_of_the_indexers_loss_over_accumulated_passes(passes: int) -> None:
-    """Outside the model the loss counts once per pass, whatever divides the outer loss; a caller may add it instead."""
+    """A caller that adds the returned indexer loss may divide it. Otherwise it counts once per pass, undivided."""
     model, tokens = tiny_model(indexer_loss_coef=0.5).train(), distinct_tokens(passes, 20)
 
     def accumulated(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:

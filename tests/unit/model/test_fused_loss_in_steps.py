@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gsa_kernels import operations_triton, sampling
-from gsa_kernels.hopper import fused_indexer_loss as distillation_op
+from gsa_kernels.hopper import fused_indexer_loss as fused_op
 from gsa_kernels.hopper import target_blocks
 from gsa_kernels.loss import op as kl_op
 from gsa_kernels.loss.triton_launch import Blocks, Inputs
@@ -35,13 +35,13 @@ from helpers.single_rank import (
 
 
 @pytest.fixture
-def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the queries of each call of the attention whose backward pass computes the indexer's gradients.
 
     Input and target are fp32 here, to compare more digits. With an fp16 target and few tokens, the gradient of
     `head_weight` is off by up to half a percent.
     """
-    monkeypatch.setattr(distillation_op, "can_fuse_indexer_loss", lambda q, k: True)
+    monkeypatch.setattr(fused_op, "can_fuse_indexer_loss", lambda q, k: True)
     wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float16 = torch.float32
     monkeypatch.setattr(target_blocks, "torch", wide)
@@ -49,7 +49,7 @@ def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def recorded(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(q.shape[1])
-        return distillation_op.attention_with_indexer_loss(q, *arguments, **options)
+        return fused_op.attention_with_indexer_loss(q, *arguments, **options)
 
     monkeypatch.setattr(operations_triton, "sparse_attention_with_loss", recorded)
     return calls
@@ -78,28 +78,28 @@ FUSED = [("window, rope and reuse", False), ("sparse-only", True)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "attend_across"), FUSED, ids=[variant for variant, _ in FUSED])
 def test_the_loss_in_attentions_backward_pass_matches_the_reference(
-    variant: str, attend_across: bool, distillations: list[int]
+    variant: str, attend_across: bool, fused_calls: list[int]
 ) -> None:
     options: dict[str, Any] = {"heads": 8, "attend_across": attend_across}
     reference = one_step(VARIANTS[variant], SPARSE, fused=False, **options)
-    assert distillations == []
+    assert fused_calls == []
     fused = one_step(VARIANTS[variant], SPARSE, fused=True, **options)
-    assert distillations == [24]  # once, though two layers may share the selection
+    assert fused_calls == [24]  # once, though two layers may share the selection
     assert_same_step(fused, reference)
 
 
 @pytest.mark.slow
 def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
-    distillations: list[int], counted_kl: list[int]
+    fused_calls: list[int], counted_kl: list[int]
 ) -> None:
     """The first pass has no graph and is plain attention; each query's loss counts once."""
     reference = one_step({}, SPARSE, fused=False, heads=8)
     assert counted_kl == [48]
     counted_kl.clear()
     once = one_step({}, SPARSE, fused=True, heads=8)
-    assert (distillations, counted_kl) == ([24], [48])
+    assert (fused_calls, counted_kl) == ([24], [48])
     twice = one_step({}, SPARSE, fused=True, heads=8, recompute="selective")
-    assert (distillations, counted_kl) == ([24, 24], [48, 48])
+    assert (fused_calls, counted_kl) == ([24, 24], [48, 48])
     assert_same_step(once, reference)
     assert torch.equal(once[0], twice[0])
     assert all(torch.equal(once[1][name], twice[1][name]) for name in once[1])
@@ -109,10 +109,10 @@ def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
 @pytest.mark.slow
 @pytest.mark.parametrize("fuses", [True, False])
 def test_the_loss_of_runs_of_queries_takes_the_sums_that_selection_and_attention_know(
-    fuses: bool, distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
+    fuses: bool, fused_calls: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runs are as under context parallelism, with a learned temperature, a window and recomputation."""
-    monkeypatch.setattr(distillation_op, "can_fuse_indexer_loss", lambda q, k: fuses)
+    monkeypatch.setattr(fused_op, "can_fuse_indexer_loss", lambda q, k: fuses)
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
@@ -122,7 +122,7 @@ def test_the_loss_of_runs_of_queries_takes_the_sums_that_selection_and_attention
     whole = one_step(gsa, SPARSE, fused=False, heads=8)
     counted_kl.clear()
     runs = one_step(gsa, SPARSE, fused=True, recompute="selective", cuts=(0, 7, 24), heads=8)
-    assert distillations == [7, 17] * fuses
+    assert fused_calls == [7, 17] * fuses
     assert sorted(counted_kl) == [2 * 7, 2 * 17]
     assert seen
     for inputs in seen:
@@ -164,7 +164,7 @@ def test_the_loss_stays_in_the_forward_pass(
     phase: PhaseConfig,
     gsa: dict[str, Any],
     count: int,
-    distillations: list[int],
+    fused_calls: list[int],
     counted_kl: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,7 +173,7 @@ def test_the_loss_stays_in_the_forward_pass(
     model, config = model_of_kernels(phase, gsa)
     fraction = config.gsa.indexer_loss_row_fraction
     token_losses(model, random_batches(config)[0], measuring=True, row_fraction=fraction)
-    assert distillations == []
+    assert fused_calls == []
     assert counted_kl == [count]
 
 
@@ -181,7 +181,7 @@ def test_the_loss_stays_in_the_forward_pass(
 def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pass(
     queries: int,
     fuses: bool,
-    distillations: list[int],
+    fused_calls: list[int],
     counted_kl: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,11 +189,11 @@ def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pa
     monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)
     model, config = model_of_kernels(SPARSE, {"indexer_loss_row_fraction": 0.25})
     token_losses(model, random_batches(config)[0], row_fraction=config.gsa.indexer_loss_row_fraction)
-    assert bool(distillations) == fuses
+    assert bool(fused_calls) == fuses
 
 
 def test_the_loss_is_measured_without_a_backward_pass_in_validation(
-    distillations: list[int], counted_kl: list[int]
+    fused_calls: list[int], counted_kl: list[int]
 ) -> None:
     model, config = model_of_kernels(SPARSE, {})
     batch = random_batches(config)[0]
@@ -201,12 +201,12 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
         token_losses(model, batch, measuring=True)  # as a recomputed pass does first
         assert counted_kl == []
         token_losses(model, batch, measuring=True, evaluating=True)
-    assert distillations == []
+    assert fused_calls == []
     assert counted_kl == [16]
     losses = token_losses(model, batch, measuring=True)
-    assert (distillations, counted_kl) == ([16], [16])
+    assert (fused_calls, counted_kl) == ([16], [16])
     losses.sum().backward()
-    assert (distillations, counted_kl) == ([16], [16, 16])
+    assert (fused_calls, counted_kl) == ([16], [16, 16])
     mean = read_stats(model)["indexer_kl"][0]  # mean of two equal values
     assert mean > 0
     stats = model.runtime.stats
@@ -217,7 +217,7 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
 
 
 def test_tensor_parallel_ranks_do_not_fuse_the_loss_and_the_log_names_layers_that_do(
-    distillations: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fused_calls: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = model_of_kernels(SPARSE, {})
     over_chunks = model.attentions[0].over_chunks

@@ -57,16 +57,6 @@ def test_first_step_starts_the_average_and_later_ones_decay_it(phase: PhaseConfi
     assert averages(model) == before
 
 
-def test_order_of_the_micro_batches_does_not_matter() -> None:
-    """No micro-batch may influence the next one through the average."""
-    batches = random_batches(CONFIG)
-    results = []
-    for order in (batches, batches[::-1]):
-        model = tiny_model(CONFIG, variance_ema=0.02)
-        results.append((step_gradients(model, SPARSE, order, CONFIG)[0].loss_sum, averages(model)))
-    assert results[0] == results[1]
-
-
 def test_evaluation_neither_moves_the_average_nor_counts_for_the_next_step() -> None:
     model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)
     step_gradients(other, SPARSE, random_batches(CONFIG), CONFIG)
