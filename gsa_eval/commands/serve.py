@@ -2,9 +2,9 @@
 
     python launch/serve.py --hf DIR [--host HOST] [--port PORT] [--server vllm|transformers] [options of the server]
 
-The server is vLLM where it is installed, otherwise transformers. Both have OpenAI's API. Other options go to the server:
-`vllm serve --help` and `transformers serve --help` list them. Exit code 2 means wrong use, a folder without a GSA model, or
-a missing package.
+The server is vLLM where it is installed, otherwise transformers. Both have OpenAI's API. Other options go to the
+server: `vllm serve --help` and `transformers serve --help` list them. Exit code 2 means wrong use, a folder without a
+GSA model, or a missing package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from gsa_train.process.as_command import as_command
 @as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Serve an exported model over HTTP.", allow_abbrev=False)
-    parser.add_argument("--hf", type=Path, metavar="DIR", required=True, help="a folder that export_hf.py wrote")
+    parser.add_argument(
+        "--hf", type=Path, metavar="DIR", required=True, help="a folder that export_hf.py wrote"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, for this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="(default: 8000)")
     servers = ("vllm", "transformers")
@@ -54,8 +56,8 @@ def model_problem(folder: Path) -> str | None:
 def missing_package(server: str) -> str | None:
     """Return what to install before the server can start, or None if nothing is missing."""
     if server == "transformers":
-        missing = [name for name in ("transformers", "fastapi", "uvicorn", "openai", "accelerate") if find_spec(name) is None]
-        if missing:
+        needed = ("transformers", "fastapi", "uvicorn", "openai", "accelerate")
+        if missing := [name for name in needed if find_spec(name) is None]:
             return f"the package {missing[0]} is not installed; run: pip install 'transformers[serving]'"
     elif find_spec("vllm") is None:
         return "vLLM is not installed; run make setup-vllm in the checkout, or pass --server transformers"

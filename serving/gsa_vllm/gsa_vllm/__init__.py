@@ -2,10 +2,10 @@
 
 
 def register() -> None:
-    import gsa_hf  # noqa: F401 - registers model_type "gsa", so that --trust-remote-code is not needed
     import vllm
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    import gsa_hf  # noqa: F401 - registers model_type "gsa", so that --trust-remote-code is not needed
     from gsa_vllm.supported import CheckedConfig, check_version
 
     check_version(vllm.__version__)

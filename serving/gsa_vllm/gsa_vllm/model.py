@@ -4,18 +4,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from gsa_hf import GSAConfig
-from gsa_hf.attention_gsa import GSARMSNorm, GSARotaryEmbedding
-from gsa_hf.modeling_gsa import GSADecoderLayer, rotary_config_of_indexer
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from gsa_vllm.attention import Step, attend, requests_of
-from gsa_vllm.pages import indexer_cache, key_value_cache
+from gsa_hf import GSAConfig
+from gsa_hf.attention_gsa import GSARMSNorm, GSARotaryEmbedding
+from gsa_hf.modeling_gsa import GSADecoderLayer, rotary_config_of_indexer
+from gsa_vllm.attention import Step, attend
+from gsa_vllm.pages import PagedCache
 from gsa_vllm.parallel import make_parallel
 
 
@@ -26,10 +27,12 @@ class GSALayer(GSADecoderLayer):
         super().__init__(config, layer_idx)
         make_parallel(self, config, prefix)
         heads = config.num_key_value_heads // vllm_config.parallel_config.tensor_parallel_size
-        self.keys = key_value_cache(vllm_config, f"{prefix}.self_attn.attn", config, heads)
+        name = f"{prefix}.self_attn.keys"
+        self.keys = PagedCache(vllm_config, name, FullAttentionSpec, heads, config.head_dim)
         self.indexer_keys = None
         if self.self_attn.indexer is not None:
-            self.indexer_keys = indexer_cache(vllm_config, f"{prefix}.self_attn.indexer_cache", config)
+            name = f"{prefix}.self_attn.indexer_keys"
+            self.indexer_keys = PagedCache(vllm_config, name, MLAAttentionSpec, 1, config.index_head_dim)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # type: ignore[override]  # one tensor, not three
         """Return [1, T, d] for hidden states [1, T, d]."""
@@ -55,13 +58,10 @@ class GSAModel(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states [T, d] for embeddings [T, d] at positions [T]."""
         x = x[None]
-        metadata = self.layers[0].keys.metadata()
-        step = Step(
-            [] if metadata is None else requests_of(metadata),
-            positions[:0] if metadata is None else metadata.slots,
-            self.rotary_emb(x, positions[None]),
-            None if self.indexer_rotary_emb is None else self.indexer_rotary_emb(x, positions[None]),
-        )
+        of_indexer = None
+        if self.indexer_rotary_emb is not None:
+            of_indexer = self.indexer_rotary_emb(x, positions[None])
+        step = Step(self.layers[0].keys.metadata(), self.rotary_emb(x, positions[None]), of_indexer)
         for layer in self.layers:
             x = layer(x, step)
         return self.norm(x)[0]
@@ -96,15 +96,17 @@ class GSAForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load every parameter, and the buffers that are saved. vLLM would neither load `variance_ema` nor miss a linear
-        layer's weight."""
+        """Load all parameters and saved buffers. vLLM would not load `variance_ema`, nor notice a missing weight of a
+        linear layer."""
         places = self.state_dict(keep_vars=True)
         if self.config.tie_word_embeddings:
             places.pop("lm_head.weight")
         loaded = set()
         for name, weight in weights:
             if name not in places:
-                raise ValueError(f"the folder has {name}, which its config.json does not describe; export it again")
+                raise ValueError(
+                    f"the folder has {name}, which config.json does not describe; export it again"
+                )
             getattr(places[name], "weight_loader", default_weight_loader)(places[name], weight)
             loaded.add(name)
         if missing := sorted(places.keys() - loaded):

@@ -1,15 +1,12 @@
 """Shard a layer of gsa_hf over tensor-parallel ranks by vLLM's parallel layers.
 
-Each rank has its share of the heads with their gates, of the MLP's channels, and of the experts. The indexer, the router
-and the norms are replicated, so all ranks select the same keys.
+Each rank has a share of the heads with their gates, the MLP's channels and the experts. The indexer, the router and the
+norms are replicated, so all ranks select the same keys.
 """
 
 import copy
 
 import torch
-from gsa_hf import GSAConfig
-from gsa_hf.experts_gsa import GSAExperts
-from gsa_hf.gates_gsa import GSAGateBias
 from torch import nn
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -19,6 +16,10 @@ from vllm.distributed import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
+
+from gsa_hf import GSAConfig
+from gsa_hf.experts_gsa import GSAExperts
+from gsa_hf.gates_gsa import GSAGateBias
 
 COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 ROWS = {"o_proj", "down_proj"}

@@ -1,9 +1,10 @@
 """Refuse what the plug-in cannot run, before vLLM starts an engine."""
 
-from gsa_hf import GSAConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+
+from gsa_hf import GSAConfig
 
 VERSIONS = ("0.31.", "0.32.")
 
@@ -28,10 +29,11 @@ class CheckedConfig(VerifyAndUpdateConfig):
                 "or use launch/generate.py on a GPU"
             )
         if (method := vllm_config.model_config.quantization) is not None:
-            raise ValueError(f"quantization is {method!r}; gsa_vllm serves bf16 and fp32 weights: leave it out")
+            raise ValueError(f"quantization is {method!r}; gsa_vllm does not support it: leave it out")
         if cache.cache_dtype != "auto":
             raise ValueError(f"kv_cache_dtype is {cache.cache_dtype!r}; gsa_vllm supports 'auto' only")
-        for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        for kind in ("pipeline", "decode_context", "prefill_context"):
+            name = f"{kind}_parallel_size"
             if (size := getattr(parallel, name)) > 1:
                 raise ValueError(f"{name} is {size}; gsa_vllm supports tensor_parallel_size only: pass 1")
         check_shards(vllm_config.model_config.hf_config, parallel.tensor_parallel_size)

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gsa_hf
 import torch
 from vllm import LLM, SamplingParams
+
+import gsa_hf
 
 SIZES = {
     "vocab_size": 8192,
@@ -45,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 NEW_TOKENS = 24
 REPETITION_PENALTY = 1e3
-"""No token occurs twice in a prompt or its continuation. Repeated tokens would have equal scores in the first layer, and
-rounding would select between them."""
+"""Lets no token occur twice in a prompt and its continuation. Repeated tokens would have equal scores in the first
+layer, and rounding would select between them."""
 
 
 def save_model(folder: Path, options: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from small_models import (
     MIXED_LENGTHS,
     VARIANTS,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import SIZES, VARIANTS, save_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+
+from small_models import SIZES, VARIANTS, save_model
 
 COMMAND = Path(__file__).parents[3] / "launch/serve.py"
 OPTIONS = {
@@ -51,9 +52,11 @@ def request_to(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Compl
         body = {"model": folder, "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
         headers = {"Content-Type": "application/json"}
         address = f"http://127.0.0.1:{port}/v1/completions"
-        return urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers), timeout=60)
+        message = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(message, timeout=60)
 
-    with log.open("w") as output, subprocess.Popen([sys.executable, COMMAND, *words], stdout=output, stderr=output) as server:
+    command = [sys.executable, COMMAND, *words]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
             deadline = time.monotonic() + 180
             while True:

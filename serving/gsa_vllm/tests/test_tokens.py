@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gsa_vllm.pages import PagedCache
+
+from gsa_vllm.pages import PagedCache, Request
 from small_models import (
     MIXED_LENGTHS,
     VARIANTS,
@@ -57,16 +58,18 @@ def test_tokens_differ_without_selection(paper: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["earlier pages are lost", "rows are shifted"])
-def test_a_fault_in_the_indexers_cache_is_found(paper: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_indexers_cache_is_found(
+    paper: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = PagedCache.read
 
-    def faulty(cache: PagedCache, pages: torch.Tensor, length: int) -> torch.Tensor:
-        rows = read(cache, pages, length)
-        if not cache.name.endswith("indexer_cache"):
+    def faulty(cache: PagedCache, request: Request) -> torch.Tensor:
+        rows = read(cache, request)
+        if not cache.name.endswith("indexer_keys"):
             return rows
         if fault == "rows are shifted":
             return rows.roll(1, 1)
-        return torch.where(torch.arange(length)[:, None] < length - 32, 0, rows)
+        return torch.where(torch.arange(rows.shape[1])[:, None] < rows.shape[1] - 32, 0, rows)
 
     monkeypatch.setattr(PagedCache, "read", faulty)
     tokens, log_probs = by_transformers(paper, MIXED_LENGTHS)
