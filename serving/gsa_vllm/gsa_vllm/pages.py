@@ -76,7 +76,7 @@ class PageBackend(AttentionBackend):
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """Rows [heads, width] of tokens in pages. vLLM finds the cache by its name and allocates what its specification says.
+    """Rows [heads, width] of tokens in pages. vLLM finds the cache by its name, and allocates by its specification.
 
     Args:
         kind: `FullAttentionSpec` for rows of a key and a value of this size, `MLAAttentionSpec` for rows of a key alone
