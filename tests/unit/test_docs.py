@@ -54,7 +54,7 @@ def repository_files() -> list[str]:
 
 
 FILES = ["/" + name for name in repository_files()]
-MADE_BY_READERS = {"serve_gsa.py", "small.yaml", "config.yaml", "0.jsonl", "tokenizer.json", "sample.json"}
+MADE_BY_READERS = {"small.yaml", "config.yaml", "0.jsonl", "tokenizer.json", "sample.json"}
 
 
 def missing_files(text: str) -> list[str]:

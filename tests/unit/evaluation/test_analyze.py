@@ -68,7 +68,7 @@ def test_numbers_match_the_layer(name: str) -> None:
         if attention.output_gate_proj is not None:
             logits = attention.output_gate_proj(hidden)
             check_gate(records[0].output_gates, logits, config)
-        out = attention._leave(torch.stack(columns, 1)[None], logits, hidden[None])
+        out = attention.leave(torch.stack(columns, 1)[None], logits, hidden[None])
         torch.testing.assert_close(out[0], expected, rtol=1e-5, atol=1e-6)
 
     causal = torch.ones(LENGTH, LENGTH).tril() > 0

@@ -1,0 +1,14 @@
+"""Serve an exported model over HTTP: python launch/serve.py --hf DIR
+
+`gsa_eval/commands/serve.py` describes the command.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_eval.commands.serve import main
+
+if __name__ == "__main__":
+    sys.exit(main())

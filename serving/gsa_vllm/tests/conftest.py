@@ -1,0 +1,11 @@
+"""Settings of vLLM, before a test imports it."""
+
+import os
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in the test's process, where faults can be planted
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # otherwise all workers of a shared machine are bound to one core
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+)
