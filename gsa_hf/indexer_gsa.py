@@ -204,8 +204,8 @@ def select_keys(
 def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
     """Return the budgets k_t of equation 8, int64 [B, L]. Queries with fewer than `dense_below` causal keys select all.
 
-    The population variance of the scores is computed in two passes and summed in fp64. Rounding is then small, and does
-    not depend on the number of later keys.
+    The population variance of a query's scores takes two passes over its causal keys, with sums in fp64. Rounding
+    errors are then small and do not depend on Lk.
 
     Args:
         visible: bool [B, L, Lk], the causal keys of each query

@@ -2,12 +2,12 @@
 
 A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
 thread. Rank 0 reads the heartbeats; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
-(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that can writes its stacks. Then all
+(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that still can writes its stacks. Then all
 ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start also sends the
 alert, because rank 0, which holds W&B, may have hung.
 
-At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock. A rank that
-cannot leave, for example because a peer died, logs this and ends with the run's exit code.
+When a run ends, the rank that hosts the store may exit first, so each rank then uses only its own clock. A rank that
+cannot leave its process group in time, for example because a peer died, ends with the run's exit code.
 """
 
 from __future__ import annotations

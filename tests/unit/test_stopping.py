@@ -1,4 +1,4 @@
-"""Tests who asks a run to stop, when all ranks do, and that nothing is lost in the middle of a validation."""
+"""Tests what stops a run, that all ranks stop after the same step, and that a stop during validation loses nothing."""
 
 import dataclasses
 import itertools

@@ -4,8 +4,8 @@ A step's loss and gradient norm over the global batch are compared with the last
 masks the update on the device, and the host reads the verdict later (monitor.py). `robust` compares the logarithm of
 the gradient norm, whose noise is multiplicative and has a long tail. `sigma` compares the norm itself.
 
-A large gradient with a usual loss is most often caused by a short stretch of unusual text. If clipping bounds its
-update, `robust` flags the step only if the loss then rises or the norm stays large.
+A large gradient with a usual loss is most often caused by a short stretch of unusual text. If such a gradient is
+clipped, `robust` flags the step only if the norm exceeds a higher limit or stays large, or if the loss rises.
 """
 
 from __future__ import annotations
