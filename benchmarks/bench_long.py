@@ -20,8 +20,8 @@ The union ratio r is the number of keys that any of 32 neighbouring queries sele
 Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition, because dense
 attention takes minutes there.
 
-`--selection` takes selections of a trained model's layers in real text instead, from files of one length each that
-launch/export_indexer.py wrote.
+`--selection` uses the selections of a trained model's layers in real text instead. launch/export_indexer.py writes one
+file for each length.
 """
 
 import sys

@@ -31,7 +31,7 @@ class GSAIndexer(nn.Module):
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
 
-    "plain" is sigmoid, and "qsa" is relu, with all head weights 1.
+    "plain" is sigmoid with all head weights 1, and "qsa" is relu with all head weights 1.
     """
 
     variance_ema: torch.Tensor

@@ -1,4 +1,4 @@
-"""Tests launch/goodput.py: the account of a run, a simulation with its parts, and errors."""
+"""Tests launch/goodput.py: the lost time of a run, the simulation of a run, and errors."""
 
 import dataclasses
 import json
