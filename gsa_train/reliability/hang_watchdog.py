@@ -6,8 +6,8 @@ thread. Rank 0 reads the heartbeats; the last rank does if rank 0 is frozen. If 
 all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start repeats the
 alert, because rank 0, which holds W&B, may have hung.
 
-When a run ends, the rank that hosts the store may exit first, so each rank then uses only its own clock. A rank that
-cannot leave its process group in time, for example because a peer died, ends with the run's exit code.
+When a run ends, the exit of any rank may end the store, so each rank then uses only its own clock. A rank that cannot
+leave its process group in time, for example because a peer died, ends with the run's exit code.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Stop using the store, and limit the time in which this rank leaves. The store may end with any rank, so no
-        rank may exit before all ranks have called this."""
+        """Stop using the store, and limit the time that this rank takes to leave its process group. The exit of any rank
+        may end the store, so no rank may exit before all ranks have called this."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()

@@ -26,8 +26,8 @@ LAGS_STEPS = (8, 32)
 """Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds little, but
 lanes with long documents make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one has
-harmless causes, such as a rare document."""
+"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of one only
+has harmless causes, such as a rare document."""
 ALONE = 2.0
 """Factor on the limit of the norm's logarithm if the gradient is clipped: the norm itself may be 16 times its median.
 In recorded runs text caused less than this, and a wrong exponent bit causes more."""
@@ -169,7 +169,7 @@ class SpikeDetector:
         return level + torch.stack([single, lasting, TOGETHER * single, ALONE * single])
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
-        """Returns mean + sigmas * standard deviation, as OLMo-core does. Earlier spikes count, and only single steps have a limit."""
+        """Returns mean + sigmas * standard deviation, as OLMo-core does. Only single steps have a limit."""
         seen = history < torch.inf  # a phase may begin with steps that are not finite
         count = seen.sum(dim=1)
         mean = torch.where(seen, history, 0).sum(dim=1) / count
