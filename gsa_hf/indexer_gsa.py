@@ -25,7 +25,7 @@ class IndexedTokens(NamedTuple):
 
 
 class GSAIndexer(nn.Module):
-    """Computes the score I[t, s] of key s for query t. A token has HI queries q[t, j] and weights w[t, j], and a
+    """Computes the score I[t, s] of key s for query t. Each token has HI queries q[t, j], HI weights w[t, j], and a
     key k[s].
 
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)

@@ -235,7 +235,7 @@ def _nothing() -> io.BytesIO:
 def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Parallel) -> list[str]:
     """Returns the faults of these files, the same on all ranks. Collective.
 
-    The faults follow from what all ranks have read, and from the rest of the files, which is read now.
+    This function also reads the parts of the files that no rank has read.
 
     Raises:
         NotRead: the files are intact, but some rank could not load all of them, or read different bytes.

@@ -253,8 +253,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Stop using the store, and limit the time that this rank takes to leave its process group. The exit of any rank
-        may end the store, so no rank may exit before all ranks have called this."""
+        """Stop using the store, and limit the time that this rank takes to leave its process group. Any rank's exit may
+        end the store, so no rank may exit before all ranks have called this."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()

@@ -29,7 +29,7 @@ TOGETHER = 2 / 3
 """If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of one only
 has harmless causes, such as a rare document."""
 ALONE = 2.0
-"""Factor on the limit of the norm's logarithm if the gradient is clipped: the norm itself may be 16 times its median.
+"""Factor on the rise that the norm's logarithm may have if the gradient is clipped: by default 16 times the usual norm.
 In recorded runs text caused less than this, and a wrong exponent bit causes more."""
 FOLLOWS_STEPS = 10
 """Steps, including its own, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
