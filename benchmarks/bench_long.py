@@ -17,10 +17,11 @@ mean_k: mean budget of `selected` rows; the random lists have k = 2048.
 peak_gib: peak memory of a forward and backward pass in addition to its inputs, with the lists if the pass makes them.
 
 The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the keys of one query.
-Beyond 131072 tokens only cuDNN and the `selected` rows run, each once, because dense attention takes minutes there.
+Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition, because dense
+attention takes minutes there.
 
-`--selection` takes selections of a trained model's layers in real text instead, from files of one length each that
-launch/export_indexer.py wrote.
+`--selection` uses the selections of a trained model's layers in real text instead. launch/export_indexer.py writes one
+file for each length.
 """
 
 import sys

@@ -25,13 +25,13 @@ class IndexedTokens(NamedTuple):
 
 
 class GSAIndexer(nn.Module):
-    """Computes the score I[t, s] of key s for query t. A token has HI queries q[t, j] and weights w[t, j], and a
+    """Computes the score I[t, s] of key s for query t. Each token has HI queries q[t, j], HI weights w[t, j], and a
     key k[s].
 
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
 
-    "plain" is sigmoid, and "qsa" is relu, with all head weights 1.
+    "plain" is sigmoid with all head weights 1, and "qsa" is relu with all head weights 1.
     """
 
     variance_ema: torch.Tensor
@@ -204,8 +204,8 @@ def select_keys(
 def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
     """Return the budgets k_t of equation 8, int64 [B, L]. Queries with fewer than `dense_below` causal keys select all.
 
-    The population variance of the scores is computed in two passes and summed in fp64. Rounding is then small, and does
-    not depend on the number of later keys.
+    The population variance of a query's scores takes two passes over its causal keys, with sums in fp64. Rounding
+    errors are then small and do not depend on Lk.
 
     Args:
         visible: bool [B, L, Lk], the causal keys of each query

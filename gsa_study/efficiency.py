@@ -30,10 +30,10 @@ from gsa_train.files import write_atomically
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
 QUESTION = (
     "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is "
-    "faster or smaller. `theory` counts the operations of matrix products, as theorem 1 of the paper does, or in "
-    f"decoding the time to read weights and caches. The paper has {PAPER['step']} for a training step. At 128K tokens "
-    f"it has {PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is "
-    "the number of keys that a tile of queries reads, divided by the number that one query selects."
+    "faster or needs less memory. `theory` compares operations of matrix products, as theorem 1 of the paper does. In "
+    f"decoding it compares times to read weights and caches. The paper has {PAPER['step']} for a training step. At "
+    f"128K tokens it has {PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for "
+    "memory. `r` is the number of keys that a tile of queries reads, divided by the number that one query selects."
 )
 
 

@@ -88,7 +88,7 @@ def setup(results: Results) -> str:
     if any(each.run.source for each in finished):
         said += " If an arm begins with another arm's weights, its tokens include that training."
     if unrecorded == len(finished):
-        said += " The record has no losses of these runs. The figure was drawn earlier, from the folders of the runs."
+        said += " The figure was drawn from the run folders, because [records](records) lack the losses."
     elif unrecorded:
         said += f" The figure lacks {unrecorded} of the runs, because their losses are not recorded."
     return said

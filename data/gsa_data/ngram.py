@@ -6,9 +6,8 @@ labels, V is the vocabulary size, and T(h) is the number of different labels see
     P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
     P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram, P(w) where h was never seen
 
-The bigram is the interpolated Witten-Bell estimate. The maximum-likelihood bigram c(h,w) / c(h) has the weight
-c(h) / (c(h) + T(h)), and the unigram has the rest. The source is method C of Witten and Bell 1991, "The zero-frequency
-problem", in the form of Chen and Goodman 1998, "An empirical study of smoothing techniques for language modeling".
+The bigram is the interpolated Witten-Bell estimate: method C of Witten and Bell 1991, "The zero-frequency problem", in
+the form of Chen and Goodman 1998, "An empirical study of smoothing techniques for language modeling".
 """
 
 from __future__ import annotations

@@ -204,11 +204,11 @@ def _next_group(groups: Any) -> list[Block]:
 
 
 def _obey_only(trainer: int, _worker_id: int) -> None:
-    """End this reader only at the SIGTERM or death of the training process `trainer`.
+    """End this reader only when the training process `trainer` sends SIGTERM or no longer exists.
 
-    torchrun and Slurm send SIGTERM also to readers, although training needs their text until it stops cleanly. The
-    function checks the process id, because with a fork server `trainer` is not the reader's parent. torch also ends a
-    reader whose training process is gone, but not a reader with a full queue.
+    torchrun and Slurm send SIGTERM to readers too, but training needs the readers' text until it stops cleanly. With a
+    fork server `trainer` is not the reader's parent, so a thread polls its process id. torch has such a check, but not
+    for a reader that waits at a full queue.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

@@ -88,7 +88,7 @@ def log_of(checkpoint: Path) -> ReadLog | None:
 
 
 class ParallelReader(FileSystemReader):
-    """Reads as torch's reader does, with several threads. Compressed files are refused earlier (guarded.py)."""
+    """Reads like torch's reader, but with several threads. Compressed files are refused earlier (guarded.py)."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         log, lock, folder = _LOG.get(), threading.Lock(), Path(self.path)
@@ -132,8 +132,8 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Holds one thread's buffer for the parts that it reads, as large as its largest part. Allocating costs more than
-    reading, because the system clears new memory page by page and threads of a process wait for each other."""
+    """Holds one thread's read buffer, which is reused and grows to the largest part. Allocating a buffer takes longer
+    than reading, because the system clears new memory page by page and threads of a process wait for each other."""
 
     buffer = bytearray()
 
@@ -235,7 +235,7 @@ def _nothing() -> io.BytesIO:
 def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Parallel) -> list[str]:
     """Returns the faults of these files, the same on all ranks. Collective.
 
-    The faults follow from what all ranks have read, and from the rest of the files, which is read now.
+    This function also reads the parts of the files that no rank has read.
 
     Raises:
         NotRead: the files are intact, but some rank could not load all of them, or read different bytes.

@@ -2,12 +2,12 @@
 
 A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
 thread. Rank 0 reads the heartbeats; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
-(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that can writes its stacks. Then all
-ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start also sends the
+(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that still runs writes its stacks. Then
+all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start repeats the
 alert, because rank 0, which holds W&B, may have hung.
 
-At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock. A rank that
-cannot leave, for example because a peer died, logs this and ends with the run's exit code.
+When a run ends, the exit of any rank may end the store, so each rank then uses only its own clock. A rank that cannot
+leave its process group in time, for example because a peer died, ends with the run's exit code.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class Beat(NamedTuple):
 
 @dataclass
 class Age:
-    """Holds the seconds since a rank's heartbeat changed and since its main thread made progress, by the reader's
-    clock."""
+    """Holds the seconds, by the reader's clock, since a rank's heartbeat and its main thread's progress changed."""
 
     beat: Beat
     of_beat: float = 0.0
@@ -88,13 +87,13 @@ class Age:
 
 
 def is_frozen(age: Age, timeout_seconds: float) -> bool:
-    """Returns True after half the limit. The caller asks only if some rank made no progress for the whole limit."""
+    """Returns whether heartbeat and progress have stood still for half the limit."""
     return min(age.of_progress, age.of_beat) >= timeout_seconds / 2
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """Returns the limit for all ranks: the longest limit of their activities, because the other ranks wait for it. The
-    step limit applies if a process whose activity is not SILENT sends no heartbeat within its step limit."""
+    """Returns the longest limit of the ranks' activities, because the other ranks wait for the slowest activity. If a
+    process whose activity is not SILENT sends no heartbeat within its step limit, the step limit applies."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -144,12 +143,12 @@ def _where(rank: int, age: Age) -> str:
 
 
 def in_short(report: str) -> str:
-    """Returns the first line of a report, and its lines of ranks that hold up the others."""
+    """Returns the first line of a report, and its lines about the ranks that hold up the others."""
     return "; ".join([report.splitlines()[0], *NAMED.findall(report)])
 
 
 def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
-    """Returns the newest report of a hang since then in a run's `faults` folder, in short, or None."""
+    """Returns the newest hang since `since_unix_seconds` in a run's `faults` folder in short, or None."""
     reports = [path for path in folder.glob(f"*/{REPORT}") if path.stat().st_mtime >= since_unix_seconds]
     texts = [path.read_text(errors="replace") for path in sorted(reports)]
     hangs = [text for text in texts if NAMED.search(text)]  # other reports are about corruption
@@ -254,8 +253,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Stop using the store, and limit the time in which this rank leaves. The store may end with any rank, so no
-        rank may exit before all ranks have called this."""
+        """Stop using the store, and limit the time that this rank takes to leave its process group. Any rank's exit may
+        end the store, so no rank may exit before all ranks have called this."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()
@@ -378,8 +377,7 @@ class HangWatchdog(Service):
             _say(f"rank {self._rank}: no stacks: {error}\n")
 
     def _end(self, why: str) -> NoReturn:
-        """End this process and its children at once, because the main thread may never return to handle an
-        exception."""
+        """End this process and its children at once, because the main thread may never handle an exception."""
         try:
             said = f"rank {self._rank} on {self._host} ends: {why}"
             _say(f"{said}\n")

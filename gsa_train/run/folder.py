@@ -121,8 +121,8 @@ def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """Open the W&B run of the checkpoint or of this folder. If the recorded W&B run belongs to a run with another
-    name, a new one is opened: the folder was copied or renamed."""
+    """Open the W&B run that the checkpoint or this folder records. Open a new W&B run if the recorded run has another
+    `run.name`, because the folder was then copied or renamed."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     run_id = copied_from = None

@@ -1,7 +1,7 @@
-"""Compiles kernels for GPUs that need not be present, and prints what Triton would compile wrongly as JSON.
+"""Compiles kernels for GPUs that need not be present, and prints the faults of the compiled kernels as JSON.
 
-It reports wrong sums and kernels that exceed the shared memory. It runs in a separate process, because the tests'
-kernels are interpreted.
+The faults are wrong sums and too much shared memory. The script is a separate process, because Triton interprets all
+kernels in the tests' own process.
 """
 
 import json

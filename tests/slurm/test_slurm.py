@@ -1,5 +1,5 @@
-"""Tests a run under a real Slurm: preempted, asked to stop, its node lost, its time over. `make test-slurm`. The run
-ends with the numbers of an undisturbed run."""
+"""Tests jobs under a real Slurm (`make test-slurm`): preemption, stop signals, lost and faulty nodes, and time limits.
+A disturbed run ends with the metrics of an undisturbed run."""
 
 import re
 import shutil
@@ -119,7 +119,7 @@ def lose_node(cluster: Cluster, node: str) -> None:
 
 
 def steps_of(cluster: Cluster, node: str) -> list[psutil.Process]:
-    """List the processes of a node: slurmstepd detaches from slurmd, but its children's environment names the node."""
+    """List the processes of a node by their environment, because slurmstepd detaches from slurmd."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Tests launch/goodput.py: the account of a run, a simulation with its parts, and errors."""
+"""Tests launch/goodput.py: the lost time of a run, the simulation of a run, and errors."""
 
 import dataclasses
 import json
@@ -27,10 +27,10 @@ def line(kind: str, at: float, step: int, more: Any = None, **seconds: float) ->
 
 
 def write_run(folder: Path) -> Path:
-    """Write a run with steps of 1 s, saves that stall 2 s and are durable after 4 s, and 10 s of start-up.
+    """Write the files of a run with one fault. The start-up takes 10 s, the first step 6 s and other steps 1 s.
 
-    The first step takes 5 s longer. A fault comes in step 120, 15 s after the second save; it is detected after 6 s,
-    and the run is down for 3 s. The run waits for the last save.
+    Each save stalls the run for 2 s and is durable after 4 s. The fault comes after the second save and is detected 6 s
+    later. The next start begins after 3 s. At its end the run waits until the last save is durable.
     """
     folder.mkdir(parents=True)
     up = {"import": 10.0}

@@ -1,4 +1,4 @@
-"""Tests who asks a run to stop, when all ranks do, and that nothing is lost in the middle of a validation."""
+"""Tests what stops a run, that all ranks stop after the same step, and that a stop during validation loses nothing."""
 
 import dataclasses
 import itertools
@@ -114,7 +114,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no handler of Python's run
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
-    """Forked readers, which also get the signal, do not count."""
+    """A forked child gets the same signals, but handles none."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True, **pipes)
     try:
@@ -276,7 +276,7 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
     [(math.nan, "log", MonitorStop), (9.0, "rewind", SpikeFound(1, 1, "loss", 9.0, 5.0, 1))],
 )
 def test_a_stop_saves_nothing_after_a_step_that_is_not_healthy(tmp_path, monkeypatch, loss, action, expected):
-    """The first step's verdict is a spike or not finite, and no record of the step would read it."""
+    """The first step is a spike or not finite. It is not logged, so only the stop reads its verdict."""
     spikes = finite = math.isfinite(loss)
     row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
     train_step, plan_step = trainer.train_step, trainer.plan_step

@@ -4,8 +4,8 @@ A step's loss and gradient norm over the global batch are compared with the last
 masks the update on the device, and the host reads the verdict later (monitor.py). `robust` compares the logarithm of
 the gradient norm, whose noise is multiplicative and has a long tail. `sigma` compares the norm itself.
 
-A large gradient with a usual loss is most often caused by a short stretch of unusual text. If clipping bounds its
-update, `robust` flags the step only if the loss then rises or the norm stays large.
+A large gradient with a usual loss is most often caused by a short stretch of unusual text. If such a gradient is
+clipped, `robust` flags the step only if the norm exceeds a higher limit or stays large, or if the loss rises.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LAGS_STEPS = (8, 32)
 """Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds little, but
 lanes with long documents make nearby batches similar."""
 TOGETHER = 2 / 3
-"""Share of their single limits by which loss and gradient norm must both rise in a step. A rise of only one has
-harmless causes, such as a rare document."""
+"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of one only
+has harmless causes, such as a rare document."""
 ALONE = 2.0
-"""Factor on the logarithmic limit below which a clipped norm may be caused by text: a factor of 16 of the norm. In
-recorded runs text caused less than this, and a wrong exponent bit causes more."""
+"""Factor on the rise that the norm's logarithm may have if the gradient is clipped: by default 16 times the usual norm.
+In recorded runs text caused less than this, and a wrong exponent bit causes more."""
 FOLLOWS_STEPS = 10
 """Steps, including its own, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
@@ -169,8 +169,7 @@ class SpikeDetector:
         return level + torch.stack([single, lasting, TOGETHER * single, ALONE * single])
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
-        """Returns OLMo-core's limit: mean + sigmas * standard deviation, including spikes. Lasting spikes have no
-        limit."""
+        """Returns mean + sigmas * standard deviation, as OLMo-core does. Only single steps have a limit."""
         seen = history < torch.inf  # a phase may begin with steps that are not finite
         count = seen.sum(dim=1)
         mean = torch.where(seen, history, 0).sum(dim=1) / count

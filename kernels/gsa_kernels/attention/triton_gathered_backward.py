@@ -1,12 +1,12 @@
-"""Computes the backward pass of attention over key lists: one loop over the lists gives the gradients of q, k and v.
+"""Computes the backward pass of attention over key lists. One loop over the lists gives the gradients of q, k and v.
 
 Each program owns a tile of queries and writes its gradient of q. For each key in the tile's list the program also
 writes a partial row: dV, then dK. For one range of tiles at a time, `add_partials_by_key` sums the partial rows of
 every key in the order of the tiles. Results are therefore deterministic.
 
-Long lists may leave scratch memory for fewer tiles than the device has multiprocessors. Several programs then share a
-tile, and each takes a segment of its list. Each list entry still has one partial row. The gradient of q is the sum over
-the segments in their order.
+If lists are long, the scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then
+share a tile, and each takes a segment of the tile's list. The gradient of q is then the sum of the programs' gradients
+in the order of the segments.
 """
 
 import torch
@@ -301,7 +301,7 @@ def _add_segments_kernel(
     length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program sums the gradient of q over the segments, in order, for a tile of queries and one head."""
+    """One program sums the gradient of q of one tile and one head over the segments, in their order."""
     place = tl.program_id(0) // MEMBERS % num_tiles
     number_of_head = tl.program_id(0) // MEMBERS // num_tiles
     number = first_tile + tl.load(order + place)

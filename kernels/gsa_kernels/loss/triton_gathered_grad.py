@@ -1,8 +1,8 @@
-"""Computes the KL and all gradients of a chunk of tiles as partial sums. This is the second pass.
+"""Computes the KL and all gradients of a chunk of tiles as partial sums. This is the second pass over key lists.
 
-triton_grad has the formulas. Each program handles one tile of rows and one segment of its key list. It accumulates sums
-over keys in registers until the segment ends. It writes the keys' gradients, which are sums over rows, for every entry.
-It writes the partial sums for head weights after every step, because no registers are left.
+triton_grad has the formulas. Each program handles one tile of rows and one segment of the tile's key list. Registers
+accumulate the KL and the gradients of queries and score bias until the segment ends. After each step of ENTRIES keys
+the program stores the gradients of these keys, and of the head weights, for which no registers are left.
 """
 
 import triton
@@ -23,7 +23,7 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 @triton.jit
 def merge_segments(stats, segments, ROWS: tl.constexpr):
-    """Merge all segments of a row's tile: log2-sum-exp2 of the scores and sum of the target of each row."""
+    """Merge the segments of a tile's list into log2-sum-exp2 of the scores and the sum of the target, for each row."""
     row = tl.arange(0, ROWS)
     maximum = tl.full([ROWS], NOT_A_SCORE, tl.float32)
     exp_sum = tl.zeros([ROWS], tl.float32)

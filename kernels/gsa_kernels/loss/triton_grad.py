@@ -1,14 +1,15 @@
 """Runs the second pass over a chunk of rows: the KL and all gradients, in partial sums.
 
-With G = q - p (softmax of the scores minus target) and dI/dz_j = weight_j * slope_j:
+G = q - p is the softmax of the scores minus the target. For indexer head j the activation of z_j = q_j . k / sqrt(DI)
++ bias_j has the derivative slope_j, so dI/dz_j = weight_j * slope_j and the gradients are:
 
     dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
 
 In this code dz_j is dz_j * log2(e), because the weights contain that factor. The reduction removes it.
 
 A program owns BM rows and loops over a segment of the keys. It accumulates the sums over keys (dq_j and the row sums)
-until the segment ends. It writes the sums over rows (dk) for every key tile: 4 * DI bytes per key and row tile. A
-second kernel that owns keys would need more traffic for G and would compute the scores again.
+until the segment ends. It writes the sums over rows (dk) for every key tile. A second kernel that owns keys would need
+more memory traffic for G and would compute the scores again.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
@@ -47,7 +48,7 @@ def merge_segments(
     BM: tl.constexpr,
     TARGET: tl.constexpr = True,
 ):
-    """Merge all segments of a row: log2-sum-exp2 of the scores and, if TARGET, the sum of the target."""
+    """Merge all segments of a row: log2-sum-exp2 of the scores and, with TARGET, the sum of the target."""
     maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
     exp_sum = tl.zeros([BM], tl.float32)
     target_sum = tl.zeros([BM], tl.float32)
@@ -65,7 +66,7 @@ def merge_segments(
 
 @triton.jit
 def kl_terms(log2_q, q, p, log2_p):
-    """Compute q - p + p log(p / q) elementwise without cancellation; q where p is 0.
+    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0 the result is q.
 
     p and q both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the term is
     p (exp(r) - 1 - r), which is positive and of second order. Near 0 it is computed by its Taylor series.
@@ -224,7 +225,7 @@ def grad_kernel(
 
 @triton.jit
 def log2_of(x, KIND: tl.constexpr):
-    """Return log2 of x >= 0 elementwise, by the hardware's log2 if the scores are approximate, too."""
+    """Return log2 of x >= 0 elementwise. If the scores are approximate, the hardware's approximate log2 is used."""
     if KIND == TANH:
         y = tl.inline_asm_elementwise(
             "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

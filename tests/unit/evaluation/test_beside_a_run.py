@@ -1,5 +1,5 @@
-"""Tests an evaluation during a run: checkpoints are deleted while they are read, and neither harms the other. The tests
-also cover what a kill at any moment leaves."""
+"""Tests an evaluation that reads checkpoints while the run deletes them. Neither process harms the other, and an
+evaluation that is killed leaves no partial results."""
 
 import dataclasses
 import os

@@ -1,8 +1,8 @@
-"""Finds the logits of G1 in the output of the gates' projection, and allocates their gradient there.
+"""Finds the logits of the output gate G1 in the gates' projection, and allocates their gradient.
 
-For each key-value head the projection has the row of G2, then the rows of G1 for its query heads. The rows of G1 are a
-view [..., 1:, :], which attention reads. Attention writes their gradient into memory with room for the gradient of G2.
-The backward pass of G2 fills this room, so that the gradient of the whole projection needs no copy.
+For each key-value head the projection has a row for the value gate G2, then a row of G1 for each of its query heads.
+Attention reads the rows of G1 as a view [..., 1:, :]. Their gradient is the same view of a buffer with the projection's
+shape. The backward pass of G2 fills the first rows, so the buffer becomes the projection's gradient without a copy.
 """
 
 from typing import Any
