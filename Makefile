@@ -91,7 +91,7 @@ test-slurm: setup
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slurm --durations=5 tests/slurm
 
-# The vLLM plug-in and both servers of launch/serve.py: 6 minutes on two cores.
+# The vLLM plug-in and both servers of launch/serve.py: 5 minutes on two cores.
 test-vllm: setup-vllm
 	$(VLLM)/bin/python -m pytest -q --durations=5 serving/gsa_vllm
 
