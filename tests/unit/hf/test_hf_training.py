@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gsa_eval.commands.serve import serve_by_transformers
 from gsa_hf import GSAForCausalLM
 from helpers.hf import distinct_tokens, tiny_model
 from helpers.runs import run_script
-
-ROOT = Path(__file__).parents[3]
 
 
 def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -212,16 +210,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", unk_token="w0", padding_side="left")
 
 
-def test_serve_loads_a_folder_by_the_script_of_the_page(tokenizer, tmp_path, monkeypatch):
+def test_the_server_of_transformers_loads_a_folder(tokenizer, tmp_path, monkeypatch):
     serving = pytest.importorskip("transformers.cli.serving.model_manager")
     tiny_model(attention="sdpa").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     manager = serving.ModelManager(device="cpu", model_timeout=-1)
-    page = (ROOT / "docs/how_to/hugging_face.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```python\n((?:(?!```).)*^app\(\)\n)```", page, re.MULTILINE | re.DOTALL)
     monkeypatch.setattr(transformers, "GSAForCausalLM", None, raising=False)  # restored at the end
-    monkeypatch.setattr("transformers.cli.transformers.app", lambda: None)
-    exec(script, {})
+    monkeypatch.setattr("transformers.cli.transformers.app", lambda words: None)
+    serve_by_transformers([])
     model, processor = manager.load_model_and_processor(str(tmp_path))
     assert type(model) is GSAForCausalLM
     assert manager.get_model_modality(model).name == "LLM"
