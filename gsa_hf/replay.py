@@ -82,17 +82,16 @@ class _Replay:
         joined = [each.joined() for each in self.generations]
         for row in range(len(tokens)):
             places = real[row].nonzero()[:, 0]
-            for generation, known in zip(self.generations, joined, strict=True):
-                if (match := generation.find(tokens[row, places])) is not None:
-                    break
-            else:
+            matches = [each.find(tokens[row, places]) for each in self.generations]
+            number, match = next(((n, each) for n, each in enumerate(matches) if each is not None), (0, None))
+            if match is None:
                 raise ValueError(
-                    f"row {row} of input_ids was not generated in the last {self.kept} calls; generate it first, or pass "
-                    "more generations"
+                    f"row {row} of input_ids was not generated in the last {self.kept} calls; generate it first, or "
+                    "pass more generations"
                 )
             source, slots = match
             places = places[: len(slots)]
-            for result, selection in zip(found, known, strict=True):
+            for result, selection in zip(found, joined[number], strict=True):
                 result[row, places[:, None], places] = selection[source][slots[:, None], slots]
         return found
 
