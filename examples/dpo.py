@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("model", help="folder of export_hf.py")
     parser.add_argument("--out", required=True, help="folder for the trained model")
     parser.add_argument("--pairs", help="*.jsonl with prompt, chosen and rejected; a tenth is held out")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -65,8 +65,7 @@ def main() -> None:
         learning_rate=options.lr,
         per_device_train_batch_size=16,
         eval_strategy="steps",
-        eval_steps=max(1, options.steps // 4),
-        eval_on_start=True,
+        eval_steps=max(1, options.steps // 3),
         logging_steps=10,
         save_strategy="no",
         seed=options.seed,
