@@ -27,7 +27,7 @@ def question(a: int, b: int) -> str:
 
 
 def noisy_answers(count: int, share_right: float = 0.5) -> Dataset:
-    """Return sums with answers, of which about `share_right` are right."""
+    """Return sums with answers. About `share_right` of the answers are right."""
     rows = []
     for a, b in random.choices(SUMS, k=count):
         right = random.random() < share_right
