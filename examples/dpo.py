@@ -43,7 +43,9 @@ def bundled_pairs(split: str) -> Dataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of export_hf.py")
     parser.add_argument("--out", required=True, help="folder for the trained model")
     parser.add_argument("--pairs", help="*.jsonl with prompt, chosen and rejected; a tenth is held out")
@@ -74,13 +76,17 @@ def main() -> None:
     # indexer_loss_coef=0, the default, freezes the indexers. The reference model is read from the same folder.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    trainer = DPOTrainer(model, None, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer)
+    trainer = DPOTrainer(
+        model, None, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
+    )
     trainer.train()
     trainer.save_model(options.out)
     measured = [each for each in trainer.state.log_history if "eval_rewards/accuracies" in each]
     for each in measured:
         accuracy, margin = each["eval_rewards/accuracies"], each["eval_rewards/margins"]
-        print(f"step {each['step']}: held-out pairs with a positive margin {accuracy:.2f}, mean margin {margin:.3f}")
+        print(
+            f"step {each['step']}: held-out pairs with a positive margin {accuracy:.2f}, mean margin {margin:.3f}"
+        )
 
 
 if __name__ == "__main__":
