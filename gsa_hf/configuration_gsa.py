@@ -147,7 +147,6 @@ class GSAConfig(PreTrainedConfig):
 
     model_type = "gsa"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 - strict wants a plain list
-    auto_map = {}  # noqa: RUF012 - TRL reads it, also from a folder without code
 
     vocab_size: int = 128256
     hidden_size: int = 2048

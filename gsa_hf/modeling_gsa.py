@@ -222,15 +222,15 @@ class GSAModel(GSAPreTrainedModel):
         if self.indexer_rotary_emb is not None:
             shared["indexer_embeddings"] = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
         selection, losses = None, []
-        leaders = [layer.self_attn.indexer is not None for layer in self.layers]
-        if selections is not None and len(selections) != sum(leaders):
+        leaders = [n for n in range(len(self.layers)) if self.config.indexer_layer(n) == n]
+        if selections is not None and len(selections) != len(leaders):
             raise ValueError(
-                f"selections has {len(selections)} tensors; pass {sum(leaders)}, one for each indexer"
+                f"selections has {len(selections)} tensors; pass {len(leaders)}, one for each indexer"
             )
-        given = iter(selections or [None] * sum(leaders))
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            if layer.self_attn.indexer is not None:
-                selection = next(given)
+        given = {} if selections is None else dict(zip(leaders, selections, strict=True))
+        for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            if number in leaders:
+                selection = given.get(number)
             hidden_states, selection, loss = layer(hidden_states, selection=selection, **shared, **kwargs)
             if loss is not None:
                 losses.append(loss)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_gsa import GSAAttention
 from .modeling_gsa import GSAModel
 
 
@@ -115,9 +116,9 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
         )
     replay = _Replay(generations)
     handles = [gsa.register_forward_pre_hook(replay.before_model, with_kwargs=True)]
-    for layer in gsa.layers:
-        if layer.self_attn.indexer is not None:
-            handles.append(layer.self_attn.register_forward_hook(replay.after_layer, with_kwargs=True))
+    for layer in gsa.modules():
+        if isinstance(layer, GSAAttention) and layer.indexer is not None:
+            handles.append(layer.register_forward_hook(replay.after_layer, with_kwargs=True))
     try:
         yield
     finally:

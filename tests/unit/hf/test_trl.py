@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gsa_eval.convert.export_hf import AUTO_MAP
 from helpers.hf import tiny_model
 from helpers.runs import run_script
 
@@ -25,7 +26,9 @@ def folder(tmp_path: Path) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", padding_side="left"
     ).save_pretrained(tmp_path / "model")
-    tiny_model("window-rope-reuse", attention="sdpa", eos_token_id=1).save_pretrained(tmp_path / "model")
+    model = tiny_model("window-rope-reuse", attention="sdpa", eos_token_id=1)
+    model.config.auto_map = AUTO_MAP
+    model.save_pretrained(tmp_path / "model")
     return tmp_path
 
 
