@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from .modeling_gsa import GSAForCausalLM, GSAModel, GSAPreTrainedModel
 from .replace import collected_indexer_loss, replace_attention_with_gsa
+from .replay import replayed_selections
 
 AutoConfig.register("gsa", GSAConfig)
 AutoModel.register(GSAConfig, GSAModel)
@@ -23,4 +24,5 @@ __all__ = [
     "GSAPreTrainedModel",
     "collected_indexer_loss",
     "replace_attention_with_gsa",
+    "replayed_selections",
 ]

@@ -143,7 +143,8 @@ class GSAAttention(nn.Module):
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
-            selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type
+            selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type; in a layer
+                with an indexer the keys that replace its choice, or None
             kernel_pass: data about the tokens' places, if kernels run
 
         Returns:
@@ -177,9 +178,10 @@ class GSAAttention(nn.Module):
             return result, None, call.selection, call.loss
 
         assert attention_mask is not None
-        loss = None
+        loss, given = None, selection
         attended = attention_mask
-        if self.indexer is not None and not output_indexer_loss and k.shape[2] < self.config.dense_below:
+        dense = given is None and not output_indexer_loss and k.shape[2] < self.config.dense_below
+        if self.indexer is not None and dense:
             selection = attention_mask[:, 0]
         elif self.indexer is not None:
             assert tokens is not None
@@ -192,6 +194,8 @@ class GSAAttention(nn.Module):
                 numbers = token_order(visible, slots).numbers
                 ranked = best_of_groups(scores.detach(), visible, numbers // self.config.key_group_size)
             selection = select_keys(self.indexer, self.config, ranked, visible)
+            if given is not None:
+                selection = torch.where(given.any(-1, keepdim=True), given & visible, selection)
             if output_indexer_loss:
                 loss = self._loss(scores, q, k, selection, visible)
         if self.is_sparse:

@@ -10,6 +10,7 @@ the kernels of the package gsa_kernels on a CUDA device.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +170,7 @@ class GSAModel(GSAPreTrainedModel):
         use_cache: bool | None = None,
         cache: Cache | None = None,
         output_indexer_loss: bool | None = None,
+        selections: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> GSAModelOutputWithPast:
         r"""
@@ -181,6 +183,9 @@ class GSAModel(GSAPreTrainedModel):
             Return the indexer loss with its graph, for the caller to add. If unset, in training with
             `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` also differentiates
             `indexer_loss_coef` times the indexer loss.
+        selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
+            For each layer with an indexer, the keys of each query, in place of the indexer's choice. Queries without
+            a key, and keys that are not causal, are ignored.
         """
         coefficient = self.config.indexer_loss_coef
         joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()
@@ -197,6 +202,8 @@ class GSAModel(GSAPreTrainedModel):
         visible = kernel_pass = None
         if self.config._attn_implementation == "gsa":
             arguments = (inputs_embeds, attention_mask, position_ids, cache)
+            if selections is not None:
+                raise ValueError("selections are passed with attn_implementation 'gsa'; pass 'sdpa'")
             kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
         if position_ids is None:
             position_ids = token_numbers(inputs_embeds, None, attention_mask, cache)
@@ -215,7 +222,15 @@ class GSAModel(GSAPreTrainedModel):
         if self.indexer_rotary_emb is not None:
             shared["indexer_embeddings"] = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
         selection, losses = None, []
-        for layer in self.layers[: self.config.num_hidden_layers]:
+        leaders = [n for n in range(len(self.layers)) if self.config.indexer_layer(n) == n]
+        if selections is not None and len(selections) != len(leaders):
+            raise ValueError(
+                f"selections has {len(selections)} tensors; pass {len(leaders)}, one for each indexer"
+            )
+        given = {} if selections is None else dict(zip(leaders, selections, strict=True))
+        for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            if number in leaders:
+                selection = given.get(number)
             hidden_states, selection, loss = layer(hidden_states, selection=selection, **shared, **kwargs)
             if loss is not None:
                 losses.append(loss)

@@ -1,0 +1,59 @@
+"""Tests that TRL's trainers and the examples of reinforcement learning and preferences run on an exported model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gsa_eval.convert.export_hf import AUTO_MAP
+from helpers.hf import tiny_model
+from helpers.runs import run_script
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "+", "=", *map(str, range(19))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", padding_side="left"
+    ).save_pretrained(tmp_path / "model")
+    model = tiny_model("window-rope-reuse", attention="sdpa", eos_token_id=1)
+    model.config.auto_map = AUTO_MAP
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def test_the_trainers_of_trl(folder: Path) -> None:
+    """Everything learns, with LoRA too, except frozen indexers. A separate process runs it, as for Trainer."""
+    run_script(["tests/helpers/hf_trl.py", str(folder / "model")], folder / "log", ranks=1, launcher="python")
+
+
+def test_the_reward_of_the_example_rises(folder: Path) -> None:
+    options = ("--sft-steps", "60", "--steps", "20", "--lr", "0.01")
+    said = example("grpo.py", folder, *options)
+    first, last = map(
+        float, re.search(r"mean reward (\S+) in the first steps, (\S+) in the last", said).groups()
+    )
+    assert last > first + 0.1
+
+
+def test_the_margin_of_the_example_rises(folder: Path) -> None:
+    said = example("dpo.py", folder, "--steps", "30", "--lr", "0.003")
+    margins = [float(each) for each in re.findall(r"mean margin (\S+)", said)]
+    assert margins[-1] > max(margins[0], 0)
+
+
+def example(name: str, folder: Path, *options: str) -> str:
+    command = [f"examples/{name}", str(folder / "model"), "--out", str(folder / "out"), *options]
+    said = run_script(command, folder / "log", ranks=1, launcher="python")
+    assert (folder / "out/model.safetensors").is_file()
+    return said
