@@ -84,7 +84,7 @@ def main() -> None:
     measured = [each for each in trainer.state.log_history if "eval_rewards/accuracies" in each]
     for each in measured:
         accuracy, margin = each["eval_rewards/accuracies"], each["eval_rewards/margins"]
-        print(f"step {each['step']}: held-out pairs with margin > 0 {accuracy:.2f}, mean margin {margin:.3f}")
+        print(f"step {each['step']}: held-out margin > 0: {accuracy:.2f}, mean margin {margin:.3f}")
 
 
 if __name__ == "__main__":

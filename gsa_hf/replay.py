@@ -22,31 +22,44 @@ from .modeling_gsa import GSAModel
 
 @dataclass
 class _Generation:
-    """Holds one call of `generate`, by its forward passes."""
+    """Holds the forward passes of one call of `generate`. `join` makes one pass of them."""
 
     tokens: list[torch.Tensor] = field(default_factory=list)
     """int64 [B, L] of each pass"""
     causal_keys: torch.Tensor | None = None
     """bool [B, Lk], the causal keys of the last token"""
     selections: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Layer -> bool [B, L, Lk] of each pass"""
+    """Layer with an indexer -> bool [B, L, Lk] of each pass"""
+    sequences: list[list[int]] = field(default_factory=list)
+    """The tokens of each sequence without padding"""
 
-    def find(self, tokens: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """Return the sequence that begins with tokens [n], possibly without the last one, and its slots."""
+    def join(self) -> None:
+        if len(self.tokens) == 1 and self.sequences:
+            return
+        self.tokens = [torch.cat(self.tokens, 1)]
+        length = self.tokens[0].shape[1]
+        for layer, parts in self.selections.items():
+            parts = [nn.functional.pad(each, (0, length - each.shape[-1])) for each in parts]
+            self.selections[layer] = [torch.cat(parts, 1)]
         assert self.causal_keys is not None
-        for row, known in enumerate(torch.cat(self.tokens, 1)):
-            slots = self.causal_keys[row, : len(known)].nonzero()[: len(tokens), 0]
-            if len(slots) >= len(tokens) - 1 and torch.equal(known[slots], tokens[: len(slots)]):
-                return row, slots
+        rows = zip(self.tokens[0], self.causal_keys, strict=True)
+        self.sequences = [tokens[real].tolist() for tokens, real in rows]
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Return the row whose sequence begins with these tokens. The last one may be missing, because `generate` makes
+        no pass with it."""
+        for row, known in enumerate(self.sequences):
+            if len(known) >= len(tokens) - 1 and known[: len(tokens)] == tokens[: len(known)]:
+                return row
         return None
 
-    def joined(self) -> list[torch.Tensor]:
-        """Return the selections of all passes, bool [B, T, T], of each layer with an indexer."""
-        length = sum(each.shape[1] for each in self.tokens)
-        return [
-            torch.cat([nn.functional.pad(each, (0, length - each.shape[-1])) for each in parts], 1)
-            for _, parts in sorted(self.selections.items())
-        ]
+    def copy(self, row: int, to: list[torch.Tensor], places: torch.Tensor) -> None:
+        """Copy the selections of a row to `places` of tensors [L, L], one for each layer with an indexer."""
+        assert self.causal_keys is not None
+        slots = self.causal_keys[row].nonzero()[: len(places), 0]
+        places = places[: len(slots)]
+        for result, (_, (known,)) in zip(to, sorted(self.selections.items()), strict=True):
+            result[places[:, None], places] = known[row][slots[:, None], slots]
 
 
 class _Replay:
@@ -56,11 +69,17 @@ class _Replay:
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Begin the record of a pass with a cache, or add `selections` to the arguments of a pass without one."""
-        tokens = args[0] if args else given["input_ids"]
+        tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
+        if tokens is None:
+            raise ValueError(
+                "input_ids is None while selections are replayed; pass input_ids, not inputs_embeds"
+            )
         cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
         self.records = cache is not None
         if cache is None:
-            return args, {**given, "selections": self._selections_of(tokens, given.get("attention_mask"))}
+            if mask is not None and mask.ndim != 2:
+                raise ValueError(f"attention_mask has {mask.ndim} dimensions; pass one of [batch, tokens]")
+            return args, {**given, "selections": self._selections_of(tokens, mask)}
         if not cache.get_seq_length():
             self.generations = [*self.generations, _Generation()][-self.kept :]
         self.generations[-1].tokens.append(tokens)
@@ -78,22 +97,21 @@ class _Replay:
 
     def _selections_of(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
         real = torch.ones_like(tokens) if mask is None else mask
+        for each in self.generations:
+            each.join()
         layers = len(self.generations[-1].selections) if self.generations else 0
         found = [real.new_zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool) for _ in range(layers)]
-        joined = [each.joined() for each in self.generations]
         for row in range(len(tokens)):
             places = real[row].nonzero()[:, 0]
-            matches = [each.find(tokens[row, places]) for each in self.generations]
-            number, match = next(((n, each) for n, each in enumerate(matches) if each is not None), (0, None))
-            if match is None:
+            sequence = tokens[row, places].tolist()
+            sources = [(each, each.find(sequence)) for each in self.generations]
+            generation, source = next((each for each in sources if each[1] is not None), (None, None))
+            if generation is None or source is None:
                 raise ValueError(
-                    f"row {row} of input_ids was not generated in the last {self.kept} calls; generate it first, or "
-                    "pass more generations"
+                    f"row {row} of input_ids was not generated with a cache in the last {self.kept} calls; generate it "
+                    "first, or pass more generations"
                 )
-            source, slots = match
-            places = places[: len(slots)]
-            for result, selection in zip(found, joined[number], strict=True):
-                result[row, places[:, None], places] = selection[source][slots[:, None], slots]
+            generation.copy(source, [each[row] for each in found], places)
         return found
 
 
