@@ -7,14 +7,10 @@ from collections.abc import Sequence
 
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.generation import continuation_text
-from gsa_hf import GSAForCausalLM
 from gsa_hf.generation import Generator
 
-FEWEST_BATCH_TOKENS, MOST_BATCH_TOKENS = 65536, 262144
-"""Limits of a batch's tokens, prompts and answers together, on a GPU."""
-BATCH_CACHE_BYTES = 8 * 2**30
-"""Size of the key-value cache that decides between the limits. Free memory does not decide, because the rounding of a
-sequence can depend on its batch."""
+BATCH_TOKENS = 65536
+"""Largest number of tokens of a batch's prompts and answers on a GPU."""
 
 
 def answer_prompts(
@@ -28,12 +24,10 @@ def answer_prompts(
 
     Args:
         prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.
-        batch_size: sequences at once. None: on a GPU the number that fit into `batch_tokens`, on a CPU one.
+        batch_size: sequences at once. None: on a GPU the number that `BATCH_TOKENS` has room for, on a CPU one.
     """
     longest = max(map(len, prompts)) + max_new_tokens
-    most = batch_size or (
-        max(1, batch_tokens(generator.model) // longest) if generator.device.type == "cuda" else 1
-    )
+    most = batch_size or (max(1, BATCH_TOKENS // longest) if generator.device.type == "cuda" else 1)
     # All batches have one size, with padding in the last batch. Another size would need other CUDA graphs.
     rows = math.ceil(len(prompts) / math.ceil(len(prompts) / most))
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
@@ -45,12 +39,3 @@ def answer_prompts(
         for number, tokens in zip(batch, made.tokens, strict=False):
             texts[number] = continuation_text(tokenizer, prompts[number], tokens, tokenizer.stop_ids)
     return texts
-
-
-def batch_tokens(model: GSAForCausalLM) -> int:
-    """Returns the number of tokens whose keys and values take `BATCH_CACHE_BYTES`, between the limits."""
-    config = model.config
-    bytes_per_token = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    )
-    return min(max(BATCH_CACHE_BYTES // bytes_per_token, FEWEST_BATCH_TOKENS), MOST_BATCH_TOKENS)

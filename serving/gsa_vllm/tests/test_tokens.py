@@ -1,4 +1,4 @@
-"""vLLM's greedy tokens and log-probabilities equal those of transformers."""
+"""Tests that vLLM and transformers give equal greedy tokens and log-probabilities."""
 
 from pathlib import Path
 
