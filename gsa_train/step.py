@@ -309,18 +309,25 @@ def _run_graph(
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
     """Replay the CUDA graph for each micro-batch, then reduce the gradients. The schedule without pipelining does the
-    same."""
+    same. With `parallel.overlap_grad_reduce` the last micro-batch runs without the graph, because its backward pass
+    starts the reductions."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
     # Graphs exclude sampled rows (`check_graphs`, config/train.py).
     of_all = replace(attention_pass, kl_grad_scale=0.0, row_key="")
-    run_pass, losses = partial(_pass_over_one, training, count, of_all), []
-    for batch in micro_batches:
-        inputs = PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
-        losses.append({"loss_sum": graph.run(run_pass, inputs, (count, of_all))})
+    run_pass = partial(_pass_over_one, training, count, of_all)
+    inputs = [
+        PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
+        for batch in micro_batches
+    ]
+    no_sync = training.model.mcore_config.no_sync_func  # None without `parallel.overlap_grad_reduce`
+    replayed = count if no_sync is None else count - 1
+    with nullcontext() if no_sync is None else no_sync():
+        losses = [graph.run(run_pass, each, (count, of_all)) for each in inputs[:replayed]]
+    losses += [run_pass(each) for each in inputs[replayed:]]
     training.optimizer.reduce_gradients()
-    return losses
+    return [{"loss_sum": loss} for loss in losses]
 
 
 def _pass_over_one(
