@@ -16,8 +16,7 @@ def on_hopper(device: torch.device) -> bool:
 
 
 def can_chain(tensor: torch.Tensor) -> bool:
-    """Return whether kernels may start before the previous kernel ends (programmatic dependent launch), as on
-    Hopper."""
+    """Return whether the device can start a kernel before the previous kernel ends (programmatic dependent launch)."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 

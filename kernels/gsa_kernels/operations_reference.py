@@ -108,7 +108,7 @@ def sparse_attention_with_loss(
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns `out`; its backward pass also starts the backward pass of the loss."""
+    """Returns `out`. The backward pass of `out` also starts the backward pass of the loss."""
 
     @staticmethod
     def forward(
@@ -194,7 +194,7 @@ def kl_of_rows(
     probs: torch.Tensor,
     attended: torch.Tensor,
 ) -> torch.Tensor:
-    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each query, [B, L] (eqs. 14, 15).
+    """Compute KL(p_t || softmax of beta * I[t, :] over the attended keys) of each query, [B, L] (eqs. 14, 15).
 
     Args:
         probs: [B, L, Lk], p of all queries at any scale
@@ -205,7 +205,7 @@ def kl_of_rows(
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:
-    """I of each row against all keys, causal or not: [B, L, Lk]."""
+    """Compute the scores I of each row for all keys, causal or not: [B, L, Lk]."""
     return indexer_scores(
         indexer.queries,
         indexer.keys,

@@ -47,7 +47,7 @@ class YarnScaling:
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def scaled(self, rates: torch.Tensor, base: float) -> torch.Tensor:
-        """Convert the angles of one step [channels / 2] to YaRN's angles.
+        """Convert the rotation angles per token, [channels / 2], to YaRN's angles.
 
         Args:
             rates: base ** (-2 i / channels) for i = 0, 1, ...

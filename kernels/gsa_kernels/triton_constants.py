@@ -1,4 +1,4 @@
-"""Logarithms of bases, because the hardware has exp2 and log2. `.value` is the number on the host."""
+"""Converts exp and log to exp2 and log2, which the hardware has. `.value` is the number on the host."""
 
 import triton.language as tl
 

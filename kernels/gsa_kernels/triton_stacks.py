@@ -1,7 +1,7 @@
-"""Stacks the heads of a row tile side by side, so that one product computes all heads: device code.
+"""Stacks the indexer heads of a tile of query rows into one matrix, so that one matrix product computes all heads.
 
-In the register layout of this product every thread has all heads of its rows. Threads therefore need not exchange data
-to compute a score. A step waits for one product instead of one product per head.
+In the register layout of this product each thread holds all heads of its rows. The sum over heads therefore needs no
+exchange between threads. A kernel waits for one product instead of one product per head.
 """
 
 # mypy: disable-error-code="assignment"
@@ -22,8 +22,8 @@ def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
 def stack(x):
     """Reshape [HEADS, BM, columns] to [HEADS * BM, columns], alternating two heads every eight rows.
 
-    In the register layout of a product, one thread holds rows i and i + 8 of a warp's 16 rows. These rows are two heads
-    of one row here. A thread therefore has all heads of its rows if a tile has at least 32 rows.
+    In the register layout of a product, one thread holds rows i and i + 8 of a warp's 16 rows. In the stack these two
+    are one query row of two heads. A thread therefore has all heads of its rows if BM is at least 32.
     """
     heads: tl.constexpr = x.shape[0]
     rows: tl.constexpr = x.shape[1]

@@ -23,7 +23,7 @@ Implementation = Literal["triton", "reference"]
 
 @dataclass(frozen=True)
 class Indexer:
-    """Holds the tensors of one layer's lightning indexer, applied to its tokens (GSA, equation 7).
+    """Holds the tensors of one layer's lightning indexer (GSA, equation 7). The fields below explain q, k, w, b and c.
 
     With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j). With relu, the
     activation of DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
@@ -93,8 +93,8 @@ class Geometry:
     local_window: int = 0
     """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
     key_group_size: int = 1
-    """Neighbouring keys, aligned in the sequence, that are selected together; 1 in the paper. Each causal key has the
-    highest score of the causal keys in its group (`best_of_groups`). The budget counts keys."""
+    """Neighbouring keys, aligned in the sequence, that are selected together; 1 in the paper. Each causal key gets the
+    highest score among the causal keys of its group (`best_of_groups`). The budget counts keys."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
@@ -141,7 +141,7 @@ class Selection:
     variance: torch.Tensor
     """[B, L], fp32 (fp64 for fp64 inputs): population variance of the query's scores over its causal keys."""
     density: float | None = None
-    """Number of keys in the lists divided by the causal keys of their tiles; None if it was not measured."""
+    """Number of keys in the key lists divided by the number of causal keys of the tiles; None if not measured."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
     request, for packed masks only."""

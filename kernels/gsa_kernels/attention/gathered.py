@@ -49,15 +49,14 @@ def gathered_attention(
 
 
 _LIST_TENSORS = ("keys", "words", "starts", "counts")
-"""Fields of `KeyLists` on the device: hundreds of megabytes a layer."""
+"""Fields of `KeyLists` that are tensors on the device."""
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, lists, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(AttentionInputs(q, k, v, gate_logits), lists)
-        # The lists are not attributes of ctx: a loss that is still referenced keeps its nodes alive, but the backward
-        # pass frees what `save_for_backward` holds.
+        # The backward pass frees saved tensors. Attributes of ctx would occupy memory while the loss is referenced.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )

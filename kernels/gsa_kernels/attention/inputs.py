@@ -39,7 +39,7 @@ class GradientInputs:
     """Holds the inputs of both backward kernels, for the queries and for the keys."""
 
     grad: torch.Tensor
-    """[B, L, H, D], of the output before its gate."""
+    """[B, L, H, D], gradient of the output before the gate."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor

@@ -64,11 +64,10 @@ def masked_attention(
 
 @torch.no_grad()
 def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
-    """Compute the log-sum-exp of `masked_attention` for S sampled queries, in any order, with repetitions: fp32 [B, H,
-    S].
+    """Compute the log-sum-exp of `masked_attention` for S sampled queries: fp32 [B, H, S].
 
     Args:
-        q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
+        q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32; in any order, with repetitions
         k: [B, Lk, Hkv, D]
         packed_mask: int32 [B, S, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that key s counts for query i
     """

@@ -1,10 +1,10 @@
 """Computes the backward pass of attention over selected keys, deterministically.
 
-One kernel computes the gradient of q, another one the gradients of k and v. Each sum is computed by one program.
+One kernel computes the gradient of q, and another kernel computes the gradients of k and v.
 
-Let U be the gradient of the gated output. Then dO = U * sigmoid(gate), delta = sum_d dO O = sum_d U out and dgate = U O
-sigmoid'(gate) = U out (1 - sigmoid(gate)). All three follow from the gated output, so the output before the gate is not
-saved.
+Let O be the output before the gate, `out` the gated output, and U the gradient of `out`. Then dO = U * sigmoid(gate),
+delta = sum_d dO O = sum_d U out and dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). The forward pass therefore
+saves only `out`.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Sums attention probabilities over heads for each entry of the key lists: the target of the indexer loss.
 
-A matrix product has the entries as its rows and (head, query) as its columns, heads first. In the register layout of
-this product, one thread holds all heads of a query. The sum over heads therefore adds registers of one thread.
+The rows of a matrix product are the entries, and its columns are pairs (head, query). In the register layout of this
+product, one thread holds all heads of a query. The sum over heads therefore adds registers of one thread.
 """
 
 from typing import NamedTuple

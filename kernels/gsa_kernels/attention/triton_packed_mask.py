@@ -34,8 +34,8 @@ def _transpose_kernel(
 ):  # fmt: skip
     """Each program transposes the bits of 32 queries and 256 keys.
 
-    In `packed_mask` these bits are 8 words of each query. In `turned` they are one word of each key. In
-    block i, the last query's own key belongs to word i + first_diagonal of `packed_mask`.
+    In `packed_mask` these bits are 8 words of each query. In `turned` they are one word of each key. The last query of
+    block i has its own key in word i + first_diagonal of `packed_mask`.
     """
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
