@@ -1,4 +1,4 @@
-"""Runs the third step of a chunk of tiles: adds segments in order, so that results repeat bit for bit."""
+"""Adds the results of the segments of key lists in a fixed order, so that the indexer loss repeats bit for bit."""
 
 import triton
 import triton.language as tl
