@@ -1,8 +1,7 @@
 """Builds key lists from packed masks: transposes 32 by 32 bits and drops columns without a bit.
 
-The size of the lists depends on the data. The device therefore counts the keys of every piece of a tile first. The host
-reads the sums and allocates exactly this size, and the lists are filled. `count_keys` does not wait: until the caller
-calls `wait()` on its result, the device can do other work.
+The size of the lists depends on the data. `count_keys` therefore first counts the keys on the device, without waiting
+for the result. After `CountedKeys.wait()` the host knows the counts, and `fill_lists` allocates and fills the lists.
 """
 
 from dataclasses import dataclass
@@ -164,7 +163,7 @@ def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_word
 
 @triton.jit
 def _union(rows, always_ptr, slot, index, QUERIES: tl.constexpr):
-    """The bits that are set in any of the rows, or always, per word."""
+    """Return per word the bits that are set in any row, or always."""
     union = rows[0]
     for r in tl.static_range(1, QUERIES):
         union |= rows[r]

@@ -4,8 +4,8 @@ This computes the gradients of gathered keys without atomics. First, a kernel lo
 partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
 `add_partials_by_key` adds them in that order, so results repeat bit for bit.
 
-This file numbers the tiles of all sequences b * T + i. A caller limits the memory of the partial rows by taking a range
-of tiles at a time.
+Tile i of sequence b has the number b * T + i, with T tiles per sequence. A caller limits the memory of the partial rows
+by taking a range of tiles at a time.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class KeyHits:
 
 @dataclass(frozen=True)
 class TileRows:
-    """Describes tiles first <= b * T + i < last; entry j of tile i has the partial row starts[i - first] + j."""
+    """Describes tiles first .. last - 1. Entry j of tile n has the partial row starts[n - first] + j."""
 
     first: int
     last: int
@@ -52,8 +52,8 @@ class TileRows:
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Split the tiles into ranges of about `max_rows` partial rows each, at least one tile, without waiting. A tile has
-    `host_counts` rows.
+    """Split the tiles into ranges of at most `max_rows` partial rows, but at least one tile. A tile has `host_counts`
+    rows, so the host does not wait for the device.
 
     Args:
         multiple: a range has a multiple of this number of tiles, if `max_rows` allows; this keeps all multiprocessors
@@ -100,8 +100,8 @@ def equal_tiles(lists: KeyLists) -> TileRows:
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
-    """Transpose the lists of a range of tiles on the device. The result takes 4 bytes per partial row. The computation
-    needs B * Lk * tiles / 4 bytes of scratch memory."""
+    """List for each key the partial rows of a range of tiles, on the device. The result takes 4 bytes per partial row.
+    The computation needs B * Lk * tiles / 4 bytes of scratch memory."""
     batch, tiles_per_sequence = lists.counts.shape
     first_tile, num_rows = tile_rows.first, tile_rows.num_rows
     tiles = tile_rows.last - first_tile

@@ -8,7 +8,7 @@ head weight and slope_j the derivative of the activation at z_j. The gradients a
 In the code dz_j has a factor log2(e), which comes from the weights. triton_reduce.py removes this factor.
 
 A program owns BM rows and loops over a segment of the keys. Sums over keys (dq_j and the row sums) accumulate until the
-segment ends. Sums over rows (dk) are stored for every key tile. A separate kernel for dk would compute the scores again.
+segment ends. Sums over rows (dk) are stored for every key tile. A separate kernel for dk would recompute the scores.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
