@@ -102,11 +102,10 @@ CANDIDATE_BYTES = 8
 
 
 def candidate_room(most_keys: int) -> int:
-    """Return for how many candidates of a row memory is reserved: what a guess lets through for the largest budget.
+    """Return the number of candidates of a row for which memory is reserved, at the largest budget.
 
-    A guess (`_guess_kernel`) takes a share of the sample. Each sampled key stands for CANDIDATE_SAMPLE_STRIDE keys. The
-    number of keys that pass therefore varies like a count, scaled by the stride. Three deviations suffice for all but
-    one row in a thousand.
+    `_guess_kernel` chooses a threshold that at most `sampled` sampled keys reach. Each sampled key stands for
+    CANDIDATE_SAMPLE_STRIDE keys. Three standard deviations of this count suffice for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)

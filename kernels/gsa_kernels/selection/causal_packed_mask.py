@@ -17,8 +17,7 @@ def causal_packed_mask(
 
     Returns:
         int32 [B, R, ceil(Lk / 32)], or [1, R, ...] without `document_starts`: bit s % 32 of word s // 32 says that key
-        s is
-        causal for the query
+        s is causal for the query
     """
     starts = torch.zeros_like(positions[None]) if document_starts is None else document_starts
     return packed_mask_of_ranges(starts, positions[None] + 1, num_keys)

@@ -82,7 +82,7 @@ def select_keys(
 
 
 class Selector:
-    """Scores and selects chunk by chunk: short rows from a buffer of all scores, long rows by candidates."""
+    """Scores and selects chunk by chunk. Short rows use a buffer of all scores, and long rows use candidates."""
 
     def __init__(
         self,

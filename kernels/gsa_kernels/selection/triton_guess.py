@@ -28,8 +28,8 @@ class Guesses:
     """Holds the thresholds of a chunk of rows, from `guess_thresholds`."""
 
     of_rows: torch.Tensor
-    """fp32 [B, R, 3]: threshold, centre and last. Keys at the threshold are candidates up to the key `last`, which is
-    infinite if all of them are candidates."""
+    """fp32 [B, R, 3]: threshold, centre (the mean of the sample) and last. Keys at the threshold are candidates up to
+    the key `last`, which is infinite if all of them are candidates."""
 
     tied: torch.Tensor
     """int32 [B, tiles of rows]: 1 for tiles of the score kernel in which some row has a finite `last`, else 0."""
@@ -175,7 +175,7 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` causal scores reach, and the number that reach it. The number is at most
+    """Find a score that at least `wanted` causal scores reach, and count the scores that reach it. The count is at most
     `most`, unless scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 KEYS_PER_WARP = 2048
-"""Each thread holds 64 keys, half of its registers. Every warp does the scalar work of a round. With fewer keys per
-warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
+"""Each thread holds 64 keys, half of its registers. Every warp does the scalar work of each search round. With fewer
+keys per warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -35,7 +35,7 @@ def score_of_key(key):
 
 @triton.jit
 def normal_guess(mean, variance, num_valid, k):
-    """Estimate the key that k of num_valid entries reach, if the entries are normal with this mean and variance.
+    """Estimate the `order_key` of the score that k of num_valid scores reach, if the scores have a normal distribution.
 
     The quantile comes from Tukey's lambda distribution. With the constants 0.14 and 4.91 it matches the normal
     quantiles to 0.01 between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
