@@ -170,7 +170,7 @@ def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr
 
 @triton.jit
 def _angles_of_index(cos_ptr, sin_ptr, first, dims, CHANNELS: tl.constexpr):
-    """fp32 [BLOCK_D] both; the sine is negative for the first of a pair."""
+    """Return cosine and sine, fp32 [BLOCK_D]. The sine is negative for the first of a pair."""
     turns = dims < CHANNELS
     cos = tl.load(cos_ptr + first + dims, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + first + dims, mask=turns, other=0.0).to(tl.float32)

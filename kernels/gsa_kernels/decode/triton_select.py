@@ -1,14 +1,13 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-The score kernel counted the scores above a floor in a histogram. Every program finds the bin of the k-th score. The
-program selects the keys in higher bins and writes the few keys in that bin to a list. A second kernel searches the list
-for the exact cut and writes the indices. Each program has one span of keys. It counts the preceding keys from the
-spans' totals and the list, so that no program waits for another. The order of the list depends on timing, but the
-result does not. Many equal scores, or a floor that was too high, only make the list longer and the kernel slower.
+`score_keys` has counted the scores above a floor in a histogram. In the first kernel, every program finds the bin of
+the k-th highest score. The program counts its keys in higher bins and appends its keys in that bin to a list. A second
+kernel searches the list for the exact cut and writes the indices of the selected keys. Each program has one span of
+keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another. The
+order of the list depends on timing, but the result does not.
 
-Each kernel lets the next one start when about half of its own work is done. A kernel that runs beside it
-(`LayerCache.beside`) starts at once. For the selection's own kernels an immediate start is slower (docs/kernels.md,
-Tuning). The likely reason is that waiting programs hold registers, and multiprocessors hold different numbers of them.
+Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
+`LayerCache.beside` launches starts at once. For the selection's own kernels this is slower (docs/kernels.md, Tuning).
 """
 
 import torch
@@ -41,7 +40,7 @@ def select_indices(
     variance_ema: torch.Tensor,
     chained: bool,
 ) -> None:
-    """Fill the cache's selection from the results of `score_keys` in the workspace; clear the histogram for the next
+    """Fill the cache's selection from the results of `score_keys` in the workspace. Clear the histogram for the next
     call.
 
     Args:
@@ -153,7 +152,8 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """One program computes the budget and its bin; in one span it counts keys above the bin and lists keys in it."""
+    """One program finds the budget k and the bin of the k-th score. In its span it counts keys above this bin, and
+    lists keys in the bin."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -245,7 +245,7 @@ def _write_indices_kernel(
     BINS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: the exact cut among the borderline, and the selected positions of one span."""
+    """One program finds the exact cut in the list, and writes the selected positions of one span."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -307,7 +307,7 @@ def _write_indices_kernel(
 def _find_cut_in_list(
     keys, positions, keys_ptr, positions_ptr, size, wanted, threshold_bin, floor, length, TILE: tl.constexpr
 ):
-    """Run `find_cut` (see there) for the `wanted` best keys of a list, whose keys are all in the bin `threshold_bin`.
+    """Run `find_cut` (triton_search.py) for the `wanted` best keys of a list. All its keys are in `threshold_bin`.
 
     Args:
         keys, positions: int32 [TILE], the start of the list; INT_MIN and INT_MAX after its end

@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
-"""With the heads side by side in one product: the fastest measured (docs/kernels.md, Tuning)."""
+"""Tiles for stacked heads (triton_stacks.py), the fastest measured (docs/kernels.md, Tuning)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ScoreInputs:
 
 
 def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
-    """Check dtypes, devices and limits; make the kernels' inputs contiguous. Without gradients."""
+    """Check dtypes, devices and limits, and make the kernels' inputs contiguous."""
     queries, keys = indexer.queries, indexer.keys
     batch, length, heads, dim = queries.shape
     check_shape("indexer.keys", keys, "[B, query_start + L, DI]", (batch, geometry.query_start + length, dim))
@@ -158,8 +158,8 @@ def write_scores(
     key_stride: int = 1,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """Write out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop, or with `inputs.key_group_size` above
-    1 the result of `best_of_groups`.
+    """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop. If
+    `inputs.key_group_size` is above 1, write the result of `best_of_groups`.
 
     The kernel writes every tile in which a row may select a key, up to the last column of `out`. Elsewhere `out` keeps
     its old values.

@@ -1,4 +1,4 @@
-"""Divides rows into chunks whose scores fit in a buffer, and chunks into blocks of rows with similar numbers of keys."""
+"""Divides rows into chunks whose scores fit in a buffer, and chunks into blocks for kernels of one register size."""
 
 import math
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ _COLUMNS, _MAX_REGISTERS = 32, 128
 combination of 32 or 64 keys with 128, 168 or 255 registers."""
 
 _TIED_SPANS = 8
-"""Spans of keys per program for tiles with tied rows. Such tiles are rare, and fewer programs skip other tiles faster."""
+"""Spans of keys per program for tiles with tied rows. They are rare, and fewer programs skip other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Smallest finite fp32. Keys that are not causal score -inf, so they are not candidates even without a threshold."""
