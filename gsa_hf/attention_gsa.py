@@ -144,7 +144,7 @@ class GSAAttention(nn.Module):
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
             selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type; in a layer
-                with an indexer the keys that replace its choice, or None
+                with an indexer, the keys that replace the indexer's choice, or None
             kernel_pass: data about the tokens' places, if kernels run
 
         Returns:

@@ -356,8 +356,8 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the share of this forward pass in an optimizer step's labels. Trainer divides the language model's loss by
-    the step's number of labels, `num_items_in_batch`. Without this number the caller averages, and the share is 1."""
+    """Return the fraction of an optimizer step's labels that this forward pass has. Trainer divides the language
+    model's loss by the step's number of labels, `num_items_in_batch`. Without this number the fraction is 1."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

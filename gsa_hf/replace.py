@@ -182,7 +182,7 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
 
 
 def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Prepare masks before the host model's forward pass, because it does not know the new kinds of layers."""
+    """Prepare masks before the forward pass of the host model, which does not know the new layer types."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     mask = given.get("attention_mask")

@@ -1,5 +1,5 @@
-"""Adds sums of a step to existing values in one or two launches each, deterministically. torch needs one launch for the
-sum, one before it for a cast to fp64, and one for the addition."""
+"""Adds sums over tensors to existing values in one or two launches, deterministically. torch would need up to three
+launches: a cast to fp64, the sum, and the addition."""
 
 import torch
 import triton
