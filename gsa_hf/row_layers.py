@@ -26,7 +26,7 @@ class Attended(NamedTuple):
     out: torch.Tensor
     gate: torch.Tensor
     awaited: Any
-    """An `Awaited` counter, which tells when `out` is ready. The kernel that computes `gate` does not wait for `out`."""
+    """An `Awaited` counter, which tells when `out` is ready. The kernel that computes `gate` does not wait for it."""
 
 
 class Parts(NamedTuple):
