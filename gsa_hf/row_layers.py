@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 def parts(selects: bool, gated: bool) -> Parts:
-    """Return the order of the sections. The kernel that follows needs the sections in `front`.
+    """Return the order of the sections. The next kernel needs the sections in `front`.
 
     The gate G1 can come late, because the product with W_O applies G1.
 

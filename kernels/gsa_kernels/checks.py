@@ -1,4 +1,4 @@
-"""Argument checks shared by all operations. Each raises ValueError with the argument, its value and a remedy."""
+"""Checks arguments of all operations. Each check raises ValueError with the argument, its value and a remedy."""
 
 import torch
 

@@ -199,7 +199,7 @@ class GatedSparseAttention(nn.Module):
         return Heads(q, k, v.unflatten(-1, size), gate)
 
     def _index(self, x: torch.Tensor) -> Indexer:
-        """Compute queries, keys and head weights of equation 7 from detached x: only the indexer loss trains them."""
+        """Compute queries, keys and head weights of equation 7. x is detached, so only the indexer loss trains them."""
         config, x = self.config, x.detach()
         return Indexer(
             self.indexer_query(x).unflatten(-1, (config.indexer_heads, config.indexer_dim)),
@@ -240,7 +240,7 @@ class GatedSparseAttention(nn.Module):
     def update_variance_ema(self) -> None:
         """Update the moving average of the score variance after an optimizer step. The first call initialises it.
 
-        All micro-batches of a step use the same average, so no token depends on later tokens.
+        Each step uses the average of earlier steps, so no token depends on later tokens.
         """
         total, count = self.variance_sum.unbind()
         mean = (total / count.clamp(min=1)).float()

@@ -1,7 +1,7 @@
 """Implements the cache of `GatedSparseAttention`, and the attention of new tokens to the tokens in the cache.
 
-Sparse attention of a single new token calls `api.decode_step`. Several new tokens call the functions for training, as
-the last queries of the sequence (`Geometry.query_start`).
+`api.decode_step` computes sparse attention of a single new token. Otherwise the functions for training run, with the
+new tokens as the last queries of the sequence (`Geometry.query_start`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gsa_kernels.types import Geometry, Indexer, Selection
 
 @dataclass
 class GSACache:
-    """Cache of one layer, for B sequences of equal length, each a single document. Calls of the layer write into it."""
+    """Holds the cache of one layer for B sequences of equal length, one document each. The layer writes into it."""
 
     decode: LayerCache
     """Keys after RoPE and values after G2, [B, max_length, Hkv, D]; lengths on the device; the latest selection."""

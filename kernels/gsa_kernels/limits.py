@@ -105,7 +105,7 @@ def candidate_room(most_keys: int) -> int:
     """Return the number of candidates of a row for which memory is reserved, at the largest budget.
 
     `_guess_kernel` chooses a threshold that at most `sampled` sampled keys reach. Each sampled key stands for
-    CANDIDATE_SAMPLE_STRIDE keys. Three standard deviations of this count suffice for all but one row in a thousand.
+    CANDIDATE_SAMPLE_STRIDE keys. Three standard deviations more suffice for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
@@ -120,8 +120,8 @@ SCORED_KEYS = {2: 512, 4: 256}
 
 
 FUSED_LOSS_HEADS = 4
-"""Query heads whose probabilities attention's backward pass sums into one part of the target. The number of query heads
-per key-value head must be a multiple of it (hopper/triton_backward_target.py)."""
+"""Query heads whose probabilities attention's backward pass sums. The loss then adds these sums. The number of query
+heads per key-value head must be a multiple of it (hopper/triton_backward_target.py)."""
 
 STACKED_MAX_WIDTH = 256
 """Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""

@@ -86,8 +86,8 @@ class Geometry:
     """Describes positions of the queries and keys that they may select."""
 
     document_starts: torch.Tensor | None = None
-    """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of query t are
-    document_starts[b, i] <= s <= t. Default: one document per sequence."""
+    """int32 [B, L], never decreasing: the position at which the query's document begins. Query i at position t has the
+    causal keys document_starts[b, i] <= s <= t. Default: one document per sequence."""
     query_start: int = 0
     """Position of the first query; only context parallelism needs values above 0."""
     local_window: int = 0

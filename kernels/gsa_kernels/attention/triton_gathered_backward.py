@@ -107,7 +107,7 @@ def _launch(
     """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: the part of the first program; the programs of a key-value head are consecutive
+        part: number of the first head's part; the parts of a key-value head have consecutive numbers
         grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
@@ -279,8 +279,8 @@ def _backward_kernel(
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
         if D > 128:
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
-        # The product does not accumulate into acc. An accumulating product would still run when the next step begins
-        # its first product, and the compiler would then wait for each matrix instruction separately.
+        # The product does not accumulate into acc. Such a product would still run when the next iteration begins its
+        # first product, and the compiler would then wait for each matrix instruction separately.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         if D <= 128:
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)

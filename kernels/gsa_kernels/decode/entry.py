@@ -1,7 +1,7 @@
 """Runs `enter_token` (see entry_reference.py) in one launch, between the joined projection and the selection of
 decoding.
 
-This launch serves several sequences, or layers with norms of q and k. joined.py also fuses the product in other cases.
+This module serves several sequences, or layers with norms of q and k. Otherwise joined.py runs and fuses the product.
 On Hopper the launch starts before the previous kernel ends (row_product/op.py).
 """
 

@@ -7,7 +7,8 @@ keys. The counts of earlier spans and the list give the place of its first index
 order of the list depends on timing, but the result does not.
 
 Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
-`LayerCache.beside` launches starts at once. For the selection's own kernels this is slower (docs/kernels.md, Tuning).
+`LayerCache.beside` launches starts at once. For the selection's own kernels an immediate start is slower
+(docs/kernels.md, Tuning).
 """
 
 import torch
@@ -25,7 +26,7 @@ _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
 _LAST_BIN = tl.constexpr(BINS - 1)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the number of multiprocessors of an H200. Below it, twice the programs of half the size are faster."""
+"""About the number of multiprocessors of an H200. If fewer programs run, halving their spans of keys is faster."""
 
 
 def _span(batch: int, max_length: int) -> int:

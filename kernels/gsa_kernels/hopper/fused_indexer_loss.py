@@ -160,5 +160,5 @@ class _AttentionWithLoss(torch.autograd.Function):
 
 
 def _traced(name: str) -> AbstractContextManager[object]:
-    """Mark a part of the backward pass in a profiler's trace, which would count the loss as attention."""
+    """Mark a part of the backward pass for a profiler, which would otherwise count the loss as attention."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()

@@ -37,7 +37,7 @@ STORED_SUM = re.compile(
 """Matches type of the first operand, its columns, and its layout."""
 
 Layout = dict[str, list[list[int]]]
-"""Gives for `register`, `lane` and `warp` what each bit of the number adds to the coordinates."""
+"""Gives what each bit of a `register`, `lane` or `warp` number adds to the coordinates."""
 
 STORED_LAYOUT: Layout = {
     "register": [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16]],

@@ -166,10 +166,10 @@ def expand_attended(
 def stable_kl_terms(log2_q, log2_p, p, g):
     """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p.
 
-    The result is q where p is 0 and log2_p is the log of a tiny number. p and q both sum to 1 over the attended set, so
-    adding q - p does not change the sum. In r = log(q / p) the term is p (exp(r) - 1 - r), which is positive and of
-    second order. If abs(r) < 1/4, the term is computed as p x^2 times a polynomial in x = r / log 2. The polynomial has
-    the smallest maximal relative error (1.4e-6).
+    p is the target and q the softmax of the scores. Both sum to 1 over the attended set, so adding q - p does not
+    change the sum. In r = log(q / p) the term is p (exp(r) - 1 - r), which is positive and of second order. If abs(r) <
+    1/4, the term is computed as p x^2 times a polynomial in x = r / log 2, with a relative error below 1.4e-6. Where p
+    is 0, log2_p is the log of a tiny number, and the result is q.
     """
     x = log2_q - log2_p
     t = p * x

@@ -85,8 +85,8 @@ def stacked_grad_kernel(
 ):
     """Grid and segments are as in the first pass.
 
-    Gradients have the same bits whether the KL is computed or not. The code therefore leaves the compiler no choice
-    between one fused instruction and two. With ReLU the KL is always computed and stored.
+    Gradients have the same bits whether the KL is computed or not. To ensure this, the code leaves the compiler no
+    choice between one fused instruction and two. With ReLU the KL is always computed and stored.
     """
     counts_kl: tl.constexpr = WITH_VALUE or KIND == RELU
     segment = tl.program_id(0)

@@ -1,6 +1,6 @@
 """Sums partial rows, one for each entry of a tile's list, into one row per key.
 
-This computes the gradients of gathered keys without atomics. First, a kernel loops over the lists and stores one
+This module computes the gradients of gathered keys without atomics. First, a kernel loops over the lists and stores one
 partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
 `add_partials_by_key` adds them in that order, so results repeat bit for bit.
 

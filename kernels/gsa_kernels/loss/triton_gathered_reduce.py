@@ -36,7 +36,7 @@ def gathered_reduce_kernel(
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """One program reduces one tile and one head. Grid: (N, HI, or 1 without gradients, B)."""
+    """One program reduces one tile and one head. Grid: (N, HI, B); HI is 1 without gradients."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(0) + tl.program_id(0)

@@ -121,8 +121,8 @@ infinite."""
 
 
 STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
-"""The fastest measured for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments
-are faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
+"""Fastest blocks for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments are
+faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
 
 BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
 """Blocks for bf16 with a loop over heads."""

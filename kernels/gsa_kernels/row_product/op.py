@@ -5,8 +5,8 @@ dependent launch). Five rules make this safe for all kernels of this package tha
 
 1. A kernel reads results of other kernels, and writes, only after its `gdc_wait`. The wait ends when the predecessor
    has ended and its writes are visible.
-2. At least one program of every kernel waits before it ends, whatever the inputs. A kernel therefore ends only after
-   its predecessor, and a wait for the predecessor is a wait for all earlier kernels.
+2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends only after its
+   predecessor, and a wait for the predecessor is a wait for all earlier kernels.
 3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
    exceptions. The ordinary kernel that begins the chain (look_up.py) may write the data; it waits for all earlier work.
    The last kernel of a chain may write the data after its own wait, when all readers have ended.

@@ -13,7 +13,7 @@ _LOOK = tl.constexpr("""
     @first ld.acquire.gpu.global.u32 $0, [$1];
 }
 """)
-"""Only one thread polls, so that waiting threads do not keep the counter's memory busy; the others see the maximum."""
+"""Only the first thread polls, so that the counter's memory stays free. All other threads get the maximum."""
 
 
 @triton.jit

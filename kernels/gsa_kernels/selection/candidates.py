@@ -1,9 +1,9 @@
 """Finds the exact top-k of a chunk of long rows from a guess, and verifies the guess.
 
 A sample of the keys gives each row a threshold, a score that slightly more than k_t of its keys should reach. The score
-kernel keeps only the keys that reach it, the candidates. A second kernel finds the k_t best candidates. If a row has at
-least k_t candidates, these include the k_t best keys, so the result is exact. A row with fewer candidates, or with more
-than fit in memory, fails. `select_failed` then selects from all its scores.
+kernel keeps only the keys that reach the threshold (candidates). A second kernel finds the k_t best candidates. If a
+row has at least k_t candidates, these include the k_t best keys, so the result is exact. A row with fewer candidates,
+or with more than fit in memory, fails. `select_failed` then selects from all its scores.
 """
 
 from dataclasses import replace

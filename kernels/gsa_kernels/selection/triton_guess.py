@@ -1,6 +1,6 @@
 """Guesses a threshold for each row from a sample of its keys: a score that slightly more than k_t keys reach.
 
-Many keys may have exactly this score if the indexer's sigmoids saturate. The guess then also names a last key. A key
+If the indexer's sigmoids saturate, many scores may equal the threshold. The guess then also names a last key. A key
 passes if its score is above the threshold, or if its score equals the threshold and it does not come after the last
 key. In a tie the lower index wins. If at least k_t keys pass, they therefore contain the best k_t keys.
 """

@@ -37,8 +37,8 @@ def score_of_key(key):
 def normal_guess(mean, variance, num_valid, k):
     """Estimate the `order_key` of the score that k of num_valid scores reach, if the scores have a normal distribution.
 
-    The quantile comes from Tukey's lambda distribution. With the constants 0.14 and 4.91 it matches the normal
-    quantiles to 0.01 between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
+    The quantile comes from Tukey's lambda distribution. Its constants 0.14 and 4.91 match the normal quantiles to 0.01
+    between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))

@@ -1,8 +1,8 @@
 """Finds the logits of the output gate G1 in the gates' projection, and allocates their gradient.
 
 For each key-value head the projection has a row for the value gate G2, then a row of G1 for each of its query heads.
-Attention reads the rows of G1 as a view [..., 1:, :]. Their gradient is the same view of a buffer with the projection's
-shape. The backward pass of G2 fills the first rows, so the buffer becomes the projection's gradient without a copy.
+Attention reads the rows of G1 as a view [..., 1:, :]. The gradient of G1 is the same view of a buffer with the
+projection's shape. The backward pass of G2 fills the first rows, so the buffer becomes the projection's gradient.
 """
 
 from typing import Any

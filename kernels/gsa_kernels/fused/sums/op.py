@@ -15,7 +15,7 @@ ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
 """Tile of `add_column_sums`: each thread makes eight loads of 16 bytes in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
-"""Total programs, about what an H200 runs at once, and the maximum per column, for which a thread has registers."""
+"""Programs that an H200 runs at once, and the most programs per column, whose partial sums fit a thread's registers."""
 
 
 def add_total(values: torch.Tensor, total: torch.Tensor) -> None:
