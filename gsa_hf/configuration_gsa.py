@@ -132,7 +132,7 @@ class GSAConfig(PreTrainedConfig):
             Number of latest keys that every query attends to, in addition to its budget.
         key_group_size (`int`, *optional*, defaults to 1):
             Number of keys in a group, counted from the sequence's first real token. Each causal key gets the highest
-            score of the causal keys in its group.
+            causal score in its group.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Number of neighbouring layers that share the selection of the first of these layers.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
@@ -223,8 +223,8 @@ class GSAConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and copy the code files that `auto_map` names.
 
-        transformers copies code only for classes that it loaded itself. A model that this package loaded keeps
-        `auto_map`, too."""
+        transformers copies code only for classes that it loaded itself. Models that this package loaded keep
+        `auto_map`."""
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent
         for place in (getattr(self, "auto_map", None) or {}).values():

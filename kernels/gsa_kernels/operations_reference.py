@@ -1,7 +1,6 @@
 """Implements the operations of `api.py` in plain torch with the same arguments and results.
 
-Each operation is composed from the `reference.py` files of the package. The operations are differentiable, run on any
-device, and use tensors of [L, Lk].
+The operations are differentiable, run on any device, and use tensors of [L, Lk].
 """
 
 from __future__ import annotations

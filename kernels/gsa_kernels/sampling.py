@@ -46,7 +46,7 @@ def sample_rows(
 ) -> tuple[SampledRows, int]:
     """Choose a systematic sample: evenly spaced stretches of STRETCH_ROWS rows.
 
-    Every draw therefore contains rows from each part of the sequence. A stretch consists of whole tiles of the kernels.
+    Every draw contains rows from each part of the sequence. A stretch consists of whole tiles of the kernels.
 
     Args:
         fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows

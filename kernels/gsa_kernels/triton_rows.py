@@ -1,4 +1,4 @@
-"""Maps the rows of a chunk, which may be a sample, to rows of the sequence: see `SampledRows`."""
+"""Maps the rows of a chunk (`SampledRows`) to rows of the sequence."""
 
 import triton
 import triton.language as tl

@@ -54,7 +54,7 @@ def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
 def load_stacked_queries(
     q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Load stacked queries [HEADS * BM, BLOCK_D], so that one product computes the tiles of all heads."""
+    """Load stacked queries [HEADS * BM, BLOCK_D]."""
     slots, exists = stack_slots(row_index, valid, HI, HEADS)
     slots = tl.reshape(stack(slots[:, :, None]), [HEADS * row_index.shape[0]])
     mask = stack(exists[:, :, None])

@@ -132,8 +132,7 @@ class Selection:
     """Holds S_t of every query as either a packed mask or key lists, whichever is faster; `select` creates it."""
 
     packed_mask: torch.Tensor | None
-    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32
-    stored as int32."""
+    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s."""
     key_lists: KeyLists | None
     """For each tile of neighbouring queries, the keys that any of them attends to (CSR)."""
     budget: torch.Tensor
@@ -175,6 +174,6 @@ class FusedLoss:
     indexer: Indexer
     scale: float | torch.Tensor
     """Derivative of the trained objective with respect to the indexer loss, which is the sum of the rows' KL. A tensor
-    is fp32 with one element, and the host does not read it."""
+    is fp32 with one element."""
     on_rows: Callable[[torch.Tensor], None] | None = None
     """Called in the backward pass with the KL of each row, fp32 [B, L]. The KL is computed only if this is set."""

@@ -46,7 +46,7 @@ class GradientInputs:
     delta: torch.Tensor
     """fp32 [B, H, L], sum_d grad * output."""
     lse2: torch.Tensor
-    """fp32 [B, H, L], log-sum-exp of the logits in units of log 2."""
+    """fp32 [B, H, L], log-sum-exp of the logits, times log2(e)."""
 
     @property
     def scale(self) -> float:

@@ -27,8 +27,8 @@ def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, GRADIENT_KEYS[4], float_warps(head_size), 1, tma=False)
     if head_size > 128:
-        # The two gradients take half the registers of a multiprocessor: 128 of 256 in each thread. Shared memory holds
-        # 64 KiB of k and v, and two stages of 32 KiB each of q and of the output's gradient.
+        # The two gradients take 128 of 256 registers in each thread. Shared memory holds 64 KiB of k and v, and two
+        # stages of 32 KiB each of q and of the output's gradient.
         return Tiles(64, GRADIENT_KEYS[2], 8, 2)
     # A third stage leaves room for only one program per multiprocessor at head size 128.
     return Tiles(64, GRADIENT_KEYS[2], 4, 3 if head_size <= 64 else 2)
@@ -137,7 +137,7 @@ def _keys_kernel(
     """One program computes the gradients of one tile of keys of one key-value head from GROUP / SPLITS query heads.
 
     The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands of
-    products, which may be registers. The first tiles of keys run first, because they have the most queries.
+    products, which can stay in registers. The first tiles of keys run first, because they have the most queries.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

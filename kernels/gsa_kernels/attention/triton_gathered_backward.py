@@ -4,8 +4,8 @@ Each program owns a tile of queries and writes its gradient of q. For each key i
 writes a partial row, which is the tile's contribution to dV and dK of this key. `add_partials_by_key` sums the partial
 rows of each key in the order of the tiles, so results are deterministic. Scratch memory holds one range of tiles.
 
-If lists are long, a range may have fewer tiles than the device has multiprocessors. Several programs then share a tile,
-and each takes a segment of the tile's list. A second kernel adds their gradients of q in the order of the segments.
+If lists are long, scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then share
+a tile, and each takes a segment of the tile's list. A second kernel adds their gradients of q in a fixed order.
 """
 
 import torch

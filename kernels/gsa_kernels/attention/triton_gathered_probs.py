@@ -46,7 +46,7 @@ def head_sum_probs_lists(
     lists: KeyLists,
     tiles: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of these tiles.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of `tiles`.
 
     The sum is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
 

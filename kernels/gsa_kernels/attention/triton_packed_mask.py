@@ -32,11 +32,9 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
-    """Each program transposes the bits of 32 queries and 256 keys.
-
-    In `packed_mask` these bits are 8 words of each query. In `turned` they are one word of each key. The last query of
-    block i has its own key in word i + first_diagonal of `packed_mask`.
-    """
+    """Each program transposes the bits of 32 queries and 256 keys. In `packed_mask` these bits are 8 words of each
+    query. In `turned` they are one word of each key. The last query of block i has its own key in word i +
+    first_diagonal of `packed_mask`."""
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)

@@ -135,7 +135,7 @@ def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand words [ROWS] to bool [ROWS, WIDTH]: bit c % 32 of word c // 32, for WIDTH = 32, 64 or 128.
 
     In the register layout of a product, bits 1 and 2 of a thread's column numbers come from its lane. The other bits
-    are known at compile time. The shift therefore has two parts. The first part is one instruction per word. The
+    are known at compile time. The shift of a word therefore has two parts. The first part is one instruction. The
     compiler folds the second part, and the choice of the word, into the test of the bit.
     """
     columns = tl.arange(0, WIDTH)

@@ -46,13 +46,13 @@ class Angles(NamedTuple):
 
 
 class AngleTable(NamedTuple):
-    """Holds the angles of all positions and the numbers of tokens, so that kernels look up the new tokens' angles."""
+    """Holds the angles of all positions and the sequences' lengths, so that kernels look up the new tokens' angles."""
 
     values: torch.Tensor
     """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p for q and k, then
     for the indexer. Both channels of a pair have equal angles. A sequence's length is the row of its new token."""
     lengths: torch.Tensor
-    """int32 [B], the number of tokens including the new one; at most the number of positions."""
+    """int32 [B], including the new token; at most the number of positions."""
     channels: int
     index_channels: int
     """0: the indexer is not rotated."""

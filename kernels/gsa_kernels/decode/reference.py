@@ -1,6 +1,6 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
-The code calls the reference operations of prefill for its last row. Cache entries from `lengths` on may hold anything,
+The code calls the reference operations of prefill for one row. Cache entries from `lengths` on may hold anything,
 including NaN. With groups of keys (`Geometry.key_group_size`) the sequence's first token begins the first group.
 """
 

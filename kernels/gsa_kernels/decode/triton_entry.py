@@ -151,7 +151,7 @@ def _entry_kernel(
 
 @triton.jit
 def _partner(dims, CHANNELS: tl.constexpr):
-    """Return the channel that rotates with each channel; channels that do not rotate are their own partners."""
+    """Return the channel that rotates with each channel, or the channel itself without rotation."""
     half: tl.constexpr = CHANNELS // 2
     return tl.where(dims < half, dims + half, tl.where(dims < CHANNELS, dims - half, dims))
 

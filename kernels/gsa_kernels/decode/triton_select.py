@@ -2,9 +2,9 @@
 
 `score_keys` has counted the scores above a floor in a histogram. In the first kernel, every program finds the bin of
 the k-th highest score. The program counts its keys in higher bins and appends its keys in that bin to a list. A second
-kernel searches the list for the exact cut and writes the indices of the selected keys. Each program has one span of
-keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another. The
-order of the list depends on timing, but the result does not.
+kernel searches the list for the exact k-th score and writes the indices of the selected keys. Each program has one span
+of keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another.
+The order of the list depends on timing, but the result does not.
 
 Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
 `LayerCache.beside` launches starts at once. For the selection's own kernels an immediate start is slower

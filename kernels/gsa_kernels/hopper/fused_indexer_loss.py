@@ -1,7 +1,7 @@
 """Computes attention over selected keys. The backward pass also computes the gradients of the indexer loss.
 
-Attention's backward pass computes the attention probabilities for the gradient of q. Their sums over heads are the
-target of the indexer loss. A separate loss would recompute the probabilities.
+Attention's backward pass computes the attention probabilities for the gradient of q. The sums of these probabilities
+over heads are the target of the indexer loss. A separate loss would recompute the probabilities.
 """
 
 from collections.abc import Callable

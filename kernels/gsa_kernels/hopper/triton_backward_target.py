@@ -1,7 +1,7 @@
 """Computes the gradient of q and, from the same probabilities, the target of the indexer loss (sums over heads).
 
 A program has four query heads of one key-value head. The 128 rows of a product are 32 queries of these four heads. The
-program adds the four heads over registers and lanes. The loss then adds the sums of all groups of four heads.
+program adds the heads' probabilities over registers and lanes. The loss then adds the sums of all groups of four heads.
 """
 
 import torch

@@ -97,8 +97,8 @@ def sum_in_lanes(x):
 def as_held(x):
     """Reorder [D, keys] of a product to [D * keys], so that a thread stores its eight bf16 values at once.
 
-    In a part of 16 dimensions and 16 keys, a lane holds rows i and i + 8. Its columns are 2 lane, 2 lane + 1, 2 lane +
-    8 and 2 lane + 9.
+    In a part of 16 dimensions and 16 keys, a lane holds rows i and i + 8. Lane l of the four lanes of a row holds
+    columns 2 l, 2 l + 1, 2 l + 8 and 2 l + 9.
     """
     dims: tl.constexpr = x.shape[0]
     keys: tl.constexpr = x.shape[1]
@@ -168,7 +168,7 @@ def stable_kl_terms(log2_q, log2_p, p, g):
 
     p is the target and q the softmax of the scores. Both sum to 1 over the attended set, so adding q - p does not
     change the sum. In r = log(q / p) the term is p (exp(r) - 1 - r), which is positive and of second order. If abs(r) <
-    1/4, the term is computed as p x^2 times a polynomial in x = r / log 2, with a relative error below 1.4e-6. Where p
+    1/4, the term is computed as p x^2 times a polynomial in x = r / log 2, with a relative error up to 1.4e-6. Where p
     is 0, log2_p is the log of a tiny number, and the result is q.
     """
     x = log2_q - log2_p

@@ -1,8 +1,8 @@
 """Computes indexer scores on the GPU (GSA, equation 7) in fp32 tiles of [queries, keys], causal tiles only.
 
-Arithmetic limits the speed of this kernel, because each (query, key) pair takes HI sigmoids. For bf16 inputs the kernel
-therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11). fp32
-inputs get the exact sigmoid and IEEE products.
+Arithmetic limits the speed of this kernel, because each (query, key) pair takes a sigmoid per indexer head. For bf16
+inputs the kernel therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to
+2^-11). fp32 inputs get the exact sigmoid and IEEE products.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
@@ -197,8 +197,7 @@ def write_scores(
 
 
 def can_stack(inputs: ScoreInputs) -> bool:
-    """Return whether one product can compute the scores of all heads (gsa_kernels.triton_stacks). In Hopper's register
-    layout for bf16 each thread then has all heads of its rows."""
+    """Return whether one matrix product can compute the scores of all heads (triton_stacks.py)."""
     queries = inputs.indexer.queries
     return queries.dtype == torch.bfloat16 and queries.shape[2] in (2, 4) and on_hopper(queries.device)
 

@@ -4,8 +4,8 @@ This module computes the gradients of gathered keys without atomics. First, a ke
 partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
 `add_partials_by_key` adds them in that order, so results repeat bit for bit.
 
-Tile i of sequence b has the number b * T + i, with T tiles per sequence. A caller limits the memory of the partial rows
-by taking a range of tiles at a time.
+Tile i of sequence b has the number b * T + i, with T tiles per sequence. A range of tiles at a time limits the memory
+of the partial rows.
 """
 
 from dataclasses import dataclass
@@ -52,12 +52,11 @@ class TileRows:
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Split the tiles into ranges of at most `max_rows` partial rows, but at least one tile. A tile has `host_counts`
-    rows, so the host does not wait for the device.
+    """Split the tiles into ranges of at most `max_rows` partial rows, but at least one tile. `host_counts` gives the
+    rows of each tile, so the host does not wait.
 
     Args:
-        multiple: a range has a multiple of this number of tiles, if `max_rows` allows; this keeps all multiprocessors
-            busy
+        multiple: a range has a multiple of this number of tiles, if `max_rows` allows
     """
     assert lists.host_counts is not None
     num_tiles = lists.counts.numel()
@@ -162,7 +161,7 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
         )
     if not partials.is_contiguous():
         raise ValueError("partials has gaps; pass a contiguous tensor")
-    # Each key takes one warp with four rows of 512 bytes in flight, as measured on an H200.
+    # Each key takes one warp with four rows of 512 bytes in flight.
     rows = max(1, min(32, 2048 // (channels * partials.element_size())))
     _add_kernel[(out.shape[0] * out.shape[1], number)](
         partials, hits.starts, hits.rows, out, *out.stride()[:3], out.shape[1], hits.num_rows,

@@ -51,8 +51,8 @@ def check_indexer(indexer: Indexer, query_start: int) -> tuple[int, int]:
 class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take `tensors_of` an indexer, its activation and a function. The function maps the indexer to the sum of the
-        KL, the KL of each row, and the gradients of the tensors."""
+        """Take the tensors of an indexer (`tensors_of`), its activation and a function. The function maps the indexer
+        to the sum of the KL, the KL of each row, and the gradients of the tensors."""
         *tensors, activation, calculate = arguments
         total, rows, gradients = calculate(indexer_of(tensors, activation))
         ctx.mark_non_differentiable(rows)

@@ -49,8 +49,7 @@ def gathered_indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = lists.query_start + row.
 
-    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the tensors of the indexer get
-    gradients.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
     Scores are as exact as in `masked_indexer_loss`, and results repeat bit for bit. Another value of `scratch_bytes`
     may change the last bits of the keys' gradients.

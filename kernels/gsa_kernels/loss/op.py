@@ -51,7 +51,7 @@ class Target:
     row_sum: float | None = None
     """Sum of each row over the attended set, if known. For `head_sum_probs_rows` this is the number of heads. A
     relative error of 1e-5 changes the gradients by this amount and the loss by its square. Only the stacked kernels use
-    this field and `Attended.log_sum`. All other kernels compute both sums."""
+    this field and `Attended.log_sum`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Wanted:
     value: bool = True
     """False: the sum and the KL are None; the gradients have the same bits."""
     gradient_scale: torch.Tensor | None = None
-    """Factor of the gradients, fp32 with one element; 1 if None. The host does not read it."""
+    """Factor of the gradients, fp32 with one element; 1 if None."""
 
 
 def masked_indexer_loss(
@@ -88,8 +88,7 @@ def masked_indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = query_start + row.
 
-    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the tensors of the indexer get
-    gradients.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
     Scores are exact for fp32 inputs. For bf16 the products accumulate in fp32, and sigmoid is the hardware's
     approximation (about 1e-5 of a score). Results repeat bit for bit and do not depend on `row_chunk_bytes`.

@@ -1,4 +1,4 @@
-"""Adds the results of the segments of key lists in a fixed order, so that the indexer loss repeats bit for bit."""
+"""Adds segments of key lists in a fixed order, so that the loss repeats bit for bit."""
 
 import triton
 import triton.language as tl

@@ -131,8 +131,8 @@ BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Return block shapes that fit registers and shared memory.
 
-    Heads are stacked in one product on Hopper only. In the register layout of other GPUs the heads of a row are in
-    several warps. This is slower, and on Blackwell Triton 3.7 sums four heads wrongly (hopper/miscompile_guard.py).
+    Indexer heads are stacked in one product on Hopper only. In the register layout of other GPUs the heads of a row are
+    in several warps. This is slower, and on Blackwell Triton 3.7 sums four heads wrongly (hopper/miscompile_guard.py).
     """
     q_idx = inputs.q_idx
     heads, dim = q_idx.shape[2:]

@@ -51,8 +51,8 @@ def _reduce_rows(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Add the segments of BR rows from group * BR on for one head. One element of `partial_sums` receives the sum over
-    these rows. The loops are unrolled so that several loads are in flight."""
+    """Add the results of all key segments for BR rows from group * BR on and one head. One element of `partial_sums`
+    receives the sum over these rows. The loops are unrolled so that several loads are in flight."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1)
@@ -225,7 +225,7 @@ def reduce_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Add the parts of keys and rows. Grid: (key_programs + tiles * BM / BR * HI, B); HI is 1 without gradients."""
+    """Run both reductions. Grid: (key_programs + tiles * BM / BR * HI, B); HI is 1 without gradients."""
     program = tl.program_id(0)
     heads: tl.constexpr = HI if WITH_GRADIENTS else 1
     factor = 1.0 if gradient_scale is None else tl.load(gradient_scale)

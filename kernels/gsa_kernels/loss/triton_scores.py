@@ -1,4 +1,4 @@
-"""Defines device code that the kernels share: a tile of indexer scores, and which entries are in the attended set.
+"""Defines device code that the kernels share: a tile of indexer scores, and its attended set.
 
 A score is sum_j weight_j * a_j over indexer heads j. For head j, z is the scaled product plus bias, and w + c the head
 weight logit. There are three forms:
@@ -22,7 +22,7 @@ from gsa_kernels.hopper.target_blocks import KEY, block_places, tile_of_blocks
 
 SIGMOID = tl.constexpr(0)
 TANH = tl.constexpr(1)
-"""Computes sigmoid by one hardware instruction, which is a third of the instructions of exp and a division."""
+"""Computes sigmoid by one hardware instruction instead of exp and a division."""
 TANH_PLAIN = tl.constexpr(2)
 """Computes the same as TANH without inline assembly, for the interpreter."""
 RELU = tl.constexpr(3)

@@ -1,4 +1,4 @@
-"""Computes `row_product` (reference.py) by a kernel that reads each weight once, at the speed of the memory.
+"""Computes `row_product` (reference.py) by a kernel that reads each weight once.
 
 In decoding, each kernel of a chain starts while the previous kernel (its predecessor) still runs (programmatic
 dependent launch). Five rules make this safe for all kernels of this package that are launched this way:

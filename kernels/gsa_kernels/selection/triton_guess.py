@@ -17,7 +17,7 @@ from gsa_kernels.selection.criteria import Criteria
 from gsa_kernels.selection.triton_search import order_key, row_budget, score_of_key
 
 FEWEST_SAMPLES = 64
-"""Rows with fewer samples have a threshold of -inf. They have few causal keys, which then all become candidates."""
+"""Rows with fewer samples have the threshold -inf. All their causal keys become candidates."""
 
 SLACK = tl.constexpr(limits.CANDIDATE_SLACK)
 _MOST_ROUNDS = tl.constexpr(12)
@@ -47,7 +47,7 @@ def guess_thresholds(
     """Fill in the guesses of `rows`, whose positions are all below `block`.
 
     Args:
-        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on, as for the guesses
+        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on
         sampled: int32 [S], ascending positions of the sampled keys: one of each CANDIDATE_SAMPLE_STRIDE neighbours
     """
     inputs, rule = criteria.inputs, criteria.rule
@@ -175,8 +175,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` causal scores reach, and count the scores that reach it. The count is at most
-    `most`, unless scores are equal."""
+    """Find a score that at least `wanted` sampled causal scores reach, and count the scores that reach it. The count is
+    at most `most`, unless scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found
