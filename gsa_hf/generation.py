@@ -80,8 +80,8 @@ class Generated:
 
     @property
     def decode_rate(self) -> float:
-        """Return new tokens per second over all sequences, including sequences that have ended. Return 0 if each
-        sequence has only one new token."""
+        """Return new tokens per second over all sequences, including ended ones. Return 0 if each sequence has only one
+        new token."""
         return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
 
 

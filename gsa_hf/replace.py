@@ -119,7 +119,7 @@ class ReplacedAttention(GSAAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return output and probabilities to the decoder layer of transformers, which passes either cache argument."""
+        """Return output and probabilities. The decoder layer of transformers passes either cache argument."""
         cache = cache if cache is not None else past_key_values
         self.config._attn_implementation = self.host_config._attn_implementation
         visible = kernel_pass = None

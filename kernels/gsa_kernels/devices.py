@@ -11,7 +11,7 @@ def interpreted() -> bool:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Return whether products have the register layout of Hopper (compute capability 9); True in the interpreter."""
+    """Return whether products have the register layout of Hopper; True in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 

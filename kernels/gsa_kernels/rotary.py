@@ -15,7 +15,7 @@ class YarnScaling:
     """Scales the rotation rates of channels. Fields have the names of transformers' `rope_parameters`.
 
     A channel that turns often within the original length keeps its rate. A channel that turns less than once is slowed
-    down by `factor`. Channels in between are slowed down partly.
+    down by `factor`. Channels in between are partly slowed.
     """
 
     factor: float

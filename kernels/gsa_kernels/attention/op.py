@@ -45,7 +45,7 @@ def masked_attention(
         k: [B, Lk, Hkv, D], Lk = query_start + L
         v: [B, Lk, Hkv, D]
         packed_mask: S_t, int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that query i selects
-            key s, which is one of its causal keys. None: dense attention to all causal keys of the document.
+            key s, which is one of its causal keys. None: attention to all causal keys of the document.
         geometry: document starts and query start. With a packed mask, document starts only save work.
         gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
 

@@ -8,7 +8,7 @@ _WORDS = tl.constexpr(8)
 
 
 def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> torch.Tensor:
-    """Return the same selection in the form that a program needs when it owns keys and loops over queries.
+    """Return the same selection for programs that own keys and loop over queries.
 
     Args:
         packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L: bit s % 32 of [b, i, s // 32] says that query i,

@@ -8,7 +8,7 @@ from gsa_kernels.packed_mask import int32_words
 def causal_packed_mask(
     positions: torch.Tensor, num_keys: int, document_starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Set the bits of the keys from the start of a query's document to the query itself.
+    """Set the bits of the keys from the start of a query's document to the query.
 
     Args:
         positions: int64 [R], of the queries

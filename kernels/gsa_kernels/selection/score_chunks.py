@@ -59,7 +59,7 @@ def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
 
 
 def score_columns(inputs: ScoreInputs, rows: range) -> int:
-    """Return the number of columns of a score buffer for `rows`: enough for the last row."""
+    """Return the number of columns that `rows` need in a score buffer."""
     return _rounded_columns(inputs.position(rows.stop - 1))
 
 
