@@ -305,7 +305,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the
             language model's loss. Without labels the backward pass of the logits adds the same gradient.
         output_indexer_loss (`bool`, *optional*):
-            Only without labels: return the indexer loss with its graph, for the caller to add.
+            Return the indexer loss with its graph, for the caller to add. Not with labels.
         """
         coefficient = self.config.indexer_loss_coef
         if labels is not None and output_indexer_loss is not None:

@@ -3,7 +3,7 @@ functions.
 
 The caller names the implementation, and each function runs that implementation or raises an error. `triton` runs the
 fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Results and gradients of both agree
-up to rounding. `limits.py` lists what the kernels support; `types.py` explains the letters in shapes.
+up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
 Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the base budget. The query selects that
 number of causal keys, but which keys is unspecified. If it selects a key with a NaN score, its KL and the loss are NaN.

@@ -1,4 +1,4 @@
-"""Defines Gated Sparse Attention as a torch module: the paper's equations in order, with the functions of `api.py`.
+"""Defines Gated Sparse Attention as a torch module that computes the paper's equations by the functions of `api.py`.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 

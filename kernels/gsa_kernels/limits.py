@@ -41,7 +41,7 @@ STRETCH_ROWS = 128
 divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss kernels (sampling.py)."""
 
 ROW_PRODUCT_ROWS = range(1, 17)
-"""Numbers of input rows B of `row_product`, whose matrix products are 16 rows wide (row_product/triton_product.py)."""
+"""Numbers of rows B of `row_product`. 16 columns are the narrowest matrix product (row_product/triton_product.py)."""
 
 ROW_PRODUCT_FASTER_ROWS = 1
 """Largest B for which decoding of sparse models uses `row_product`. For larger B and dense models cuBLAS is faster."""
@@ -59,12 +59,12 @@ selected as key lists, chunk by chunk, so that memory does not grow with the squ
 
 MEASURED_FROM_TOKENS = 16384
 """Shortest sequence for which `kernel="auto"` measures the density of a selection and takes the faster format. Shorter
-sequences always get the packed mask: budgets of thousands of keys reach most of their tiles."""
+sequences always get the packed mask, because budgets of thousands of keys reach most of their tiles."""
 
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
-attention over key lists is faster than attention under a packed mask. The work over lists grows with their length; the
-work under a mask does not. benchmarks/bench_attention.py and bench_long.py measure both."""
+attention over key lists is faster than attention under a packed mask. Only the work over lists grows with their length.
+benchmarks/bench_attention.py and bench_long.py measure both."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
@@ -89,7 +89,7 @@ CANDIDATES_FROM = 8192
 """Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""
 
 MOST_CANDIDATES = 16384
-"""Largest number of candidates of one row, which stay in registers; `candidate_room` must not exceed it."""
+"""Largest number of candidates of one row, which stay in registers. `candidate_room` must not exceed it."""
 
 CANDIDATE_SAMPLE_STRIDE = 32
 """Stride of the sampled keys, from which the lowest useful score of a row is estimated."""

@@ -66,7 +66,7 @@ def load_stacked_queries(
 
 @triton.jit
 def split_stack(x, HEADS: tl.constexpr):
-    """Split [HEADS * BM, columns] into a tuple of HEADS tiles [BM, columns]; HEADS is 2 or 4."""
+    """Split [HEADS * BM, columns] into a tuple of HEADS tiles [BM, columns]. HEADS is 2 or 4."""
     tl.static_assert(HEADS == 2 or HEADS == 4, "of two or four heads")
     rows: tl.constexpr = x.shape[0] // HEADS
     columns: tl.constexpr = x.shape[1]

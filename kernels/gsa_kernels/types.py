@@ -129,7 +129,7 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Selection:
-    """Holds S_t of every query as either a packed mask or key lists, whichever is faster; `select` creates it."""
+    """Holds S_t of every query as a packed mask or key lists, whichever is faster. `select` creates it."""
 
     packed_mask: torch.Tensor | None
     """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s."""

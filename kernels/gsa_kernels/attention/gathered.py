@@ -26,8 +26,8 @@ def gathered_attention(
 
     The work grows with the length of the lists, because each tile of queries gathers every listed key once. No S_t may
     be empty. The function does not check that the listed keys are causal and in the query's document. Query head h
-    reads key-value head h // (H / Hkv). The function is differentiable in q, k, v and gate_logits; the backward pass is
-    deterministic. The last dimension must be contiguous; other strides are free.
+    reads key-value head h // (H / Hkv). The function is deterministic, and differentiable in q, k, v and gate_logits.
+    The last dimension of each tensor must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32

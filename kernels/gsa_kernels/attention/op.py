@@ -37,8 +37,8 @@ def masked_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Query head h reads key-value head h // (H / Hkv). The function is differentiable in q, k, v and gate_logits; the
-    backward pass is deterministic. The last dimension must be contiguous; other strides are free.
+    Query head h reads key-value head h // (H / Hkv). The function is deterministic, and differentiable in q, k, v and
+    gate_logits. The last dimension of each tensor must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32

@@ -1,4 +1,4 @@
-"""Computes the gradients of k and v: one program per tile of keys loops over the queries that attend to it."""
+"""Computes the gradients of k and v. One program per tile of keys loops over the queries that attend to it."""
 
 import torch
 import triton

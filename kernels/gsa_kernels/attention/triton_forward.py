@@ -269,7 +269,7 @@ def _attend(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys first .. last to the running softmax of one tile; first is a multiple of KEYS."""
+    """Add keys first .. last - 1 to the running softmax of one tile. first is a multiple of KEYS."""
     QUERIES: tl.constexpr = ROWS // HEADS
     queries = tl.arange(0, QUERIES)
     local = queries * stride_wl

@@ -23,13 +23,13 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
         # 64 KiB of q and three stages of 16 KiB each of k and of v. With 64 keys the compiler waits for each matrix
         # instruction.
         return Tiles(_MAX_ROWS, 32, 8, 3)
-    # 128 registers leave room for two programs per multiprocessor: one multiplies while the other computes its
+    # 128 registers leave room for two programs per multiprocessor. One multiplies while the other computes its
     # exponentials. On an H200 this is faster than one program with three stages, 128 keys or 4 warps.
     return Tiles(_MAX_ROWS, 64, 8, 2, registers=128)
 
 
 def heads_per_program(group: int, rows: int) -> int:
-    """Return how many query heads of one key-value head share a program: a power of two."""
+    """Return how many query heads of one key-value head share a program, a power of two."""
     return max(1, min(triton.next_power_of_2(group), rows // TILE_QUERIES))
 
 

@@ -1,4 +1,4 @@
-"""Transposes the packed mask: rows of queries with a bit per key become rows of keys with a bit per query."""
+"""Transposes the packed mask. Rows of queries with a bit per key become rows of keys with a bit per query."""
 
 import torch
 import triton

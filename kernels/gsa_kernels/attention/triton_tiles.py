@@ -45,7 +45,7 @@ def float_warps(head_size: int) -> int:
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """Return the precision of products: exact fp32 ("ieee"), which has no effect on bf16 and fp16."""
+    """Return the precision of products, exact for fp32. For bf16 and fp16 it has no effect."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
@@ -86,7 +86,7 @@ def load_rows(
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load rows start .. start + ROWS of one head: [ROWS, D]; rows beyond the length are 0."""
+    """Load rows [ROWS, D] of one head from start on. Rows beyond the length are 0."""
     if TMA:
         return source.load([batch, start, head, 0]).reshape([ROWS, D])
     else:  # noqa: RET505 (the compiler reads what follows a return)

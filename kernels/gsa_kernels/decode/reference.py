@@ -22,7 +22,7 @@ class DecodeTopK:
     """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
-    """[B, L_max], unspecified from the sequence's length on; the best of each group of keys."""
+    """[B, L_max], the highest of each group of keys. Unspecified from the sequence's length on."""
 
     variance: torch.Tensor
     """[B]: population variance of the scores over the sequence's keys."""
@@ -41,7 +41,7 @@ def decode_top_k(
     variance_ema: torch.Tensor,
     key_group_size: int = 1,
 ) -> DecodeTopK:
-    """Select the k_t keys with the highest indexer scores among the first `lengths` keys; ties go to the lower index.
+    """Select the k_t keys with the highest indexer scores among the first `lengths` keys. Ties go to the lower index.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys

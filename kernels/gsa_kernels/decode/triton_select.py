@@ -193,7 +193,7 @@ def _find_bin_kernel(
     variance = tl.sum(squares) / length.to(tl.float32)
     k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, dense_below, MODE)
 
-    # Find the last bin such that this bin and all higher bins hold at least k scores; first find its octave. Bin 0 is
+    # Find the last bin such that this bin and all higher bins hold at least k scores. First find its octave. Bin 0 is
     # not counted, because it holds all other scores.
     per_octave = tl.sum(in_bins, axis=0)
     from_octave = tl.sum(per_octave) - tl.cumsum(per_octave, axis=0) + per_octave

@@ -102,7 +102,7 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the named layout, or the slice of one; None if it does not derive from a linear layout. Other layouts
+    """Return the named layout or slice of a layout, or None if it does not derive from a linear layout. Other layouts
     count one axis after the other, so their sums are right."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)

@@ -42,7 +42,7 @@ class KeyLists:
     """An upper bound on `counts` that the host knows, so that it can size buffers without waiting for the device."""
 
     query_start: int = 0
-    """Position of the first query: query t is at position query_start + t. A key's number is its position."""
+    """Position of the first query. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
     """`counts` or upper bounds on the host, which determine the sizes of buffers; None for a chunk of the tiles."""

@@ -1,4 +1,4 @@
-"""Builds key lists from packed masks: transposes 32 by 32 bits and drops columns without a bit.
+"""Builds key lists from packed masks. The kernels transpose 32 by 32 bits and drop columns without a bit.
 
 The size of the lists depends on the data. `count_keys` therefore first counts the keys on the device, without waiting
 for the result. After `CountedKeys.wait()` the host knows the counts, and `fill_lists` allocates and fills the lists.
@@ -45,7 +45,7 @@ class CountedKeys:
 
 @dataclass(frozen=True)
 class FilledLists:
-    """Holds the lists of adjacent tiles, with the fields of `KeyLists`; starts count from these tiles' first entry."""
+    """Holds the lists of adjacent tiles, with the fields of `KeyLists`. Starts count from these tiles' first entry."""
 
     keys: torch.Tensor
     words: torch.Tensor
@@ -92,7 +92,7 @@ def count_keys(
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy without waiting; read the result after an event that is recorded after the copy."""
+    """Copy without waiting. Read the result after an event that is recorded after the copy."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -31,7 +31,7 @@ class KeyHits:
     """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [num_rows]: the partial rows of each key in the order of the tiles; the first starts[-1] are used."""
+    """int32 [num_rows]: the partial rows of each key in the order of the tiles. The first starts[-1] are used."""
 
     num_rows: int
     """Partial rows of all tiles, including those without an entry."""

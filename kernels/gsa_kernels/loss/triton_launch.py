@@ -147,7 +147,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialised memory, because every element is written before it is read; the tests poison it."""
+    """Allocate uninitialised memory, because every element is written before it is read."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -391,7 +391,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
 
 
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
-    """Return which form of the score the kernels compute (see triton_scores): exact for fp32, fast for bf16."""
+    """Return which form of the score the kernels compute (triton_scores.py), exact for fp32 and fast for bf16."""
     constant: tl.constexpr
     if not kernels_use_sigmoid(activation):
         constant = kinds.RELU

@@ -8,7 +8,7 @@ dependent launch). Five rules make this safe for all kernels of this package tha
 2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends only after its
    predecessor, and a wait for the predecessor is a wait for all earlier kernels.
 3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
-   exceptions. The ordinary kernel that begins the chain (look_up.py) may write the data; it waits for all earlier work.
+   exceptions. The kernel that begins the chain (look_up.py) may write the data, because it waits for all earlier work.
    The last kernel of a chain may write the data after its own wait, when all readers have ended.
 4. A kernel may run beside its predecessor if the predecessor lets it start only after its own wait, when all earlier
    kernels have ended. The kernel may then read their results. It may write what the predecessor neither reads nor

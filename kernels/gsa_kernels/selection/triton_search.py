@@ -21,7 +21,7 @@ def search_options(num_keys: int, min_warps: int = 4) -> dict[str, int]:
 
 @triton.jit
 def order_key(x):
-    """Map fp32 to int32 in the same order; -0.0 and 0.0 map to one value. Only a NaN could map to INT_MAX, which is
+    """Map fp32 to int32 in the same order. -0.0 and 0.0 map to one value. Only a NaN could map to INT_MAX, which is
     left free because `find_cut` needs a key above all others."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), INT_MAX - 1)

@@ -1,4 +1,4 @@
-"""Splits the projection and applies rotary embedding and gate G2: one kernel forward, one backward."""
+"""Splits the projection and applies RoPE and gate G2, by one kernel forward and one backward."""
 
 from typing import Any
 
