@@ -2,7 +2,7 @@
 
 A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or any
 two other rows. No program therefore needs the result of another program. Norms of the indexer are an exception, because
-they need whole heads. The last program that multiplies for the indexer applies them.
+they need whole heads. The program that finishes last for the indexer applies them.
 """
 
 from typing import NamedTuple

@@ -113,11 +113,9 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 
 
 def _misplaces(layout: Layout, axis: int) -> bool:
-    """Return whether a sum over the axis is wrong in this layout.
-
-    The sum is wrong if it crosses warps, and the coordinate of a warp or lane along the axis is read from bits of
-    another axis. The sum is also wrong if the axis has lane bits that are not adjacent.
-    """
+    """Return whether a sum over the axis is wrong in this layout. The sum is wrong if it crosses warps, and the
+    coordinate of a warp or lane along the axis is read from bits of another axis. The sum is also wrong if the axis has
+    lane bits that are not adjacent."""
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)
     for part in ("warp", "lane"):

@@ -164,13 +164,11 @@ def expand_attended(
 
 @triton.jit
 def stable_kl_terms(log2_q, log2_p, p, g):
-    """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p.
-
-    p is the target and q the softmax of the scores. Both sum to 1 over the attended set, so adding q - p does not
-    change the sum. In r = log(q / p) the term is p (exp(r) - 1 - r), which is positive and of second order. If abs(r) <
-    1/4, the term is computed as p x^2 times a polynomial in x = r / log 2, with a relative error up to 1.4e-6. Where p
-    is 0, log2_p is the log of a tiny number, and the result is q.
-    """
+    """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p. p is the target and q the softmax
+    of the scores. Both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the
+    term is p (exp(r) - 1 - r), which is positive and of second order. If abs(r) < 1/4, the term is computed as p x^2
+    times a polynomial in x = r / log 2, with a relative error up to 1.4e-6. Where p is 0, log2_p is the log of a tiny
+    number, and the result is q."""
     x = log2_q - log2_p
     t = p * x
     near = t * x * (0.24022618 + x * (0.055504207 + x * (0.0096381735 + x * 0.0013340167)))

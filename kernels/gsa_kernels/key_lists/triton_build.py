@@ -238,11 +238,8 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Split the bit matrix into squares of 2 WIDTH rows and columns, and swap two quarters of each square.
-
-    The two quarters are the upper right one and the lower left one. The mask LOW has ones in the lower WIDTH
-    bits of every 2 WIDTH bits.
-    """
+    """Split the bit matrix into squares of 2 WIDTH rows and columns. In each square swap the upper right and the lower
+    left quarter. The mask LOW has ones in the lower WIDTH bits of every 2 WIDTH bits."""
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

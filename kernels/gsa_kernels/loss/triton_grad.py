@@ -65,11 +65,9 @@ def merge_segments(
 
 @triton.jit
 def kl_terms(log2_q, q, p, log2_p):
-    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0 the result is q.
-
-    The target p and the softmax q both sum to 1 over the attended set, so adding q - p does not change the sum. In r =
-    log(q / p) the term is p (exp(r) - 1 - r), which is positive and of second order. For small r it is a Taylor series.
-    """
+    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0 the result is q. The target p and the
+    softmax q both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the term
+    is p (exp(r) - 1 - r), which is positive and of second order. For small r it is a Taylor series."""
     r = (log2_q - log2_p) * LN_2
     series = 1.0 + r * (1.0 / 3 + r * (1.0 / 12 + r * (1.0 / 60 + r * (1.0 / 360 + r * (1.0 / 2520)))))
     near = 0.5 * p * r * r * series

@@ -189,10 +189,8 @@ def _candidates_kernel(
     TIED: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """One program scores BLOCK_ROWS queries for SPANS spans of up to TILES tiles of BLOCK_COLS keys.
-
-    With TIED it handles only tiles with a row whose guess has a finite `last`. Without TIED it handles all other tiles.
-    """
+    """One program scores BLOCK_ROWS queries for SPANS spans of up to TILES tiles of BLOCK_COLS keys. With TIED the
+    program handles only tiles with a row whose guess has a finite `last`, and without TIED all other tiles."""
     first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS

@@ -1,6 +1,6 @@
 """Finds the logits of the output gate G1 in the gates' projection, and allocates their gradient.
 
-For each key-value head this projection has a row for the value gate G2, then a row of G1 for each of its query heads.
+For each key-value head the gates' projection has a row for the value gate G2, then a row of G1 for each query head.
 Attention reads the rows of G1 as a view [..., 1:, :]. The gradient of G1 is the same view of a buffer with the
 projection's shape. The backward pass of G2 fills the first rows, so the buffer becomes the projection's gradient.
 """
