@@ -27,7 +27,6 @@ class IndexedTokens(NamedTuple):
 class GSAIndexer(nn.Module):
     """Computes the score I[t, s] of key s for query t. Each token has HI queries q[t, j], HI weights w[t, j], and a
     key k[s]. b_j and c_j are biases.
-
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
 

@@ -24,7 +24,6 @@ Implementation = Literal["triton", "reference"]
 @dataclass(frozen=True)
 class Indexer:
     """Holds the tensors of one layer's lightning indexer (GSA, equation 7). The fields below explain q, k, w, b and c.
-
     With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j). With relu, the
     activation of DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
     """

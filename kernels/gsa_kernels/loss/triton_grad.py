@@ -2,7 +2,6 @@
 
 G is the softmax of the scores minus the target. For indexer head j let z_j = q_j . k / sqrt(DI) + bias_j, weight_j the
 head weight and slope_j the derivative of the activation at z_j. The gradients are:
-
     dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
 
 In the code dz_j has a factor log2(e), which comes from the weights. triton_reduce.py removes this factor.

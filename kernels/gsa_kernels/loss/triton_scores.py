@@ -2,11 +2,9 @@
 
 A score is sum_j weight_j * a_j over indexer heads j. For head j, z is the scaled product plus bias, and w + c the head
 weight logit. There are three forms:
-
     SIGMOID      a = sigmoid(z)       weight = sigmoid(w + c)
     TANH         a = tanh(z / 2)      weight = sigmoid(w + c) / 2
     RELU         a = relu(z)          weight = w
-
 TANH omits the row's constant sum_j weight_j. Softmax, KL and gradients do not change if a constant is added to the
 scores of a row.
 """

@@ -106,11 +106,9 @@ def _options(inputs: ScoreInputs) -> dict[str, int]:
 
 @triton.jit
 def append(list_ptr, before, word, up_to, score, column, threshold, ASM: tl.constexpr):
-    """Store list_ptr[before + rank] = (score, column) if `score` reaches the threshold.
-
-    rank is the number of candidates among the lower bits of `word`. `up_to` has the column's bit and all lower bits
-    set. The code avoids `tl.store`, which would first exchange the values between threads.
-    """
+    """Store list_ptr[before + rank] = (score, column) if `score` reaches `threshold`. rank is the number of candidates
+    among the lower bits of `word`. `up_to` has the column's bit and all lower bits set. The code avoids `tl.store`,
+    which would first exchange the values between threads."""
     if ASM:
         # popc shares a slow pipe with tanh, so it runs only where it is needed.
         tl.inline_asm_elementwise(
