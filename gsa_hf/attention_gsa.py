@@ -144,8 +144,8 @@ class GSAAttention(nn.Module):
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
             selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type; in a layer
-                with an indexer the keys that replace its choice, or None
-            kernel_pass: data about the tokens' places, if kernels run
+                with an indexer, the keys that replace the indexer's choice, or None
+            kernel_pass: the tokens' places, if kernels run
 
         Returns:
             the output [B, L, d], the probabilities (only with "eager"), the selection, and the indexer loss
@@ -209,7 +209,7 @@ class GSAAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         shape: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return Q [B, H, L, D], and K and gated V [B, Hkv, L, D]."""
+        """Return Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (projection(hidden_states).view(shape) for projection in projections)
         if self.value_gate_proj is not None:

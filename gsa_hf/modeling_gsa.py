@@ -305,7 +305,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the
             language model's loss. Without labels the backward pass of the logits adds the same gradient.
         output_indexer_loss (`bool`, *optional*):
-            Only without labels: return the indexer loss with its graph, for the caller to add.
+            Return the indexer loss with its graph, for the caller to add. Not with labels.
         """
         coefficient = self.config.indexer_loss_coef
         if labels is not None and output_indexer_loss is not None:
@@ -356,8 +356,8 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the share of this forward pass in an optimizer step's labels. Trainer divides the language model's loss by
-    the step's number of labels, `num_items_in_batch`. Without this number the caller averages, and the share is 1."""
+    """Return the fraction of an optimizer step's labels that this forward pass has. Trainer divides the language
+    model's loss by the step's number of labels, `num_items_in_batch`. Without this number the fraction is 1."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

@@ -11,13 +11,12 @@ def interpreted() -> bool:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Return whether products have the register layout of Hopper (compute capability 9); True in the interpreter."""
+    """Return whether products have the register layout of Hopper; True in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def can_chain(tensor: torch.Tensor) -> bool:
-    """Return whether kernels may start before the previous kernel ends (programmatic dependent launch), as on
-    Hopper."""
+    """Return whether the device can start a kernel before the previous kernel ends (programmatic dependent launch)."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 

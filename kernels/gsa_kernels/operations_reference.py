@@ -1,7 +1,6 @@
 """Implements the operations of `api.py` in plain torch with the same arguments and results.
 
-Each operation is composed from the `reference.py` files of the package. The operations are differentiable, run on any
-device, and use tensors of [L, Lk].
+The operations are differentiable, run on any device, and use tensors of [L, Lk].
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def sparse_attention_with_loss(
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns `out`; its backward pass also starts the backward pass of the loss."""
+    """Returns `out`. The backward pass of `out` also starts the backward pass of the loss."""
 
     @staticmethod
     def forward(
@@ -194,7 +193,7 @@ def kl_of_rows(
     probs: torch.Tensor,
     attended: torch.Tensor,
 ) -> torch.Tensor:
-    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each query, [B, L] (eqs. 14, 15).
+    """Compute KL(p_t || softmax of beta * I[t, :] over the attended keys) of each query, [B, L] (eqs. 14, 15).
 
     Args:
         probs: [B, L, Lk], p of all queries at any scale
@@ -205,7 +204,7 @@ def kl_of_rows(
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:
-    """I of each row against all keys, causal or not: [B, L, Lk]."""
+    """Compute the scores I of each row for all keys, causal or not: [B, L, Lk]."""
     return indexer_scores(
         indexer.queries,
         indexer.keys,

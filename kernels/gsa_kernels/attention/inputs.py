@@ -39,14 +39,14 @@ class GradientInputs:
     """Holds the inputs of both backward kernels, for the queries and for the keys."""
 
     grad: torch.Tensor
-    """[B, L, H, D], of the output before its gate."""
+    """[B, L, H, D], gradient of the output before the gate."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     delta: torch.Tensor
     """fp32 [B, H, L], sum_d grad * output."""
     lse2: torch.Tensor
-    """fp32 [B, H, L], log-sum-exp of the logits in units of log 2."""
+    """fp32 [B, H, L], log-sum-exp of the logits, times log2(e)."""
 
     @property
     def scale(self) -> float:

@@ -1,4 +1,4 @@
-"""Computes the gradient of q: one program per tile of queries loops over the keys."""
+"""Computes the gradient of q. One program per tile of queries loops over the keys."""
 
 import torch
 import triton
@@ -159,7 +159,7 @@ def _pull_to_queries(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K to acc, summed over keys first .. last; first is a multiple of KEYS."""
+    """Add dS K (S: logits) of keys in range(first, last) to acc. first is a multiple of KEYS."""
     local = tl.arange(0, QUERIES) * stride_wl
     if HAS_MASK:
         word0, word1, word2, word3 = load_words(
@@ -167,7 +167,7 @@ def _pull_to_queries(
         )
     for column in range(first, last, KEYS):
         if HAS_MASK:
-            # The mask words of the next tile are loaded now, so that the next iteration does not wait for them.
+            # The mask words of the next tile are loaded now, so that the next iteration does not wait.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)

@@ -1,12 +1,11 @@
 """Computes the backward pass of attention over key lists. One loop over the lists gives the gradients of q, k and v.
 
 Each program owns a tile of queries and writes its gradient of q. For each key in the tile's list the program also
-writes a partial row: dV, then dK. For one range of tiles at a time, `add_partials_by_key` sums the partial rows of
-every key in the order of the tiles. Results are therefore deterministic.
+writes a partial row, which is the tile's contribution to dV and dK of this key. `add_partials_by_key` sums the partial
+rows of each key in the order of the tiles, so results are deterministic. Scratch memory holds one range of tiles.
 
-If lists are long, the scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then
-share a tile, and each takes a segment of the tile's list. The gradient of q is then the sum of the programs' gradients
-in the order of the segments.
+If lists are long, scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then share
+a tile, and each takes a segment of the tile's list. A second kernel adds their gradients of q in a fixed order.
 """
 
 import torch
@@ -24,9 +23,9 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 def count_segments(programs: int, wanted: int, keys: int) -> int:
-    """Return how many programs share the list of a tile: the smallest number that fills the device best.
+    """Return how many programs share the list of a tile: the smallest number with the least expected time.
 
-    The time of a launch is proportional to its waves of `wanted` programs. Each program loops over one part of a list.
+    The time is proportional to the launch's number of waves, times the number of keys per program.
 
     Args:
         programs: programs of the launch if each has a whole list
@@ -61,8 +60,8 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of q, k, v and the gate logits from the gradient of `out`.
 
-    out and lse are the results of the forward pass. The pass needs memory for fp32 gradients of k and v, for up to
-    `scratch_bytes` of partial rows (at least one tile), and up to `limits.segments_bytes` while segments run.
+    out and lse are the results of the forward pass. This function needs memory for fp32 gradients of k and v, up to
+    `scratch_bytes` for partial rows (at least one tile), and up to `limits.segments_bytes` if programs share lists.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
@@ -108,7 +107,7 @@ def _launch(
     """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: the part of the first program; the programs of a key-value head are consecutive
+        part: number of the first head's part; the parts of a key-value head have consecutive numbers
         grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
@@ -202,10 +201,10 @@ def _backward_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SEGMENTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of head m // QUERIES.
 
-    With SEGMENTED the program takes a segment of the tile's list. It writes its share of the gradient of q to grad_q,
-    here fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D]. `_add_segments_kernel` then adds the shares.
+    With SEGMENTED the program takes a segment of the tile's list. The segment's part of the gradient of q goes to
+    grad_q, here fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D]. `_add_segments_kernel` then adds the parts.
     """
     slot = tl.load(order + tl.program_id(0) % num_tiles)
     number_of_head = tl.program_id(0) // num_tiles
@@ -280,8 +279,8 @@ def _backward_kernel(
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
         if D > 128:
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
-        # The product does not accumulate into acc. An accumulating product would still run when the next step begins
-        # its first product, and the compiler would then wait for each matrix instruction separately.
+        # The product does not accumulate into acc. Such a product would still run when the next iteration begins its
+        # first product, and the compiler would then wait for each matrix instruction separately.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         if D <= 128:
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
@@ -301,7 +300,7 @@ def _add_segments_kernel(
     length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program sums the gradient of q of one tile and one head over the segments, in their order."""
+    """One program sums the gradient of q of one tile and one head over the segments in a fixed order."""
     place = tl.program_id(0) // MEMBERS % num_tiles
     number_of_head = tl.program_id(0) // MEMBERS // num_tiles
     number = first_tile + tl.load(order + place)

@@ -1,8 +1,7 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
-Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
-`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too. With groups of keys
-(`Geometry.key_group_size`) the sequence's first token begins the first group.
+The code calls the reference operations of prefill for one row. Cache entries from `lengths` on may hold anything,
+including NaN. With groups of keys (`Geometry.key_group_size`) the sequence's first token begins the first group.
 """
 
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ class DecodeTopK:
     """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
-    """[B, L_max], unspecified from the sequence's length on; the best of each group of keys."""
+    """[B, L_max], the highest of each group of keys. Unspecified from the sequence's length on."""
 
     variance: torch.Tensor
-    """[B]: population variance of the scores over the candidates."""
+    """[B]: population variance of the scores over the sequence's keys."""
 
     budget: torch.Tensor
     """int64 [B]: k_t."""
@@ -42,7 +41,7 @@ def decode_top_k(
     variance_ema: torch.Tensor,
     key_group_size: int = 1,
 ) -> DecodeTopK:
-    """Select the k_t keys with the highest indexer scores among the first `lengths` keys; ties go to the lower index.
+    """Select the k_t keys with the highest indexer scores among the first `lengths` keys. Ties go to the lower index.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
@@ -121,7 +120,7 @@ def decode_attention(
 
 
 def keys_of_selection(selected: torch.Tensor, lengths: torch.Tensor, local_window: int) -> torch.Tensor:
-    """bool [B, L_max]: the selected keys and the local window; unspecified from the sequence's length on."""
+    """Add the local window to the selected keys: bool [B, L_max], unspecified from the sequence's length on."""
     keys = torch.arange(selected.shape[1], device=selected.device)
     return selected | (lengths[:, None] - 1 - keys < local_window)
 

@@ -1,14 +1,14 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-The score kernel counted the scores above a floor in a histogram. Every program finds the bin of the k-th score. The
-program selects the keys in higher bins and writes the few keys in that bin to a list. A second kernel searches the list
-for the exact cut and writes the indices. Each program has one span of keys. It counts the preceding keys from the
-spans' totals and the list, so that no program waits for another. The order of the list depends on timing, but the
-result does not. Many equal scores, or a floor that was too high, only make the list longer and the kernel slower.
+`score_keys` has counted the scores above a floor in a histogram. In the first kernel, every program finds the bin of
+the k-th highest score. The program counts its keys in higher bins and appends its keys in that bin to a list. A second
+kernel searches the list for the exact k-th score and writes the indices of the selected keys. Each program has one span
+of keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another.
+The order of the list depends on timing, but the result does not.
 
-Each kernel lets the next one start when about half of its own work is done. A kernel that runs beside it
-(`LayerCache.beside`) starts at once. For the selection's own kernels an immediate start is slower (docs/kernels.md,
-Tuning). The likely reason is that waiting programs hold registers, and multiprocessors hold different numbers of them.
+Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
+`LayerCache.beside` launches starts at once. For the selection's own kernels an immediate start is slower
+(docs/kernels.md, Tuning).
 """
 
 import torch
@@ -26,7 +26,7 @@ _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
 _LAST_BIN = tl.constexpr(BINS - 1)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the number of multiprocessors of an H200. Below it, twice the programs of half the size are faster."""
+"""About the number of multiprocessors of an H200. If fewer programs run, halving their spans of keys is faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
@@ -41,7 +41,7 @@ def select_indices(
     variance_ema: torch.Tensor,
     chained: bool,
 ) -> None:
-    """Fill the cache's selection from the results of `score_keys` in the workspace; clear the histogram for the next
+    """Fill the cache's selection from the results of `score_keys` in the workspace. Clear the histogram for the next
     call.
 
     Args:
@@ -153,7 +153,8 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """One program computes the budget and its bin; in one span it counts keys above the bin and lists keys in it."""
+    """One program finds the budget k and the bin of the k-th score. In its span it counts keys above this bin, and
+    lists keys in the bin."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -192,7 +193,7 @@ def _find_bin_kernel(
     variance = tl.sum(squares) / length.to(tl.float32)
     k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, dense_below, MODE)
 
-    # Find the last bin such that this bin and all higher bins hold at least k scores; first find its octave. Bin 0 is
+    # Find the last bin such that this bin and all higher bins hold at least k scores. First find its octave. Bin 0 is
     # not counted, because it holds all other scores.
     per_octave = tl.sum(in_bins, axis=0)
     from_octave = tl.sum(per_octave) - tl.cumsum(per_octave, axis=0) + per_octave
@@ -245,7 +246,7 @@ def _write_indices_kernel(
     BINS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: the exact cut among the borderline, and the selected positions of one span."""
+    """One program finds the exact cut in the list, and writes the selected positions of one span."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -307,7 +308,7 @@ def _write_indices_kernel(
 def _find_cut_in_list(
     keys, positions, keys_ptr, positions_ptr, size, wanted, threshold_bin, floor, length, TILE: tl.constexpr
 ):
-    """Run `find_cut` (see there) for the `wanted` best keys of a list, whose keys are all in the bin `threshold_bin`.
+    """Run `find_cut` (triton_search.py) for the `wanted` best keys of a list. All its keys are in `threshold_bin`.
 
     Args:
         keys, positions: int32 [TILE], the start of the list; INT_MIN and INT_MAX after its end
