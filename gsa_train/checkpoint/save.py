@@ -3,8 +3,8 @@
 Training waits only for the plan: a few small collectives that decide which rank writes what. Each rank's share is
 copied to host memory while the next step computes. The update of that step waits for the rest of the copy
 (staging.py). A thread of each rank then writes and fsyncs the rank's files. The threads exchange their results over a
-separate gloo group. The main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
-checkpoints, in this order. Only one save runs at a time; the next save waits for it.
+separate gloo group. The main rank's thread then writes metadata and manifest, renames the folder, updates `latest`,
+and deletes old checkpoints. Only one save runs at a time.
 
 Plan, file format and metadata come from megatron-core. Its asynchronous save is not used, because it forks the trainer,
 waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread ends with
@@ -49,8 +49,8 @@ LONGEST_SAVE = timedelta(hours=2)
 """Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Size and number of a rank's files. Several threads write faster than one, and a thousand ranks should write only
-thousands of files."""
+"""Bytes of a rank's file, and limits of its number of files. Several threads write faster than one, but a thousand
+ranks must not write too many files."""
 
 
 class CheckpointError(RuntimeError):
@@ -116,8 +116,7 @@ class CheckpointSaver:
         """
         Args:
             durable_step: step of the checkpoint from which the run resumed.
-            reach_steps: also keep a checkpoint that is this much older than the newest, however often the run is
-                stopped.
+            reach_steps: also keep a checkpoint that is at least this many steps older than the newest.
             small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
                 checkpoint is complete.
         """
@@ -143,8 +142,8 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Hold an update until the copies are done. Call this between the save and any work that changes or frees
-        weights and optimizer state. Such work then runs after the copies, on the device and on the host."""
+        """Delay later work that changes or frees weights and optimizer state until the copies are done, on the device
+        and on the host. Call this before such work."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
 
@@ -165,8 +164,8 @@ class CheckpointSaver:
         """Start a save of the current state. Returns the saves that have ended by then.
 
         The call first waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save.
-        No save starts after the last permitted try has failed, because `check` then stops the run. State that is not
-        finite on any rank counts as a failed save, which is the last in the list.
+        No save starts after the last permitted try has failed, because `check` then stops the run. If the state of
+        some rank is not finite, the list ends with a failed save.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -199,7 +198,7 @@ class CheckpointSaver:
     def ended(self, now: int, wait: bool = False) -> list[SaveResult]:
         """Returns the save in progress if it has ended on every rank.
 
-        Asks the other ranks, and waits for the device, only while a save is in progress.
+        While a save is in progress, the call is collective and waits for the device.
 
         Args:
             now: the step that the run has reached.
