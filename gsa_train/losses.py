@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Objective: TypeAlias = (
     "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool, TrainConfig], torch.Tensor]"
 )
-"""Maps to losses of the tokens [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
+"""Returns the tokens' losses [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
 logits [L, B, V / tp], labels [B, L], the group of these ranks, whether `train.fused_ops` asks for kernels, and the
 settings. The logits are consumed, because `cross_entropy` overwrites them in its forward or backward pass. Compute
 other terms first, from `logits.clone()` (`logits.float()` does not copy fp32 logits)."""
@@ -124,7 +124,7 @@ def indexer_kl_grad_scale(
     Args:
         kl_coeff: lambda of eq. 15.
         num_indexers: layers of the whole model that have an indexer.
-        rows_per_step: 0-d, at least 1: counted rows of the global batch.
+        rows_per_step: 0-d, at least 1: queries of the global batch that count.
         data_parallel_size: ranks over which gradients are averaged, data x context.
     """
     return (kl_coeff * data_parallel_size / num_indexers) / rows_per_step.float()

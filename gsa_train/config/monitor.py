@@ -81,7 +81,7 @@ UNREPEATABLE = ("cudnn", "flash_sdpa")
 
 
 def check_monitor(config: Config, replicas: int) -> list[str]:
-    """Return mistakes in the fields of `monitor` and what they need of other fields.
+    """Return mistakes in the fields of `monitor`, and in other fields that they need.
 
     Args:
         replicas: data-parallel size; 0 if the layout itself is wrong.

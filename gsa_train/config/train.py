@@ -209,9 +209,8 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons that come from experts, because their token counts differ between passes. On one rank and
-    without a capacity no shape depends on the counts. torch's grouped products in bf16 read the counts on the device
-    (on Hopper and later)."""
+    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. In bf16
+    on one rank without a capacity, torch's grouped products read the counts on the device (on Hopper and later)."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

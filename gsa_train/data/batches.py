@@ -77,8 +77,8 @@ def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
     """Derive inputs, labels, documents and loss mask from int32 [B, L + 1], the same on every rank. Each FILLER
-    becomes an EOS and a separate document without loss, which no other query sees. The marks of conversations become
-    the loss mask. An EOS inside a conversation is marked, so that it does not end the document."""
+    becomes an EOS and a separate document without loss, which no other query sees. Tokens marked UNSCORED get no
+    loss. A marked EOS, as inside a conversation, does not end the document."""
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
     ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS only where a document ends
@@ -244,7 +244,7 @@ class TrainBatches:
         """Returns the micro-batches of one optimizer step, with whole sequences. Collective over the replica.
 
         Args:
-            step: steps of the run before this one, which decide the batch size of a ramp.
+            step: number of earlier steps of the run, which decides the batch size of a ramp.
         """
         train = self._config.train
         per_rank = batch_size(train, step) // self._parallel.data_size

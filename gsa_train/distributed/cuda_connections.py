@@ -31,7 +31,7 @@ def prepare_connections(
     torch.
 
     Args:
-        layouts: layouts of this process; CUDA's context sees only the first.
+        layouts: all of this process, because CUDA reads the variable once.
     """
     if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return

@@ -24,7 +24,7 @@ class Outage:
         """First and last step of the lost records."""
 
     def go_on(self, record: Mapping[str, Any], error: OSError) -> dict[str, Any] | None:
-        """Count a record that could not be written. Returns an event for the other logs if this is the first."""
+        """Count a record that could not be written. Returns an event for the other logs at the first failure."""
         if self._lasts:
             return None
         self._lasts = True

@@ -153,7 +153,7 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    All ranks wait, so the file is read once, and written only where it changes. Lines stay as they are, so that floats
+    All ranks wait, so the file is read once, and written only if it changes. Lines stay as they are, so that floats
     stay bit-equal. A file with damaged lines is kept as `*.damaged`.
 
     Args:

@@ -125,7 +125,7 @@ class Sinks:
         return self._metrics.folder_was_gone
 
     def tell_of_hang(self, step: int, report: str) -> None:
-        """Report a hang only to W&B, whose run ends as failed. The main thread may hang in one of the files."""
+        """Report a hang only to W&B, whose run ends as failed. The main thread may hang in a file."""
         record = {"event": "hang", "step": step, "reason": report}
         if self._wandb:
             self._wandb.log(record, to_scalars(record))
