@@ -121,8 +121,7 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Target of the indexer loss, the head-averaged probabilities: Q K^T again over the attended keys, for the rows of
-    the loss."""
+    """Target of the indexer loss (head-averaged probabilities): Q K^T over the attended keys of the loss's queries."""
     dense_equivalent: float
     """The same model with dense attention, no indexer, and all parameters trained. The total does not include it."""
 
@@ -144,7 +143,7 @@ def flops_per_token(
     """Count operations per token in a phase, averaged over the positions of a sequence.
 
     Only matrix products count, without recomputation. A backward pass costs twice the forward pass of the trained
-    parameters. The indexer's scores have gradients only on the attended keys of the rows in its loss. The indexer's
+    parameters. The indexer's scores have gradients only on the attended keys of the queries in its loss. The indexer's
     projections always run over all queries.
 
     Args:

@@ -49,9 +49,9 @@ class RouterContext:
 
 
 class Router(torch.nn.Module):
-    """Scores all experts for h and chooses the top k, in fp32. Loads and biases change only in `update_routers`, after
-    the optimizer step. All micro-batches of a step and their recomputation thus use the same values. Both are buffers,
-    so they are saved with the model."""
+    """Scores all experts for each token and chooses the top k, in fp32. Loads and biases change only in
+    `update_routers`, after the optimizer step. All micro-batches of a step and their recomputation thus use the same
+    values."""
 
     layer: int
     """Layer index, from 0."""
@@ -133,8 +133,7 @@ class Router(torch.nn.Module):
         return weights
 
     def _kept(self, experts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return bool [T, k]: whether the choice fits the capacity. Earlier tokens come first, so no later token drops
-        them."""
+        """Return bool [T, k]: whether the choice fits the capacity. Only earlier tokens take capacity from a token."""
         moe, tokens = self.moe, shape[0] * self.context.ranks_of_sequence
         capacity = expert_capacity(moe.capacity_factor, tokens, moe.top_k, moe.experts)
         chosen = torch.zeros(len(experts), moe.experts, dtype=torch.bool, device=experts.device)
