@@ -84,7 +84,7 @@ class Indexer(MegatronModule):
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
         # In plain torch all ranks compute the same gradient. With the kernels each rank computes the gradient of its
-        # share of the queries, times the number of ranks. The average is correct in both cases, and keeps the
+        # share of the queries, times the number of ranks. The average is correct in both cases, and keeps
         # replicas bitwise equal.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter

@@ -58,10 +58,10 @@ class AttentionRuntime:
         return current
 
     def draw_rows(self, attention_pass: AttentionPass, layer: int) -> RowSample:
-        """Sample the rows of this layer's next loss.
+        """Sample the queries of this layer's next indexer loss.
 
-        Call it once per loss, in the order of the micro-batches, and never in the first run of a recomputed pass. The
-        sample is the same on all tensor-parallel ranks and after a resume.
+        Call it once per loss, in the order of the micro-batches, and never in the first run of a recomputed pass. All
+        tensor-parallel ranks draw the same sample, also after a resume.
         """
         if attention_pass.row_fraction == 1:
             return RowSample()

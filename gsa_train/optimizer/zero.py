@@ -214,7 +214,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     def _finalize(self, *_: Any, **__: Any) -> None:
         """Reduce the gradients of parameters that are replicated over the tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. The shards are reduced directly, because these ranks shard identically."""
+        finalize_model_grads does. These ranks shard identically, so the shards can be reduced."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

@@ -64,12 +64,12 @@ def measure_attention(
     """Measure the sparse queries of the sample: recall and overlap of the selection, and attention probability by
     position in the document.
 
-    Separate launches compute these, so that measuring does not change the results of the pass.
+    Separate kernels compute them, so that measuring does not change the results of the pass.
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
         sparse: the layer attends to the selection, not to all causal keys
-        most_keys: no selection that leaves keys out has more
+        most_keys: largest selection that leaves keys out
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
@@ -133,7 +133,7 @@ def top_key_overlap(
         q: [B, T, n_h, d_k]
         k: [B, L_k, n_kv, d_k]
         selected, causal: bool [B, T, L_k]
-        most_keys: no selection that leaves keys out has more
+        most_keys: largest selection that leaves keys out
     """
     group, num_keys = q.shape[2] // k.shape[2], k.shape[1]
     sizes, depth = selected.sum(-1)[:, None], min(most_keys, num_keys)

@@ -2,8 +2,8 @@
 
 The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers. The reference core is counted by its large tensors only. Tests compare the estimate with traces of the
-real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation, a logged
+linear layers. In plain-torch attention only the large tensors count. Tests compare the estimate with traces of the real
+step (tests/unit/test_memory_trace.py). The estimate excludes temporary memory of a checkpoint, a validation, a logged
 step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
 (`max_memory_reserved`).
 
@@ -47,8 +47,8 @@ class MemoryEstimate:
     buffers: float
     """Bytes that are allocated all the time."""
     graph: float
-    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They are the memory of its pass a second
-    time, because logged steps run without the graph."""
+    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They equal the memory of a pass, which
+    logged steps without the graph need, too."""
 
     @property
     def total(self) -> float:
@@ -209,8 +209,8 @@ def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
-    # With interleaving, megatron-core's warm-up and one more chunk are in flight. Each chunk has a share of what is
-    # kept.
+    # With interleaving, megatron-core's warm-up and one more chunk are in flight. Each chunk keeps a share of the
+    # stage's activations.
     ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
     return min(ahead, micro_batches * virtual) / virtual
 
