@@ -28,8 +28,8 @@ class MonitorConfig:
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
-    """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. Loss and norm must
-    rise by at least half of the rise that a single step needs."""
+    """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. The rise must also
+    reach half of `loss_min_rise_nats`, or of the log of `grad_norm_min_ratio`."""
     lasting_steps: int = 8
     """Steps in a row above `lasting_sigmas` that make the last step a spike. The text alone can raise the loss of up
     to 6 steps in a row, because neighbouring batches come from the same shards."""

@@ -123,11 +123,11 @@ class PackedRequests:
 def pack_requests(
     requests: Sequence[Request], eos_id: int, seq_len_tokens: int, unit: int = 1
 ) -> PackedRequests:
-    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next is another
-    document.
+    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next request is
+    another document.
 
     Args:
-        unit: each begins at a multiple of it
+        unit: requests begin at its multiples
     """
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []

@@ -26,7 +26,7 @@ LAGS_STEPS = (8, 32)
 """Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds little, but
 lanes with long documents make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of one only
+"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one
 has harmless causes, such as a rare document."""
 ALONE = 2.0
 """Factor on the rise that the norm's logarithm may have if the gradient is clipped: by default 16 times the usual norm.
