@@ -1,8 +1,8 @@
 """Compute the loss of a training step: the objective over the scored tokens, plus lambda times the indexer loss.
 
-To add an objective, write a function and add a row to OBJECTIVES; `train.objective` chooses. `train.z_loss_coeff` adds
-a z-loss to any objective. Validation always uses cross-entropy alone. Each layer injects its indexer loss into the
-backward pass (distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
+To add an objective, add a function to OBJECTIVES, from which `train.objective` chooses. `train.z_loss_coeff` adds a
+z-loss. Validation uses cross-entropy alone. Each layer injects its indexer loss into the backward pass
+(distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
 
 This module does not import torch, so a config's objective is checked before torch is loaded.
 """
@@ -107,8 +107,8 @@ def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -
     """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
 
     megatron-core's schedule divides the loss by `count`, the number of micro-batches, and multiplies it by the
-    context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes all
-    three.
+    context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes these
+    three operations.
     """
     return count * data_parallel_size / loss_tokens
 
@@ -118,8 +118,8 @@ def indexer_kl_grad_scale(
 ) -> torch.Tensor:
     """Return the factor of a layer's KL sum in the loss: fp32, 0-d.
 
-    The scaled sums add up to lambda times the mean KL over tokens and layers. The mean excludes queries with one
-    causal key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
+    The scaled sums add up to lambda (`kl_coeff`) times the mean KL over tokens and layers. The mean excludes queries
+    with one causal key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
 
     Args:
         kl_coeff: lambda of eq. 15.

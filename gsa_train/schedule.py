@@ -1,6 +1,6 @@
 """Compute learning rates as pure functions, which need no state in checkpoints.
 
-To add a schedule, write a function and add a row to SCHEDULES; `phases.decay` chooses.
+To add a schedule, add a function to SCHEDULES, from which `phases.decay` chooses.
 """
 
 from __future__ import annotations

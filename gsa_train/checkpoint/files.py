@@ -149,9 +149,9 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    Checkpoints newer than `latest` are left out with a warning, because a user or a killed rewind may have set
-    `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the first
-    save.
+    Checkpoints newer than the one that `latest` names are left out with a warning, because a user or a killed rewind
+    may have set `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill
+    during the first save.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -340,8 +340,8 @@ def prune(
 ) -> list[str]:
     """Delete all complete checkpoints up to `newest` except the last `keep_last`, and return the failures.
 
-    Call while no save is under way. Checkpoints after `newest`, which exist if a user sets `latest` back, do not
-    count towards `keep_last`.
+    Call while no save is under way. Checkpoints after `newest` (a user may set `latest` back) do not count towards
+    `keep_last`.
 
     Args:
         every_steps: interval of regular saves. Saves at a stop and retries are not regular.

@@ -1,11 +1,11 @@
 """Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads its own shards in place (`StatePart`), without more host or device memory. megatron-core
-0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them in the host memory of every data-parallel
-rank. Its other formats do not load into other tensor or pipeline sizes.
+Each rank writes and reads its own shards in place (`StatePart`), without more memory. megatron-core 0.16.1 gathers
+all shards in the host memory of every data-parallel rank (`fully_reshardable`). Its other formats do not load into
+other tensor or pipeline sizes.
 
-megatron-core's planner describes a rank's shard of a tensor as a box: an offset and a shape. A range of a flattened
-matrix consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
+megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). A shard here is a range
+of the flattened matrix. It consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read a checkpoint's tensors with several threads, and check the files at the same time.
 
-Every rank records the checksum of each part that it reads. The ranks then read the parts that no rank has
-read, for their checksums alone. The checksums of a file's parts combine to the checksum of the file, which
-the manifest lists. A start therefore reads a checkpoint only once.
+Every rank records the checksum of each file part that it reads. The ranks then read all other parts, for their
+checksums alone. The checksums of a file's parts combine to the checksum of the file, which the manifest lists. A
+start therefore reads a checkpoint only once.
 """
 
 from __future__ import annotations

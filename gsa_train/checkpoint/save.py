@@ -273,8 +273,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies in progress, or by filled copies if `waits`. Returns the cause if
-        there is no memory for the copies."""
+        """Replace the tensors of the plan by copies that are still being filled, or by filled copies if `waits`.
+        Returns the cause if there is no memory for the copies."""
         try:
             save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
             if waits:
@@ -396,8 +396,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns approximately the tensors that this rank writes. Ranks need not communicate, because tensors of several
-    replicas are divided by number."""
+    """Returns approximately the tensors that this rank writes. A tensor with copies on several ranks belongs to one
+    of them by its index, so no communication is needed."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

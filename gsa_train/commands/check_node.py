@@ -9,8 +9,8 @@ A run makes these checks before its first step (`run.health_check_seconds`):
 - ECC errors, remapped rows and XIDs, read by NVML;
 - known numbers that are sent over the links.
 
-Without a GPU the CPU is checked. Exit code 0: all devices are healthy. 15: the output names a device that is
-not healthy.
+Without a GPU the CPU is checked. Exit code 0 means that all devices are healthy. With 15, the output names a bad
+device.
 """
 
 from __future__ import annotations

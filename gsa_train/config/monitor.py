@@ -69,7 +69,7 @@ class MonitorConfig:
 
     @property
     def reach_steps(self) -> int | None:
-        """With `rewind`, return the minimum age in steps of a checkpoint that a spike may go back to, else None. Age
+        """With `rewind`, return the minimum age in steps of a checkpoint that a rewind may load, else None. Age
         counts from the newest checkpoint, because a save may happen within a spike's first steps."""
         if self.action != "rewind":
             return None

@@ -209,8 +209,9 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. In bf16
-    on one rank without a capacity, torch's grouped products read the counts on the device (on Hopper and later)."""
+    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. A
+    graph needs counts that stay on the device. They do so in torch's grouped products in bf16 (on Hopper and later),
+    on one rank, without a capacity."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

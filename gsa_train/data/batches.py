@@ -70,13 +70,13 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Returns the number of queries that select among at least two keys: fp32, 0-d, on the device. The others, first
-    tokens of documents and filler, have no choice, and count in no mean of the indexer."""
+    """Returns the number of queries that select among at least two keys: fp32, 0-d, on the device. Other queries
+    (first tokens of documents, filler) have no choice, and count in no mean of the indexer."""
     return torch.stack([(batch.causal_keys() >= 2).sum() for batch in micro_batches]).sum().float()
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """Derive inputs, labels, documents and loss mask from int32 [B, L + 1], the same on every rank. Each FILLER
+    """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank. Each FILLER
     becomes an EOS and a separate document without loss, which no other query sees. Tokens marked UNSCORED get no
     loss. A marked EOS, as inside a conversation, does not end the document."""
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
@@ -407,6 +407,6 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
 def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields the sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1]. Raises
+    """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1]. Raises
     StateMismatch after the last sequence if the run has read other sequences."""
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

@@ -300,9 +300,9 @@ class AttentionOverChunks:
         loss: LossInputs,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over queries of KL(p_t || softmax over the attended set of beta * I[t, :]), and a value for
-        the log. This value is the KL of each query [B, L], or if queries are sampled or sharded, an estimate of the
-        sum.
+        """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log. I_t are the
+        indexer scores of the attended keys. The value for the log is the KL of each query [B, L], or an estimate of
+        the sum if queries are sampled or sharded.
 
         The target p_t averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and
         log-sum-exps, which grow with L. Probabilities would grow with L^2. Each rank computes a share of the queries.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 class VarianceTracker(torch.nn.Module):
     """Holds V̄ of one layer, the moving average of the score variance, and the variance sum of the current step.
 
-    V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step and their
-    recomputation thus use the same value, and no token influences an earlier token. Queries with one causal key have
-    variance 0 and do not count.
+    The average V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step and
+    their recomputation thus use the same value, and no token influences an earlier token. Queries with one causal key
+    have variance 0 and do not count.
     """
 
     ema: torch.Tensor
@@ -66,8 +66,7 @@ def update_variance_emas(
     applied: torch.Tensor,
     counted_rows: torch.Tensor,
 ) -> None:
-    """Update V̄ <- decay * V̄ + (1 - decay) * the step's mean variance, over all micro-batches and data-parallel
-    ranks.
+    """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
     Call it after each step that ran the indexers. The first step's mean initializes V̄. V̄ stays unchanged in layers
     whose mean is not finite, and in all layers if the step is not `applied` (0-d bool) or no query counts. The host

@@ -1,8 +1,7 @@
-"""Build the optimizers. To add an optimizer, write two functions and add a row to OPTIMIZERS; `train.optimizer`
-chooses.
+"""Build the optimizer that `train.optimizer` chooses. To add one, write two functions and add a row to OPTIMIZERS.
 
-A row declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the handover between
-phases and the dry run's memory estimate read this declaration.
+A row of OPTIMIZERS declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the
+handover between phases and the dry run read this declaration.
 
 Dry runs and config checks use this module, so it does not import torch.
 """

@@ -213,7 +213,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce the gradients of parameters that are replicated over the tensor-parallel ranks, as megatron-core's
+        """Reduce the gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
         finalize_model_grads does. These ranks shard identically, so the shards can be reduced."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp

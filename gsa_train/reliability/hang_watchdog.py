@@ -169,7 +169,7 @@ class HangWatchdog(Service):
         """Called with step and short report if this rank finds a hang; in its own thread, for ALERT_SECONDS at most."""
         self.on_beat: Callable[[int, float], None] | None = None
         """Called at each heartbeat with the steps done and the time of the main thread's last progress
-        (`time.monotonic`). Runs in its own thread, one call at a time, so that a slow file system delays no heartbeat."""
+        (`time.monotonic`). Runs in its own thread, one call at a time, so a slow file system delays no heartbeat."""
         self.on_orphaned: Callable[[], None] | None = None
         """Called if torchrun has ended, as by a signal that it does not handle. The function requests a stop, so that
         the ranks save and end."""

@@ -61,7 +61,7 @@ def measure_attention(
     tp_group: dist.ProcessGroup,
     most_keys: int,
 ) -> Statistics:
-    """Measure the sparse queries of the sample: recall and overlap of the selection, and attention probability by
+    """Measure the queries `QuerySample.sparse`: recall and overlap of the selection, and attention probability by
     position in the document.
 
     Separate kernels compute them, so that measuring does not change the results of the pass.

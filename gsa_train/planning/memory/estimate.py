@@ -2,15 +2,14 @@
 
 The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers. In plain-torch attention only the large tensors count. Tests compare the estimate with traces of the real
+linear layers. In plain-torch attention only large tensors count. Tests compare the estimate with traces of the real
 step (tests/unit/test_memory_trace.py). The estimate excludes temporary memory of a checkpoint, a validation, a logged
 step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
 (`max_memory_reserved`).
 
 The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
-have their largest length (selection.py). Experts are assumed to run as grouped products with even loads
-(`worst_expert_load` gives the worst case). With context parallelism the estimate describes the rank
-that needs the most memory.
+have their largest length (selection.py). Experts run as grouped products with even loads (`worst_expert_load` gives
+the worst case). With context parallelism the estimate describes the rank that needs the most memory.
 """
 
 from __future__ import annotations
@@ -277,7 +276,8 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
 
 
 def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
-    """Returns the bytes that the schedule holds in addition to the micro-batches in flight: [L / shards, B, d] each."""
+    """Returns the bytes of tensors between stages, [L / shards, B, d] each, that the schedule holds in addition to
+    the micro-batches in flight."""
     parallel = config.parallel
     if parallel.pipeline == 1 or micro_batches == 1:
         return 0.0

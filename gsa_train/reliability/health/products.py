@@ -1,7 +1,7 @@
 """Compute matrix products whose result is known bit for bit, for any order of the sums.
 
-The factors are A = [X, X, a s] and B = [Y; -Y; s b], with random integer matrices X and Y, vectors a and b, and signs
-s. The products of X and Y cancel. The rest is a b times the length of s, a power of two. All sums are integers below
+The factors are A = [X, X, a s] and B = [Y; -Y; s b], with random integer matrices X, Y, vectors a, b and signs s.
+The products of X and Y cancel. The rest is a b times the length of s, a power of two. All sums are integers below
 2^24, which fp32 holds exactly. bf16 holds the result exactly.
 """
 
