@@ -43,7 +43,7 @@ def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
 
 def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
     """Return the phase and its step for `learning_rate`, both in batches of `train.global_batch_size` sequences, so
-    that schedules follow the tokens. Without a ramp both stay unchanged.
+    that schedules follow the tokens. Without a ramp these are the phase and its step, counted from 0.
 
     Args:
         step: number of earlier steps of the run.

@@ -216,8 +216,8 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Output files of a run. The last two describe its checkpoints. If they stayed, the next report would show them as its
-own."""
+"""Output files of a run. The last two describe the run's checkpoints. If they stayed, the next run's report would show
+them."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")

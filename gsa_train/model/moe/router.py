@@ -39,8 +39,8 @@ class Routing(NamedTuple):
 class RouterContext:
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor of a sum over tokens in the gradient: ranks over which gradients are averaged / tokens of a full global
-    batch (`AttentionPass.batch_share`)."""
+    """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of a full
+    global batch) (`AttentionPass.batch_share`)."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
     """Maps this rank's choices, bool [L, B, E], to the number of earlier tokens of the whole sequence that chose each
     expert, int64 [L, B, E]. Collective. Called only with a capacity."""

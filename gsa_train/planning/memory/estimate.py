@@ -264,8 +264,7 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
     # For each token of a step: the token and its label in int64, its document in int32, its weight in fp32.
     text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
     local_tokens = sizes.tokens // config.train.micro_batch_size
-    # Angles of the rotary embedding, fp32 [L, d_k], or cos and sin of half of them. Each chunk of the model has its
-    # own.
+    # Angles of the rotary embedding, fp32 [L, d_k], or cos and sin of half of them, for each model chunk.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
         # All indexers share one tensor: angles, fp32 [L, d_I], or cos and sin of half of them.
