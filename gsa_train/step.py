@@ -359,8 +359,8 @@ def _forward_step(
 def _sum_of(
     losses: list[dict[str, torch.Tensor]], parallel: Parallel, name: str = "loss_sum"
 ) -> torch.Tensor:
-    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere: each token counts
-    once."""
+    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere, so that each token
+    counts once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry[name] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

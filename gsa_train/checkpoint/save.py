@@ -58,7 +58,7 @@ class CheckpointError(RuntimeError):
 
 
 class SaveLost(RuntimeError):
-    """A rank's thread could not tell the others how its save ended, so the ranks may disagree about the save."""
+    """A rank's thread could not tell the other ranks how its save ended, so the ranks may disagree about the save."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Delay later work that changes or frees weights and optimizer state until the copies are done, on the device
-        and on the host. Call this before such work."""
+        """Make later work that changes or frees weights and optimizer state wait for the copies, on the device and on
+        the host. Call this before such work."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
 

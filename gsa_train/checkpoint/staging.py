@@ -36,7 +36,7 @@ class Copies:
 
     def hold_update(self) -> None:
         """Let the update run only after the copies of this save. Work that is queued later on the device waits there.
-        This thread waits only for copies from host memory. `wait` reports failed copies; this method does not."""
+        This thread waits only for copies from host memory. Only `wait` reports failed copies."""
         if not self._sources:
             return
         if self._filled is not None:

@@ -61,7 +61,7 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Load a checkpoint and raise an error for tensors that it lacks. `replace_readers` must have been called.
 
-    In 0.19 the fourth argument of `load` is a flag, and a strategy in its place would silently be taken as True.
+    In megatron-core 0.19 the fourth argument of `load` is a flag. A strategy in its place would be taken as True.
     """
     strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
     content: dict[str, Any]

@@ -229,9 +229,9 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
 
-    The overall value is the mean over the layers with a value, or for some metrics the extreme. NaN in a
-    layer makes it NaN. Names with a label (`name/label`) become a dict label -> overall value. Values of heads become
-    a list by layer of lists by head, and the spread over a layer's heads. Values of experts go to `expert_metrics`.
+    The overall value is the mean over layers with a value, or for some metrics the maximum or minimum. NaN in a layer
+    makes it NaN. Names with a label (`name/label`) become a dict label -> overall value. Values of heads become a
+    list by layer of lists by head, and the spread over a layer's heads. Values of experts go to `expert_metrics`.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []

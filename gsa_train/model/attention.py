@@ -304,10 +304,10 @@ class AttentionOverChunks:
         indexer scores of the attended keys. The value for the log is the KL of each query [B, L], or an estimate of
         the sum if queries are sampled or sharded.
 
-        The target p_t averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and
-        log-sum-exps, which grow with L. Probabilities would grow with L^2. Each rank computes a share of the queries.
-        Its sum is multiplied by the number of ranks, because the indexer's gradients are averaged over them
-        (indexer.py).
+        The target p_t averages attention over the heads of all tensor-parallel ranks. The ranks all-gather queries,
+        keys and log-sum-exps, which grow with L. Probabilities would grow with L^2. Each rank computes a share of the
+        queries. A rank's sum is multiplied by the number of ranks, because the indexer's gradients are averaged over
+        them (indexer.py).
         """
         tp = self.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))

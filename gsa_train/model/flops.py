@@ -213,8 +213,8 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    Each query adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a
-    window the result is an upper bound.
+    Each query adds its local window. The estimate treats selection and window as disjoint, so with a window the
+    result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:
@@ -250,7 +250,7 @@ _MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle and ar
 
 def measured_mfu(device_name: str, count: ParameterCount) -> float | None:
     """Return the measured MFU of GSA training on this device, or None if unknown. MoE models are excluded, because
-    only one was measured."""
+    only one of them was measured."""
     measured = count.experts == 0 and count.total >= _MEASURED_FROM_PARAMETERS
     return _MEASURED_MFU.get(device_name) if measured else None
 

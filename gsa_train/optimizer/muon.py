@@ -111,8 +111,8 @@ class Matrices:
         return sorted(found, key=lambda at: self.shards[at].number)
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole flat tensors from this rank's flat shards of `shared`. Collective over `data_group`, also for a
-        rank that shares nothing."""
+        """Return whole flat tensors from this rank's flat shards of the parameters in `shared`. Collective over
+        `data_group`, also if `shared` is empty."""
         if self.data_group is None or self.data_group.size() == 1:
             return tensors
         ranks = range(self.data_group.size())

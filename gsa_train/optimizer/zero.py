@@ -70,8 +70,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 
 def _announce(model: Model) -> None:
     """Register the parameters that attention reads outside the indexer's forward pass, so that ZeRO-3 gathers them.
-    DeepSpeed detects such parameters only in forward passes. Recomputation first reads the temperature in the backward
-    pass."""
+    DeepSpeed detects such parameters only in forward passes, but recomputation first reads the temperature in the
+    backward pass."""
     for attention in model.attentions:
         if attention.indexer is not None:
             for name in ("score_bias", "weight_bias", "log_inverse_temperature"):

@@ -28,7 +28,7 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         """Write a file with fsync and return its path. Without fsync, a crash of the node may leave an empty kernel
-        file, and every restart fails."""
+        file, with which every restart fails."""
         content = data if isinstance(data, bytes) else str(data).encode()
         try:
             return self._write(content, filename)

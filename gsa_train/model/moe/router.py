@@ -49,7 +49,7 @@ class RouterContext:
 
 
 class Router(torch.nn.Module):
-    """Scores all experts for each token and chooses the top k, in fp32. Loads and biases change only in
+    """Scores all experts for each token and chooses the top k, in fp32. The experts' loads and biases change only in
     `update_routers`, after the optimizer step. All micro-batches of a step and their recomputation thus use the same
     values."""
 

@@ -64,7 +64,7 @@ def measure_attention(
     """Measure the queries `QuerySample.sparse`: recall and overlap of the selection, and attention probability by
     position in the document.
 
-    Separate kernels compute them, so that measuring does not change the results of the pass.
+    Separate kernels compute them, so measuring does not change the pass.
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
@@ -191,8 +191,9 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    Overlap, union ratio and random recall count only queries that leave keys out, because other queries have no
-    choice. They count only neighbours in one document, because neighbours in two documents share no key.
+    Overlap, union ratio (keys that any of a group of neighbours selects / keys of one) and random recall count only
+    queries that leave keys out. They count only neighbours in one document, because neighbours in two documents share
+    no key.
 
     Args:
         sizes: |S_t|, int [B, S]

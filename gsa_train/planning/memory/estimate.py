@@ -7,9 +7,10 @@ step (tests/unit/test_memory_trace.py). The estimate excludes temporary memory o
 step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
 (`max_memory_reserved`).
 
-The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
-have their largest length (selection.py). Experts run as grouped products with even loads (`worst_expert_load` gives
-the worst case). With context parallelism the estimate describes the rank that needs the most memory.
+The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists (the keys that a tile
+of queries selects) are assumed to have their largest length (selection.py). Experts run as grouped products with even
+loads (`worst_expert_load` gives the worst case). With context parallelism the estimate describes the rank that needs
+the most memory.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 def attending_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection.
 
-    Packed masks need gradients of K and V, 2 x [B, Lw, kv], partial sums of them, and the transposed mask. Key lists
-    need partial gradients of K and V, [entries, 2 d_k] for some tiles and heads at a time, an index for each entry, and
-    sums, fp32 [B, Lw, n_kv, 2 d_k]. The gradients are made last, after the partial gradients are freed.
+    Packed masks need gradients of K and V, 2 x [B, Lw, kv], their partial sums, and the transposed mask. Key lists need
+    partial gradients of K and V for some tiles and heads, [list entries, 2 d_k], an index for each entry, and sums, fp32
+    [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
     """
     keys = key_gradients(sizes)
     if not gathers(config):

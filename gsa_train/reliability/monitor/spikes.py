@@ -94,7 +94,7 @@ class SpikeDetector:
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         """Returns the verdict on a step, and adds the step to the history.
 
-        A spike also enters the history. Spikes change a median once they fill half of the window, as a new level would.
+        A spike also enters the history. Spikes change a median once they fill half of the window.
 
         Args:
             loss: 0-d, over the global batch.
