@@ -43,8 +43,8 @@ def main_grads(optimizer: Any) -> list[torch.Tensor]:
 def replace_readers(
     reader: Callable[..., Any], planner: type, read_common: Callable[[Path], dict[str, Any]]
 ) -> None:
-    """Replace the readers that unpickle files. megatron-core has no argument for them, except for the common file in
-    0.16 (`load_sharded`)."""
+    """Replace the readers that unpickle files. megatron-core has no argument for them, except for the reader of the
+    common file in 0.16 (`load_sharded`)."""
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner
     if NEW:

@@ -1,6 +1,6 @@
 """Rewind a run to an earlier checkpoint and skip the batches around a spike.
 
-The checkpoints folder records the skipped steps for a restart. Every later checkpoint records them too, for runs that
+The checkpoints folder records the skipped steps for a restart. Every later checkpoint does too, for runs that
 continue from a copy. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
 """
 

@@ -33,8 +33,8 @@ kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of the run so far. Damaged lines are skipped with a warning,
-    because later lines include their times."""
+    """Read the lines of the run so far. Damaged lines are skipped with a warning, because later lines include their
+    times."""
     path = folder / FILE
     if not path.is_file():
         return []

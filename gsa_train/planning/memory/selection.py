@@ -61,8 +61,8 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection.
 
     Packed masks need gradients of K and V, 2 x [B, Lw, kv], their partial sums, and the transposed mask. Key lists need
-    partial gradients of K and V for some tiles and heads, [list entries, 2 d_k], an index for each entry, and sums, fp32
-    [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
+    partial gradients of K and V for some tiles and heads, [list entries, 2 d_k], an index for each entry, and sums,
+    fp32 [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
     """
     keys = key_gradients(sizes)
     if not gathers(config):
