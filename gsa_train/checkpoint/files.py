@@ -149,9 +149,9 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    Checkpoints newer than the one that `latest` names are left out with a warning, because a user or a killed rewind
-    may have set `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill
-    during the first save.
+    Checkpoints newer than the one that `latest` names are left out with a warning. A user or a killed rewind may have
+    set `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the
+    first save.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]

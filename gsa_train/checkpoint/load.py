@@ -1,7 +1,7 @@
 """Define the content of a checkpoint and load it, in megatron-core's sharded format.
 
-A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else that a run needs to continue as if
-it had never stopped. A checkpoint loads into any layout.
+A checkpoint holds the model, the phase's optimizer, and all other state that a run needs to continue (`RunState`). A
+checkpoint loads into any layout.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Saved: TypeAlias = Mapping[str, ShardedTensor]
 
 
 def main_weight_key(name: str, saved: Collection[str]) -> str | None:
-    """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`; None if there is none."""
+    """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`, or None."""
     key = f"{PREFIX}.{SAVED_MAIN_WEIGHT}.{name}"
     return key if key in saved else None
 

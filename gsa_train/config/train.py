@@ -209,9 +209,9 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. A
-    graph needs counts that stay on the device. They do so in torch's grouped products in bf16 (on Hopper and later),
-    on one rank, without a capacity."""
+    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. The
+    counts stay on the device only in torch's grouped products in bf16 (on Hopper and later), on one rank, without a
+    capacity."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

@@ -301,8 +301,8 @@ class AttentionOverChunks:
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log. I_t are the
-        indexer scores of the attended keys. The value for the log is the KL of each query [B, L], or an estimate of
-        the sum if queries are sampled or sharded.
+        indexer scores of the attended keys. The value for the log is each query's KL [B, L], or an estimate of the
+        sum if queries are sampled or sharded.
 
         The target p_t averages attention over the heads of all tensor-parallel ranks. The ranks all-gather queries,
         keys and log-sum-exps, which grow with L. Probabilities would grow with L^2. Each rank computes a share of the

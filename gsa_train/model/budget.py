@@ -68,9 +68,9 @@ def update_variance_emas(
 ) -> None:
     """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
-    Call it after each step that ran the indexers. The first step's mean initializes V̄. V̄ stays unchanged in layers
-    whose mean is not finite, and in all layers if the step is not `applied` (0-d bool) or no query counts. The host
-    does not wait for the device.
+    Call it after each step that ran the indexers. The first step's mean initializes V̄. Layers whose mean is not
+    finite keep V̄. All layers keep V̄ if the step is not `applied` (0-d bool) or no query counts. The host does not
+    wait for the device.
 
     Args:
         data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.

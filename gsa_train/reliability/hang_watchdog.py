@@ -2,9 +2,9 @@
 
 A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
 thread. Rank 0 reads the heartbeats, or the last rank if rank 0 is frozen. If no rank makes progress within the limit
-(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that still runs writes its stacks. Then
-all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start repeats the
-alert, because rank 0, which holds W&B, may have hung.
+(hang_limit.py), the reader writes a report, and W&B sends an alert. Every rank that still runs writes its stacks.
+Then all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start
+repeats the alert, because rank 0, which holds W&B, may have hung.
 
 At the end of a run, each rank uses only its own clock, because the exit of any rank may end the store. A rank that
 cannot leave its process group in time, for example because a peer died, ends with the run's exit code.

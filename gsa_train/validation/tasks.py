@@ -150,8 +150,8 @@ def pack_requests(
 def _deal(
     packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences of
-    NOBODY; each has the tokens of a training micro-batch."""
+    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences
+    of NOBODY. Each has the tokens of a training micro-batch."""
     size, length = config.train.micro_batch_size, packed.owners.shape[1]
     missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])
