@@ -6,9 +6,9 @@ copied to host memory while the next step computes. The update of that step wait
 separate gloo group. The main rank's thread then writes metadata and manifest, renames the folder, updates `latest`,
 and deletes old checkpoints. Only one save runs at a time.
 
-Plan, file format and metadata come from megatron-core. Its asynchronous save is not used. It forks the trainer, waits
-for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread ends with its
-process, and torch releases the interpreter's lock while the thread writes.
+Plan, file format and metadata come from megatron-core. Its asynchronous save is not used. That save forks the
+trainer, waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread
+ends with its process, and torch releases the interpreter's lock while the thread writes.
 """
 
 from __future__ import annotations
