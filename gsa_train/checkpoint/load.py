@@ -153,7 +153,7 @@ def load_main_weights(
 ) -> list[str]:
     """Load the checkpoint's separate fp32 weights into the optimizer, or into an fp32 model. Collective.
 
-    Call it after `load_weights` has filled the model.
+    Call this after `load_weights` has filled the model.
 
     Returns:
         Parameters whose weights differ from the model's weights. If there are any, the optimizer starts

@@ -7,10 +7,10 @@ A run makes these checks before its first step (`run.health_check_seconds`):
 - matrix products whose results are known bit for bit;
 - a pattern in the free memory;
 - ECC errors, remapped rows and XIDs, read by NVML;
-- known numbers that are sent over the links.
+- known numbers, sent over the links.
 
-Without a GPU the CPU is checked. Exit code 0 means that all devices are healthy. With 15, the output names a bad
-device.
+Without a GPU the CPU is checked. Exit code 0 means that all devices are healthy. With exit code 15, the output names
+a bad device.
 """
 
 from __future__ import annotations

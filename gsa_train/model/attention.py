@@ -121,7 +121,7 @@ class AttentionOverChunks:
     ) -> list[Selection]:
         """Compute the budgets k_t and the selected keys S_t of each chunk.
 
-        Call it outside recomputation: a second selection could differ from the selection of the forward pass.
+        Call this outside recomputation. A second selection could differ from the selection of the forward pass.
 
         Args:
             indexed: queries of this rank's tokens, keys of all tokens of the sequence.

@@ -68,7 +68,7 @@ def update_variance_emas(
 ) -> None:
     """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
-    Call it after each step that ran the indexers. The first step's mean initializes V̄. Layers whose mean is not
+    Call this after each step that ran the indexers. The first step's mean initializes V̄. Layers whose mean is not
     finite keep V̄. All layers keep V̄ if the step is not `applied` (0-d bool) or no query counts. The host does not
     wait for the device.
 

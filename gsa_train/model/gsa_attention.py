@@ -67,7 +67,7 @@ class GSASelfAttention(MegatronModule):
     `AttentionOverChunks` applies G1 in the paper's form. This class applies other forms.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout, so that its checkpoint tools
-    apply. `linear_qkv` holds for each key-value head its query heads, the key and the value.
+    apply. `linear_qkv` holds, for each key-value head, its query heads, the key and the value.
     """
 
     def __init__(

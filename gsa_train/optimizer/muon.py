@@ -9,8 +9,8 @@ The scale 0.2 sqrt(...) gives an update the root mean square of AdamW's updates 
 
 Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
 shard of a matrix gathers the whole matrix, first over data-parallel and then over tensor-parallel ranks. The rank
-orthogonalizes the matrix and updates its shard. Shards are ranges of a buffer, so only the few matrices that cross a
-border of ranges are sent to data-parallel ranks.
+orthogonalizes the matrix and updates its shard. Shards are ranges of a buffer, so only matrices that cross a border
+of ranges are sent between data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save.
 
-The lock is a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and
+The lock is a POSIX lock. The system releases it when the process dies, and forked readers do not inherit it. NFS and
 Lustre apply it across nodes. On a file system without locks, the run logs a warning and continues.
 """
 

@@ -146,7 +146,7 @@ class Router(torch.nn.Module):
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
     """Update loads and biases from the choices of a step over all ranks, and reset the counts. Collective.
 
-    Call it after each step that trains the base. Loads and biases stay unchanged if the step is not `applied` (0-d
+    Call this after each step that trains the base. Loads and biases stay unchanged if the step is not `applied` (0-d
     bool). The host does not wait for the device.
 
     Args:

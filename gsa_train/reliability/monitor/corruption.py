@@ -167,7 +167,7 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call it before the update, while the weights of the forward pass are gathered. Before an unplanned save, call
+        Call this before the update, while the weights of the forward pass are gathered. Before an unplanned save, call
         it with whole weights.
 
         Raises:
