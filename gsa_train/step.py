@@ -88,9 +88,9 @@ def train_step(
     - experts that are sharded or have a capacity, because their all-to-all needs token counts.
 
     Args:
-        step: optimizer steps of the whole run before this one; seeds the sampled rows.
+        step: number of earlier steps of the run, which seeds the sampled queries.
         saves: the weights after this step will be saved.
-        measures: this step is logged: record the attention statistics.
+        measures: record attention statistics, because this step is logged.
     """
     model, optimizer, config = training.model, training.optimizer, training.config
     detector, check, groups = training.detector, training.check, training.parallel.groups
@@ -230,12 +230,12 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return this rank's share of the loss that each owner's labels sum to, fp64 [count]. An all-reduce gives the
-    totals.
+    """Return this rank's share of the summed loss of each owner's labels (such as a request's), fp64 [count]. An
+    all-reduce gives the totals.
 
     Args:
-        batches: micro-batches of one shape, not necessarily the training shape. With each comes the owner of every
-            label: int64 [B, L] from 0 to count - 1, or negative for no owner.
+        batches: micro-batches of one shape, each with the owner of every label: int64 [B, L] from 0 to count - 1, or
+            negative for no owner.
     """
     micro_batch_size, seq_len_tokens = batches[0][0].tokens.shape
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
@@ -366,8 +366,8 @@ def _forward_step(
 def _sum_of(
     losses: list[dict[str, torch.Tensor]], parallel: Parallel, name: str = "loss_sum"
 ) -> torch.Tensor:
-    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere: each token counts
-    once."""
+    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere, so that each token
+    counts once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry[name] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

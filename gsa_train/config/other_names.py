@@ -1,6 +1,6 @@
 """Lists names of settings in Megatron-LM, torchtitan, nanochat and transformers, and names of removed fields.
 
-A config with such a name is refused. The message has the name of our field if there is one.
+A config with one of them is refused. The message names our field if there is one.
 """
 
 from __future__ import annotations

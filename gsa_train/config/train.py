@@ -218,9 +218,9 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons that come from experts, because their token counts differ between passes. On one rank and
-    without a capacity no shape depends on the counts. torch's grouped products in bf16 read the counts on the device
-    (on Hopper and later)."""
+    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. The
+    counts stay on the device only in torch's grouped products in bf16 (on Hopper and later), on one rank, without a
+    capacity."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

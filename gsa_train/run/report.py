@@ -17,8 +17,8 @@ class Report(Service):
     run: Run
 
     def on_complete(self) -> None:
-        """Draw in a child process of the main rank, which may take minutes. No rank waits and no watchdog runs,
-        because this process has left its process group."""
+        """Draw the report in a child process of the main rank. No rank waits and no watchdog runs, because this process
+        has left its process group."""
         if not self.run.parallel.is_main or not self.run.config.logging.plots:
             return
         folder, message = run_dir(self.run.config), self.run.services.log.message

@@ -284,8 +284,8 @@ def first_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints, and set `latest` to the chosen checkpoint in their folder. The next start finds
-    it there. Call this on the main rank."""
+    """Rename the damaged checkpoints, and set `latest` to the chosen checkpoint in their folder for the next start.
+    Call this on the main rank."""
     if not damaged:
         return
     renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
