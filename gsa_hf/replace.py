@@ -207,7 +207,7 @@ def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tup
 def _visible(
     mask: torch.Tensor | None, hidden_states: torch.Tensor, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Return the causal keys, bool [B, 1, L, Lk], for the host's mask, which is bool, additive, or None if causal."""
+    """Return each query's causal keys, bool [B, 1, L, Lk]. The mask is bool or additive; None hides only later keys."""
     batch, length = hidden_states.shape[:2]
     if mask is None:
         past: int | torch.Tensor = 0

@@ -20,7 +20,7 @@ from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueri
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
 
 MOST_PROBABILITIES = 1 << 24
-"""Attention probabilities in memory at once, if a key-value head has fewer."""
+"""Most attention probabilities in memory at once, unless one key-value head has more."""
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
 
     Args:
         budget: k_t, int [B, L]
-        variance: variance of their scores, fp32 [B, L]
+        variance: of each query's scores, fp32 [B, L]
     """
     chooses = queries.leave_keys_out(budget)
     members, in_groups = queries.by_position
@@ -191,14 +191,13 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    Overlap, union ratio (keys that any of a group of neighbours selects / keys of one) and random recall count only
-    queries that leave keys out. They count only neighbours in one document, because neighbours in two documents share
-    no key.
+    Overlap, union ratio and random recall count only queries that leave keys out. Overlap and union ratio count only
+    neighbours in one document, because neighbours in two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
         overlaps: of pairs of neighbours, fp32 [B, P]
-        union_ratios: of groups of neighbours, fp32 [B, G]; None without groups
+        union_ratios: `union_ratio` of groups of neighbours, fp32 [B, G]; None without groups
     """
     sample = queries.sample
     chooses = (sizes < queries.sampled_visible)[:, sample.compared]

@@ -5,10 +5,9 @@ passes `out`, nothing is allocated. A CUDA graph can therefore capture a call an
 device tensor, grows. The grids cover the whole cache. `decode_top_k` and `decode_attention` define the results, which
 are deterministic.
 
-On Hopper each kernel starts before the previous one ends, and then waits for it; row_product/op.py has the rules. The
-scores kernel starts early after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before
-the wait. With `cache.settled`, the indexer's keys are also read before the wait, except for each sequence's newest
-token.
+On Hopper each kernel starts before the previous kernel ends, and waits for its end (rules in row_product/op.py). The
+scores kernel does so only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait. With
+`cache.settled`, the scores kernel also reads the indexer's keys then, except each sequence's newest.
 """
 
 from collections.abc import Mapping

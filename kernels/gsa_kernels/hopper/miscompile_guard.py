@@ -3,9 +3,9 @@
 If several warps share the axis of a sum (`tt.reduce`), Triton 3.6 and 3.7 add the warps' partial sums in shared memory.
 The address of a partial sum follows from its warp's coordinate along the axis. `delinearize` in Triton's Utility.cpp
 computes the coordinates of warps and lanes. It assumes that the bits of a warp's number that belong to one axis are
-adjacent. Layouts that come from reshaping a matrix product can break this assumption. For example, the first bit can
-belong to rows, the second bit to heads, and the third bit to rows again. All heads then share one address, and the sum
-contains one head and old contents of the memory. The layout depends on the GPU.
+adjacent. Layouts that come from reshaping a matrix product can break this assumption. For example, the bits can belong
+to rows, heads, and rows again. In a sum over heads, all heads then share one address, and the sum contains one head and
+old contents of the memory. The layout depends on the GPU.
 
 A second case is `store_sums` in hopper/triton_backward_target.py. Its inline assembly adds the values of two lanes and
 is right for one register layout only.
@@ -102,8 +102,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the named layout or slice of a layout, or None if it does not derive from a linear layout. Other layouts
-    count one axis after the other, so their sums are right."""
+    """Return the named layout or slice of a layout, or None if it does not derive from a linear layout. In other
+    layouts the bits of an axis are adjacent, so sums are right."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:
