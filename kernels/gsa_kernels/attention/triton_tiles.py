@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     """Load tiles by the bulk copy engine where strides and alignment allow it."""
 
     registers: int | None = None
-    """Limit per thread, where two programs shall share a multiprocessor."""
+    """Limit per thread, if two programs must share a multiprocessor."""
 
 
 def count_multiprocessors(device: torch.device) -> int:
@@ -110,7 +110,8 @@ def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.conste
 
     Args:
         pointers: [ROWS], to the first word of each row; the next word is `step` elements further
-        valid: bool [ROWS], the rows to read if not EVEN; `left` is the number of words to the end of the rows
+        valid: bool [ROWS], the rows to read if not EVEN
+        left: number of words to the end of the rows
     """
     word0 = _load_word(pointers, valid & (left > 0), EVEN)
     word1, word2, word3 = word0, word0, word0
@@ -132,7 +133,7 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
-    """Expand words [ROWS] to bool [ROWS, WIDTH]: bit c % 32 of word c // 32, for WIDTH = 32, 64 or 128.
+    """Expand WIDTH / 32 words per row to bool [ROWS, WIDTH]: column c is bit c % 32 of word c // 32.
 
     In the register layout of a product, bits 1 and 2 of a thread's column numbers come from its lane. The other bits
     are known at compile time. The shift of a word therefore has two parts. The first part is one instruction. The

@@ -94,7 +94,7 @@ class LayerCache:
 
     lengths: torch.Tensor
     """int32 [B]: tokens of each sequence, including the new token; 0 marks an unused slot. Layers may share the tensor.
-    Values above L_max count as L_max."""
+    Values above L_max count as L_max. Cache entries after a sequence are not read."""
 
     selection: DecodeSelection
     """For B sequences and at least `most_selected` keys; written by each step that selects."""

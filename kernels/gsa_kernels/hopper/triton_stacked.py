@@ -83,7 +83,7 @@ def exp2_of(x, KIND: tl.constexpr):
 @triton.jit
 def sum_in_lanes(x):
     """Sum [.., BM, BN] to [.., BM, 4] over the columns that one thread holds, without an exchange between lanes. Four
-    lanes share a row of a product, and one lane holds the columns 8 i + 2 lane + {0, 1}."""
+    lanes share a row of a product, and lane l of the four holds the columns 8 i + 2 l + {0, 1}."""
     if len(x.shape) == 3:
         parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2])
         total = tl.sum(tl.sum(parts, 4), 2)
@@ -97,8 +97,8 @@ def sum_in_lanes(x):
 def as_held(x):
     """Reorder [D, keys] of a product to [D * keys], so that a thread stores its eight bf16 values at once.
 
-    In a part of 16 dimensions and 16 keys, a lane holds rows i and i + 8. Lane l of the four lanes of a row holds
-    columns 2 l, 2 l + 1, 2 l + 8 and 2 l + 9.
+    In each part of 16 dimensions and 16 keys, lane 4 i + l holds dimensions i and i + 8 of keys 2 l, 2 l + 1, 2 l + 8
+    and 2 l + 9.
     """
     dims: tl.constexpr = x.shape[0]
     keys: tl.constexpr = x.shape[1]
@@ -165,7 +165,7 @@ def expand_attended(
 @triton.jit
 def stable_kl_terms(log2_q, log2_p, p, g):
     """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p. p is the target and q the softmax
-    of the scores. Both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the
+    of the scores. Both sum to 1 over the attended set, so adding q - p does not change the sum. With r = log(q / p) the
     term is p (exp(r) - 1 - r), which is positive and of second order. If abs(r) < 1/4, the term is computed as p x^2
     times a polynomial in x = r / log 2, with a relative error up to 1.4e-6. Where p is 0, log2_p is the log of a tiny
     number, and the result is q."""
