@@ -1,6 +1,7 @@
-"""Settings of vLLM, before a test imports it."""
+"""Settings of vLLM and Triton, before a test imports them."""
 
 import os
+from importlib.util import find_spec
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in the test's process, where faults can be planted
@@ -9,3 +10,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
 )
+
+# Triton's own functions are interpreted if the variable is set at their import. Ours are imported by a test.
+if find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]

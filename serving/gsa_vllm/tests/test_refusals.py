@@ -31,9 +31,9 @@ def test_options_are_refused(folder: str, options: dict[str, Any], reason: str) 
         EngineArgs(folder, skip_tokenizer_init=True, **options).create_engine_config()
 
 
-def test_a_gpu_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_platform_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
-    with pytest.raises(ValueError, match="gsa_vllm runs on CPUs only"):
+    with pytest.raises(ValueError, match="gsa_vllm runs on CPUs and CUDA devices"):
         EngineArgs(folder, skip_tokenizer_init=True).create_engine_config()
 
 
