@@ -117,11 +117,6 @@ class LayerCache:
     A step is a chain of early launched kernels (row_product/op.py) and begins after an ordinary one, which has waited
     for all before it. So True is wrong where the kernel in front copied the cache."""
 
-    block_table: torch.Tensor | None = None
-    """int32 [B, pages of a sequence]: token t of sequence b is row t % N of page block_table[b, t // N], and L_max is N
-    times the table's width. Entries after a sequence's last page may hold anything. None: the caches are not paged. The
-    kernels read the table before they wait for the previous kernel."""
-
     in_chain: bool = False
     """The kernels before and after a step are also launched early, and wait (row_product/op.py). Then scores
     are in place before the one in front ends, and attention lets the next one start when its own wait is over. Between
@@ -134,6 +129,11 @@ class LayerCache:
     beside: Callable[[], object] | None = None
     """Launches a kernel of the caller's that needs nothing of the selection. A call that selects does so between its
     kernels, so that this one runs beside the one in front, for which it waits before it ends (row_product/op.py)."""
+
+    block_table: torch.Tensor | None = None
+    """int32 [B, pages of a sequence]: token t of sequence b is row t % N of page block_table[b, t // N], and L_max is N
+    times the table's width. Entries after a sequence's last page may hold anything. None: the caches are not paged. The
+    kernels read the table before they wait for the previous kernel."""
 
     @property
     def max_length(self) -> int:
