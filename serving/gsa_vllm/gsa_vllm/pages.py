@@ -59,6 +59,7 @@ class PageMetadata(AttentionMetadata):
 
 
 def has_kernels(device: torch.device) -> bool:
+    """Return whether attention on this device runs the kernels."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -31,7 +31,9 @@ class CheckedConfig(VerifyAndUpdateConfig):
         if current_platform.is_cuda():
             vllm_config.model_config.enforce_eager = True  # attention has no CUDA graphs yet
             if vllm_config.speculative_config is not None:
-                raise ValueError("speculative_config is set on a CUDA device; gsa_vllm lacks it there: leave it out")
+                raise ValueError(
+                    "speculative_config is set on a CUDA device; gsa_vllm lacks it there: leave it out"
+                )
         if (method := vllm_config.model_config.quantization) is not None:
             raise ValueError(f"quantization is {method!r}; gsa_vllm does not support it: leave it out")
         if cache.cache_dtype != "auto":

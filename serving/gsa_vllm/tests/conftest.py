@@ -1,7 +1,6 @@
 """Settings of vLLM and Triton, before a test imports them."""
 
 import os
-from importlib.util import find_spec
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in the test's process, where faults can be planted
@@ -11,9 +10,8 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-# Triton's own functions are interpreted if the variable is set at their import. Ours are imported by a test.
-if find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton  # noqa: F401
+# Triton interprets functions that are defined while the variable is set: its own here, and the kernels in their test.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton  # noqa: F401
 
-    del os.environ["TRITON_INTERPRET"]
+del os.environ["TRITON_INTERPRET"]

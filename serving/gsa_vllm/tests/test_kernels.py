@@ -8,13 +8,20 @@ import torch
 
 from small_models import by_transformers, by_vllm, engine, log_probs_of, prompts, save_model, tokens_of
 
-pytest.importorskip("triton")
-
 RECOMMENDED = {
-    **{"indexer_activation": "relu", "indexer_norm": True, "indexer_rope": True, "index_n_heads": 8},
-    **{"adaptive_k": "off", "local_window": 24, "index_topk_freq": 2},
+    "indexer_activation": "relu",
+    "indexer_norm": True,
+    "indexer_rope": True,
+    "index_n_heads": 8,
+    "adaptive_k": "off",
+    "local_window": 24,
+    "index_topk_freq": 2,
 }
-OTHER = {"key_group_size": 4, "gate_sharing": "head_shared", "layer_types": ["full_attention", "indexed_attention"]}
+OTHER = {
+    "key_group_size": 4,
+    "gate_sharing": "head_shared",
+    "layer_types": ["full_attention", "indexed_attention"],
+}
 BATCH = prompts(7, 70)
 
 
