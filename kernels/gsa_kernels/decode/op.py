@@ -221,10 +221,10 @@ def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, to
         others = {"starts": cache.starts, **others}
     if cache.block_table is not None:
         check_shape("block_table", cache.block_table, "[B, pages of a sequence]", (batch, None))
-        if cache.block_table.dtype != torch.int32 or cache.starts is not None:
-            raise ValueError(
-                f"block_table is {cache.block_table.dtype} and starts {cache.starts}; pass int32 and None"
-            )
+        if cache.block_table.dtype != torch.int32:
+            raise ValueError(f"block_table has dtype {cache.block_table.dtype}; pass int32")
+        if cache.starts is not None:
+            raise ValueError("block_table and starts are both given; pass one of them")
         _check_unit_strides({"block_table": cache.block_table})
         others = {"block_table": cache.block_table, **others}
     check_shape("selection.indices", indices, "[B, k_cap]", (batch, None))
