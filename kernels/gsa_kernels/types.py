@@ -31,7 +31,8 @@ class Indexer:
     queries: torch.Tensor
     """q, [B, L, HI, DI]."""
     keys: torch.Tensor
-    """k, [B, Lk, DI]: one key for all indexer heads, in the dtype of the queries."""
+    """k, [B, Lk, DI]: one key for all indexer heads, in the dtype of the queries. Decoding also takes pages of keys
+    (`LayerCache.block_table`)."""
     head_weight_logits: torch.Tensor
     """w, [B, L, HI]."""
     score_bias: torch.Tensor | None = None
@@ -46,7 +47,7 @@ class Indexer:
     def __post_init__(self) -> None:
         check_shape("queries", self.queries, "[B, L, HI, DI]", (None, None, None, None))
         batch, length, heads, dim = self.queries.shape
-        check_shape("keys", self.keys, "[B, Lk, DI]", (batch, None, dim))
+        check_shape("keys", self.keys, "[B, Lk, DI]", (None, None, dim))
         check_shape("head_weight_logits", self.head_weight_logits, "[B, L, HI]", (batch, length, heads))
         biases = {"score_bias": self.score_bias, "head_weight_bias": self.head_weight_bias}
         check_activation(self.activation, heads, **biases)

@@ -84,7 +84,11 @@ class DecodeWorkspace:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Holds what decoding keeps of one layer, except the indexer's keys (`Indexer.keys`, [B, L_max, DI])."""
+    """Holds what decoding keeps of one layer, except the indexer's keys (`Indexer.keys`, [B, L_max, DI]).
+
+    With `block_table` all three caches are paged: k and v are [pages, N, Hkv, D], and the indexer's keys are
+    [pages, N, DI].
+    """
 
     k: torch.Tensor
     """[B, L_max, Hkv, D], including the new token's key."""
@@ -123,6 +127,21 @@ class LayerCache:
     beside: Callable[[], object] | None = None
     """Launches a caller's kernel that does not need the selection. `decode_select` calls this between its kernels. The
     caller's kernel runs beside the previous kernel, and waits for it before it ends (row_product/op.py)."""
+
+    block_table: torch.Tensor | None = None
+    """int32 [B, pages per sequence]; None without pages. Token t of sequence b is row t % N of page
+    block_table[b, t // N]. L_max is N times the table's width. Entries after a sequence's last page may hold anything.
+    The kernels read the table before they wait for the previous kernel."""
+
+    @property
+    def max_length(self) -> int:
+        """L_max"""
+        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def page_size(self) -> int:
+        """N, or 0 without a block table."""
+        return 0 if self.block_table is None else self.k.shape[1]
 
 
 def most_selected(rule: BudgetRule, max_length: int) -> int:

@@ -50,7 +50,7 @@ def select_indices(
     """
     lengths, selection = cache.lengths, cache.selection
     columns = workspace.scores.shape[1]
-    max_length = cache.k.shape[1]
+    max_length = cache.max_length
     span = _span(lengths.shape[0], max_length)
     grid = (triton.cdiv(max_length, span), lengths.shape[0])
     options = {"num_warps": _WARPS, **({"launch_pdl": True} if chained else {})}
