@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .attention_gsa import GSAAttention
+from .kernels_gsa import attended_keys
 from .modeling_gsa import GSAModel
 
 
@@ -88,12 +89,15 @@ class _Replay:
     def after_layer(self, layer: Any, _: Any, given: dict[str, Any], outputs: tuple[Any, ...]) -> None:
         if not self.records:
             return
-        if not isinstance(outputs[2], torch.Tensor):
-            raise ValueError("attn_implementation is 'gsa', whose selections are not replayed; pass 'sdpa'")
         generation = self.generations[-1]
         length = sum(each.shape[1] for each in generation.tokens)  # a static cache has more slots
-        generation.selections.setdefault(layer.layer_idx, []).append(outputs[2][..., :length])
-        generation.causal_keys = given["attention_mask"][:, 0, -1, :length]
+        if (place := given["kernel_pass"]) is not None:
+            found = attended_keys(outputs[2], place, layer.config, length)
+            generation.causal_keys = place.filled(length)
+        else:
+            found = outputs[2][..., :length]
+            generation.causal_keys = given["attention_mask"][:, 0, -1, :length]
+        generation.selections.setdefault(layer.layer_idx, []).append(found)
 
     def _selections_of(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
         real = torch.ones_like(tokens) if mask is None else mask
@@ -108,8 +112,8 @@ class _Replay:
             generation, source = next((each for each in sources if each[1] is not None), (None, None))
             if generation is None or source is None:
                 raise ValueError(
-                    f"row {row} of input_ids was not generated with a cache in the last {self.kept} calls; generate it "
-                    "first, or pass more generations"
+                    f"row {row} of input_ids was not generated with a cache in the last {self.kept} calls of "
+                    "model.generate; generate it first, or pass more generations"
                 )
             generation.copy(source, [each[row] for each in found], places)
         return found
@@ -120,12 +124,12 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
     """Record selections in passes with a cache, and replay them in passes without a cache over the same tokens.
 
     Args:
-        model: contains a `GSAModel` with `attn_implementation` "sdpa" or "eager", perhaps in adapters
+        model: contains a `GSAModel`, perhaps in adapters
         generations: number of latest `generate` calls whose selections are kept: a bool for each pair of tokens in each
             layer with an indexer
 
     Raises:
-        ValueError: the model has no `GSAModel`; in a pass, tokens that were not generated, or "gsa"
+        ValueError: the model has no `GSAModel`; in a pass, tokens that `model.generate` did not generate
     """
     gsa = next((each for each in model.modules() if isinstance(each, GSAModel)), None)
     if gsa is None:
