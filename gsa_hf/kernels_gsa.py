@@ -23,8 +23,8 @@ class KernelCall:
     rows: torch.Tensor | None
     """[B, Lk, DI], the indexer's keys in the cache"""
     selection: Any
-    """The selection of an earlier layer; or, in a layer with an indexer, None or keys, bool [B, L, Lk], that replace its
-    choice. In a layer with an indexer the call sets its selection, or None for all causal keys."""
+    """The selection of an earlier layer. In a layer with an indexer, None or keys, bool [B, L, Lk], that replace the
+    indexer's choice. The call sets the selection of such a layer, or None for all causal keys."""
     gate_logits: torch.Tensor | None
     """[B, L, H, D]"""
     learns: bool

@@ -31,6 +31,8 @@ class _Generation:
     """bool [B, Lk], the causal keys of the last token"""
     selections: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Layer with an indexer -> bool [B, L, Lk] of each pass"""
+    joined: torch.Tensor | None = None
+    """bool [layers with an indexer, B, L, Lk]"""
     sequences: list[list[int]] = field(default_factory=list)
     """The tokens of each sequence without padding"""
 
@@ -39,9 +41,12 @@ class _Generation:
             return
         self.tokens = [torch.cat(self.tokens, 1)]
         length = self.tokens[0].shape[1]
-        for layer, parts in self.selections.items():
-            parts = [nn.functional.pad(each, (0, length - each.shape[-1])) for each in parts]
+        layers = sorted(self.selections)
+        for layer in layers:
+            parts = [nn.functional.pad(each, (0, length - each.shape[-1])) for each in self.selections[layer]]
             self.selections[layer] = [torch.cat(parts, 1)]
+        self.joined = torch.stack([self.selections[layer][0] for layer in layers])
+        self.selections = {layer: [each] for layer, each in zip(layers, self.joined, strict=True)}
         assert self.causal_keys is not None
         rows = zip(self.tokens[0], self.causal_keys, strict=True)
         self.sequences = [tokens[real].tolist() for tokens, real in rows]
@@ -54,13 +59,13 @@ class _Generation:
                 return row
         return None
 
-    def copy(self, row: int, to: list[torch.Tensor], places: torch.Tensor) -> None:
-        """Copy the selections of a row to `places` of tensors [L, L], one for each layer with an indexer."""
+    def copy(self, row: int, to: torch.Tensor, places: torch.Tensor) -> None:
+        """Copy the selections of a row to `places` of a tensor [layers with an indexer, L, L]."""
         assert self.causal_keys is not None
+        assert self.joined is not None
         slots = self.causal_keys[row].nonzero()[: len(places), 0]
         places = places[: len(slots)]
-        for result, (_, (known,)) in zip(to, sorted(self.selections.items()), strict=True):
-            result[places[:, None], places] = known[row][slots[:, None], slots]
+        to[:, places[:, None], places] = self.joined[:, row, slots[:, None], slots]
 
 
 class _Replay:
@@ -104,7 +109,7 @@ class _Replay:
         for each in self.generations:
             each.join()
         layers = len(self.generations[-1].selections) if self.generations else 0
-        found = [real.new_zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool) for _ in range(layers)]
+        found = real.new_zeros(layers, *tokens.shape, tokens.shape[1], dtype=torch.bool)
         for row in range(len(tokens)):
             places = real[row].nonzero()[:, 0]
             sequence = tokens[row, places].tolist()
@@ -115,8 +120,8 @@ class _Replay:
                     f"row {row} of input_ids was not generated with a cache in the last {self.kept} calls of "
                     "model.generate; generate it first, or pass more generations"
                 )
-            generation.copy(source, [each[row] for each in found], places)
-        return found
+            generation.copy(source, found[:, row], places)
+        return list(found)
 
 
 @contextmanager
