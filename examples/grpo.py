@@ -170,7 +170,9 @@ def main() -> None:
         "generation_s": round(generating, 1),
         "training_s": round(training, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-        "log_prob_changes": log_prob_changes(model, tokenizer, [each["prompt"] for each in prompts[:32]]),
+        "log_prob_changes": log_prob_changes(
+            model, tokenizer, [sums.prompt(*pair) for pair in sums.pairs[: options.batch]]
+        ),
     }
     print(json.dumps(result))
 
