@@ -152,6 +152,8 @@ class GSAAttention(nn.Module):
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = self.project(hidden_states, position_embeddings, shape)
+        if kernel_pass is not None:  # which take one dtype; under autocast the rotary embedding leaves fp32
+            q, k = q.to(v.dtype), k.to(v.dtype)
         slots = torch.arange(shape[1], device=q.device)
         if cache is not None:
             # Read the length before the update, which may change it in place.
@@ -195,7 +197,8 @@ class GSAAttention(nn.Module):
                 ranked = best_of_groups(scores.detach(), visible, numbers // self.config.key_group_size)
             selection = select_keys(self.indexer, self.config, ranked, visible)
             if given is not None:
-                selection = torch.where(given.any(-1, keepdim=True), given & visible, selection)
+                given = given & visible
+                selection = torch.where(given.any(-1, keepdim=True), given, selection)
             if output_indexer_loss:
                 loss = self._loss(scores, q, k, selection, visible)
         if self.is_sparse:

@@ -202,9 +202,11 @@ class GSAModel(GSAPreTrainedModel):
         visible = kernel_pass = None
         if self.config._attn_implementation == "gsa":
             arguments = (inputs_embeds, attention_mask, position_ids, cache)
-            if selections is not None:
-                raise ValueError("selections are passed with attn_implementation 'gsa'; pass 'sdpa'")
             kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
+            if selections is not None and kernel_pass.decodes:
+                raise ValueError(
+                    "selections are passed with one token, a cache and attn_implementation 'gsa'; pass use_cache=False"
+                )
         if position_ids is None:
             position_ids = token_numbers(inputs_embeds, None, attention_mask, cache)
         if kernel_pass is None:

@@ -14,7 +14,7 @@ import torch
 from gsa_kernels.api import decode_step, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_at_least
-from gsa_kernels.decode.reference import keys_of_selection
+from gsa_kernels.decode.reference import decoded_keys
 from gsa_kernels.decode.state import LayerCache, most_selected, new_selection, new_workspace
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
@@ -185,9 +185,5 @@ def _select(
 
 def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:
     """Return the keys to which the cache's last token attended when it was decoded: bool [B, 1, Lk]."""
-    selection, device = cache.decode.selection, cache.indexer_keys.device
-    valid = torch.arange(selection.indices.shape[1], device=device) < selection.counts[:, None]
-    hits = torch.zeros(len(valid), cache.max_length, dtype=torch.int32, device=device)
-    hits.scatter_add_(1, selection.indices.long(), valid.int())
-    selected = hits[:, : cache.length] > 0
-    return keys_of_selection(selected, cache.decode.lengths, config.local_window)[:, None]
+    held = cache.decode
+    return decoded_keys(held.selection, held.lengths, config.local_window, cache.length)[:, None]

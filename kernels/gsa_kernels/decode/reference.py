@@ -10,6 +10,7 @@ import torch
 
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.decode.state import DecodeSelection
 from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import best_of_groups, indexer_scores
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
@@ -123,6 +124,17 @@ def keys_of_selection(selected: torch.Tensor, lengths: torch.Tensor, local_windo
     """Add the local window to the selected keys: bool [B, L_max], unspecified from the sequence's length on."""
     keys = torch.arange(selected.shape[1], device=selected.device)
     return selected | (lengths[:, None] - 1 - keys < local_window)
+
+
+def decoded_keys(
+    selection: DecodeSelection, lengths: torch.Tensor, local_window: int, num_keys: int
+) -> torch.Tensor:
+    """Return the keys to which each sequence's last token attended when it was decoded: bool [B, num_keys], unspecified
+    from the sequence's length on."""
+    valid = torch.arange(selection.indices.shape[1], device=lengths.device) < selection.counts[:, None]
+    hits = torch.zeros(len(valid), num_keys, dtype=torch.int32, device=lengths.device)
+    hits.scatter_add_(1, torch.where(valid, selection.indices, 0).long(), valid.int())
+    return keys_of_selection(hits > 0, lengths, local_window)
 
 
 def _causal(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:
