@@ -6,13 +6,15 @@ Each argument is a compute capability without its point. The command needs Trito
 come from configs/*.yaml. The table has for each kernel the largest shared memory, registers and stack of its launches.
 """
 
+import argparse
+import json
 import sys
-from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from compiled_for import Compiled, compile_for
+from compiled_for import SHARED_KIB, compile_for
 
 from gsa_kernels import api, limits
 from gsa_kernels.decode import entry, joined
@@ -36,7 +38,7 @@ from gsa_train.config import load_config
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 ROWS = 256
 """Queries of a launch. They are the last queries of a sequence, so that the number of keys is the config's."""
-SHORT = dict(implementation="triton")
+BY_TRITON: Any = {"implementation": "triton"}
 
 
 class Form(NamedTuple):
@@ -57,9 +59,9 @@ class Form(NamedTuple):
     ffn: int
 
 
-def shipped_forms() -> set[Form]:
+def shipped_forms(configs: str) -> set[Form]:
     forms = set()
-    for path in sorted(CONFIGS.glob("*.yaml")):
+    for path in sorted(CONFIGS.glob(f"{configs}.yaml")):
         config = load_config(path)
         model, gsa = config.model, config.gsa
         forms.add(
@@ -99,7 +101,7 @@ def attend(form: Form) -> None:
     for starts in (None, documents):
         geometry = Geometry(starts, start, form.window, form.group)
         if form.keys <= limits.PACKED_MASK_MAX_TOKENS:
-            backward(api.sparse_attention(q, k, v, None, geometry, gate, **SHORT)[0])
+            backward(api.sparse_attention(q, k, v, None, geometry, gate, **BY_TRITON)[0])
         if form.sparse:
             attend_sparsely(form, q, k, v, gate, geometry)
 
@@ -108,18 +110,27 @@ def attend_sparsely(form: Form, q, k, v, gate, geometry: Geometry) -> None:
     heads, size, activation = form.indexer
     rows = q.shape[1]
     biases = (zeros(heads), zeros(heads)) if activation == "sigmoid" else (None, None)
-    indexer = Indexer(zeros(1, rows, heads, size), zeros(1, form.keys, size), zeros(1, rows, heads), *biases, activation)
-    selected = api.select(indexer, form.rule, zeros(dtype=torch.float32), geometry, **SHORT, with_log_sum=form.group == 1 and form.keys <= limits.REGISTER_KEYS)
+    indexer = Indexer(
+        zeros(1, rows, heads, size), zeros(1, form.keys, size), zeros(1, rows, heads), *biases, activation
+    )
+    selected = api.select(
+        indexer,
+        form.rule,
+        zeros(dtype=torch.float32),
+        geometry,
+        **BY_TRITON,
+        with_log_sum=form.group == 1 and form.keys <= limits.REGISTER_KEYS,
+    )
     if selected.key_lists is not None:
         selected = Selection(None, long_lists(rows, geometry.query_start), selected.budget, selected.variance)
     sample = RowSample(form.fraction, seed=0)
-    out, lse = api.sparse_attention(q, k, v, selected, geometry, gate, **SHORT)
+    out, lse = api.sparse_attention(q, k, v, selected, geometry, gate, **BY_TRITON)
     backward(out)
     for keys in (selected, None) if selected.packed_mask is not None else (selected,):
-        backward(api.indexer_loss(indexer, q, k, lse, keys, geometry, sample, **SHORT)[0])
+        backward(api.indexer_loss(indexer, q, k, lse, keys, geometry, sample, **BY_TRITON)[0])
     if form.fraction == 1 and api.can_fuse_indexer_loss(q, k, selected):
         fused = FusedLoss(indexer, 1.0, lambda kl: None)
-        backward(api.sparse_attention_with_loss(q, k, v, selected, geometry, fused, gate, **SHORT)[0])
+        backward(api.sparse_attention_with_loss(q, k, v, selected, geometry, fused, gate, **BY_TRITON)[0])
 
 
 def long_lists(rows: int, start: int) -> KeyLists:
@@ -137,7 +148,14 @@ def enter(form: Form) -> None:
     tables = [torch.zeros(ROWS, form.size // 2) for _ in range(2)]
     for gates in (True, False) if form.sparse else (False,):
         logits = zeros(ROWS, 1, width * (1 + group)) if gates else None
-        found = fused_split_rotate_gate(zeros(ROWS, 1, width * (2 + group)), logits, *tables, kv_heads=form.kv_heads, value_gate=gates, output_gate=gates)
+        found = fused_split_rotate_gate(
+            zeros(ROWS, 1, width * (2 + group)),
+            logits,
+            *tables,
+            kv_heads=form.kv_heads,
+            value_gate=gates,
+            output_gate=gates,
+        )
         backward(*(each for each in found if each is not None))
     heads, size, _ = form.indexer
     tables = [torch.zeros(ROWS, size // 2) for _ in range(2)]
@@ -158,44 +176,116 @@ def decode(form: Form) -> None:
     heads, size, activation = form.indexer
     for batch in (1, 8):
         lengths = torch.ones(batch, dtype=torch.int32)
-        workspace = new_workspace(batch, form.keys, heads=form.heads, kv_heads=form.kv_heads, head_size=form.size, device="cuda")
+        workspace = new_workspace(
+            batch, form.keys, heads=form.heads, kv_heads=form.kv_heads, head_size=form.size, device="cuda"
+        )
         k, v = (zeros(batch, form.keys, form.kv_heads, form.size) for _ in range(2))
         biases = (zeros(heads), zeros(heads)) if activation == "sigmoid" else (None, None)
-        indexer = Indexer(zeros(batch, 1, heads, size), zeros(batch, form.keys, size), zeros(batch, 1, heads), *biases, activation)
+        indexer = Indexer(
+            zeros(batch, 1, heads, size),
+            zeros(batch, form.keys, size),
+            zeros(batch, 1, heads),
+            *biases,
+            activation,
+        )
         cache = LayerCache(k, v, lengths, new_selection(batch, form.rule.most_keys, device="cuda"), workspace)
         if form.sparse:
             q = zeros(batch, form.heads, form.size)
-            api.decode_step(q, indexer, cache, form.rule, torch.zeros(()), Geometry(None, 0, form.window, form.group), q, **SHORT)
+            api.decode_step(
+                q,
+                indexer,
+                cache,
+                form.rule,
+                torch.zeros(()),
+                Geometry(None, 0, form.window, form.group),
+                q,
+                **BY_TRITON,
+            )
         norm = Norm(zeros(form.hidden), 1e-5)
         x, slot = zeros(batch, form.hidden), torch.zeros(1, dtype=torch.int64)
         look_up(torch.zeros(batch, dtype=torch.int64), zeros(32, form.hidden))
         row_product(x, zeros(2 * form.ffn, form.hidden), norm, gated=True)
-        row_product(zeros(batch, form.heads * form.size), zeros(form.hidden, form.heads * form.size), residual=x)
+        row_product(
+            zeros(batch, form.heads * form.size), zeros(form.hidden, form.heads * form.size), residual=x
+        )
         width = form.size * form.heads
-        sizes = entered.EntrySizes(width, form.kv_heads * form.size, form.kv_heads * form.size * form.sparse, width * form.sparse, heads * form.sparse, form.size, size)
-        entry_cache = entered.EntryCache(*(each.transpose(1, 2) for each in (k, v)), indexer.keys if form.sparse else None)
-        angles = entered.Angles(*(zeros(batch, form.size) for _ in range(2)), *(zeros(batch, size) for _ in range(2 * form.sparse)))
+        sizes = entered.EntrySizes(
+            width,
+            form.kv_heads * form.size,
+            form.kv_heads * form.size * form.sparse,
+            width * form.sparse,
+            heads * form.sparse,
+            form.size,
+            size,
+        )
+        entry_cache = entered.EntryCache(
+            *(each.transpose(1, 2) for each in (k, v)), indexer.keys if form.sparse else None
+        )
+        angles = entered.Angles(
+            *(zeros(batch, form.size) for _ in range(2)),
+            *(zeros(batch, size) for _ in range(2 * form.sparse)),
+        )
         entry.enter_token(zeros(batch, sizes.width), sizes, angles, entry_cache, slot)
         if batch == 1:
-            table = entered.AngleTable(zeros(9, 2 * form.size + 2 * size * form.sparse), lengths, form.size, size * form.sparse)
-            joined.enter_row(x, entered.JoinedProduct(zeros(sizes.width, form.hidden), norm), sizes, table, entry_cache, slot)
+            table = entered.AngleTable(
+                zeros(9, 2 * form.size + 2 * size * form.sparse), lengths, form.size, size * form.sparse
+            )
+            joined.enter_row(
+                x,
+                entered.JoinedProduct(zeros(sizes.width, form.hidden), norm),
+                sizes,
+                table,
+                entry_cache,
+                slot,
+            )
 
 
-def launches() -> None:
-    for form in sorted(shipped_forms(), key=str):
-        print(form, file=sys.stderr, flush=True)
+def all_forms(configs: str) -> list[Form]:
+    """Return the forms of the shipped configs, and of heads of 256 and groups of keys."""
+    forms = sorted(shipped_forms(configs), key=str)
+    sparse = [form for form in forms if form.sparse and form.indexer == (8, 64, "relu") and form.heads == 16]
+    return [
+        *forms,
+        *(form._replace(kv_heads=2, size=256) for form in sparse),
+        *(form._replace(group=8) for form in sparse),
+    ]
+
+
+def launch_all(configs: str) -> None:
+    for form in all_forms(configs):
         attend(form)
         enter(form)
         decode(form)
 
 
-def main(capabilities: list[str]) -> int:
-    for capability in map(int, capabilities):
-        print(f"sm_{capability}, at most {limits.shared_bytes(capability)} bytes of shared memory")
-        for kernel in compile_for(capability, launches):
-            print(f"{kernel.name:34}{kernel.shared:8}{kernel.registers:5}{kernel.stack:6}  {'; '.join(kernel.faults)}")
-    return 0
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_KIB)
+    parser.add_argument("--configs", default="*", help="pattern for names in configs/, without .yaml")
+    parser.add_argument("--json", action="store_true", help="print only {capability: {kernel: faults}}")
+    options = parser.parse_args()
+    found = {each: compile_for(each, lambda: launch_all(options.configs)) for each in options.capabilities}
+    faults = {
+        capability: {kernel.name: kernel.faults for kernel in kernels if kernel.faults}
+        for capability, kernels in found.items()
+    }
+    if options.json:
+        json.dump(faults, sys.stdout)
+        return 0
+    for capability, kernels in found.items():
+        print(f"sm_{capability}: {len(kernels)} compiled kernels, at most {SHARED_KIB[capability]} KiB")
+        print(f"{'kernel':56}{'compiled':>8}{'KiB':>7}{'registers':>10}{'stack':>6}")
+        for name, group in groupby(sorted(kernels, key=str), key=lambda kernel: kernel.name):
+            same = list(group)
+            shared, registers, stack = (
+                max(getattr(kernel, field) for kernel in same) for field in ("shared", "registers", "stack")
+            )
+            print(f"{name:56}{len(same):8}{shared / 1024:7.1f}{registers:10}{stack:6}")
+        print(*(f"{name} cannot run: {'; '.join(why)}" for name, why in faults[capability].items()), sep="\n")
+    return int(any(faults.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

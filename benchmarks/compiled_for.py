@@ -20,7 +20,9 @@ from triton.compiler import CompilationError
 from triton.runtime.jit import JITFunction
 
 from gsa_kernels.hopper.miscompile_guard import wrong_sums
-from gsa_kernels.limits import shared_bytes
+
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""Largest shared memory of a program by compute capability (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 MULTIPROCESSORS = 132
 _CUOBJDUMP = Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
@@ -78,7 +80,9 @@ class Compiled:
 
 @contextmanager
 def _as_if_on(capability: int, compile_only: Any) -> Iterator[None]:
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    properties = SimpleNamespace(
+        multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_KIB[capability] * 1024
+    )
     cuda = {
         "get_device_capability": lambda device=None: divmod(capability, 10),
         "get_device_properties": lambda device=None: properties,
@@ -86,9 +90,12 @@ def _as_if_on(capability: int, compile_only: Any) -> Iterator[None]:
         "Event": mock.MagicMock,
     }
     triton.runtime.driver.set_active(Driver(capability))  # type: ignore[arg-type]
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(JITFunction, "run", compile_only):
-        with OnGpu():
-            yield
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(JITFunction, "run", compile_only),
+        OnGpu(),
+    ):
+        yield
 
 
 def compile_for(capability: int, launches: Callable[[], object]) -> list[Compiled]:
@@ -97,7 +104,7 @@ def compile_for(capability: int, launches: Callable[[], object]) -> list[Compile
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        name = self.__name__
+        name = self.fn.__module__.removeprefix("gsa_kernels.") + "." + self.__name__.strip("_")
         try:
             kernel = run(self, *args, grid=grid, warmup=True, **options)
         except (CompilationError, PTXASError, RuntimeError) as error:
@@ -105,7 +112,7 @@ def compile_for(capability: int, launches: Callable[[], object]) -> list[Compile
             found[f"{name} {reason}"] = Compiled(name, 0, 0, 0, [reason[-1] if reason else repr(error)])
         else:
             if kernel.hash not in found:
-                found[kernel.hash] = _describe(kernel, capability)
+                found[kernel.hash] = _describe(name, kernel, capability)
 
     with _as_if_on(capability, compile_only):
         launches()
@@ -113,9 +120,9 @@ def compile_for(capability: int, launches: Callable[[], object]) -> list[Compile
     return list(found.values())
 
 
-def _describe(kernel: Any, capability: int) -> Compiled:
+def _describe(name: str, kernel: Any, capability: int) -> Compiled:
     faults = wrong_sums(kernel.asm["ttgir"])
-    shared, limit = kernel.metadata.shared, shared_bytes(capability)
+    shared, limit = kernel.metadata.shared, SHARED_KIB[capability] * 1024
     if shared > limit:
         faults.append(f"{shared} bytes of shared memory; the GPU has {limit}")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -124,4 +131,4 @@ def _describe(kernel: Any, capability: int) -> Compiled:
             [_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
-    return Compiled(kernel.name, shared, numbers["REG"], numbers["STACK"], faults)
+    return Compiled(name, shared, numbers["REG"], numbers["STACK"], faults)

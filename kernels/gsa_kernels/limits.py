@@ -225,14 +225,3 @@ def next_power_of_2(number: int) -> int:
 def ceil_div(number: int, divisor: int) -> int:
     """Return number / divisor, rounded up, faster on the host than triton.cdiv, which also runs in kernels."""
     return -(-number // divisor)
-
-
-# ---- shared memory of GPUs
-
-
-SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""Largest shared memory of a program in KiB, by compute capability without its point (CUDA C++ Programming Guide)."""
-
-
-def shared_bytes(capability: int) -> int:
-    return SHARED_KIB[capability] * 1024

@@ -6,29 +6,37 @@ import triton.language as tl
 
 from gsa_kernels.attention.inputs import GradientInputs
 from gsa_kernels.attention.triton_tiles import (
+    HOPPER_SHARED_BYTES,
     Tiles,
     causal_hit,
     expand_words,
+    first_fitting,
     float_warps,
     input_precision,
     is_even,
     load_rows,
     load_words,
+    shared_memory,
     tile_source,
     use_tma,
 )
 from gsa_kernels.triton_constants import LOG2_E
 
 
-def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
+def query_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHARED_BYTES) -> Tiles:
+    """Return the tile shape for a GPU with `shared` bytes of shared memory per program."""
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:
         # Shared memory holds 128 KiB of q and of the output's gradient, and two stages of 16 KiB each of k and of v. A
         # tile of 64 keys would leave no second stage. A tile of 64 queries would have one warpgroup with 248 registers
         # per thread.
-        return Tiles(128, 32, 8, 2)
-    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3)
+        choices = (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2))
+    elif head_size > 64:
+        choices = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2))
+    else:
+        return Tiles(64, 64, 4, 3)
+    return first_fitting("the gradient of q", head_size, shared, *choices)
 
 
 def backward_queries(
@@ -38,7 +46,7 @@ def backward_queries(
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
-    tiles = query_tiles(head_size, q.dtype)
+    tiles = query_tiles(head_size, q.dtype, shared_memory(q.device))
     grad_q = torch.empty_like(q)
     tma = use_tma(tiles, k, v)
     _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](
