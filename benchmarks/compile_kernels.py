@@ -9,9 +9,11 @@ come from configs/*.yaml. The table has for each kernel the largest shared memor
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compiled_for import SHARED_KIB, compile_for
@@ -34,101 +36,63 @@ from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
 from gsa_train.config import load_config
+from gsa_train.config.gsa import SCORES
+from gsa_train.config.sections import Config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+BY_TRITON: Any = {"implementation": "triton"}
 ROWS = 256
 """Queries of a launch. They are the last queries of a sequence, so that the number of keys is the config's."""
-BY_TRITON: Any = {"implementation": "triton"}
 
 
-class Form(NamedTuple):
-    """Holds what decides the kernels of a config."""
-
-    heads: int
-    kv_heads: int
-    size: int
-    sparse: bool
-    indexer: tuple[int, int, str]
-    """Heads, size and activation."""
-    group: int
-    keys: int
-    rule: BudgetRule
-    window: int
-    fraction: float
-    hidden: int
-    ffn: int
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
 
 
-def shipped_forms(configs: str) -> set[Form]:
-    forms = set()
-    for path in sorted(CONFIGS.glob(f"{configs}.yaml")):
-        config = load_config(path)
-        model, gsa = config.model, config.gsa
-        forms.add(
-            Form(
-                model.num_heads,
-                model.num_kv_heads,
-                model.head_dim,
-                gsa.attention == "sparse",
-                (gsa.indexer_heads, gsa.indexer_dim, gsa.indexer_activation),
-                gsa.key_group_size,
-                config.train.seq_len_tokens,
-                BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below),
-                gsa.local_window,
-                gsa.indexer_loss_row_fraction,
-                model.hidden_size,
-                model.ffn_hidden_size,
-            )
-        )
-    return forms
+def backward(*outputs: torch.Tensor | None) -> None:
+    given = [each for each in outputs if each is not None]
+    torch.autograd.backward(given, [torch.zeros_like(each) for each in given])
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+def new_indexer(config: Config, batch: int, rows: int) -> Indexer:
+    heads, size = config.gsa.indexer_heads, config.gsa.indexer_dim
+    score = SCORES[config.gsa.indexer_activation]
+    biases = (zeros(heads), zeros(heads)) if score.activation == "sigmoid" else (None, None)
+    keys = zeros(batch, config.train.seq_len_tokens, size)
+    return Indexer(
+        zeros(batch, rows, heads, size), keys, zeros(batch, rows, heads), *biases, score.activation
+    )
 
 
-def backward(*outputs: torch.Tensor) -> None:
-    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+def budget_rule(config: Config) -> BudgetRule:
+    gsa = config.gsa
+    return BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
 
 
-def attend(form: Form) -> None:
+def attend(config: Config, documents: torch.Tensor | None) -> None:
     """Run selection, attention and the indexer loss, forward and backward, as a training step and a warm-up step do."""
-    rows = min(ROWS, form.keys)
-    start = form.keys - rows
-    q, gate = zeros(1, rows, form.heads, form.size), zeros(1, rows, form.heads, form.size)
-    k, v = zeros(1, form.keys, form.kv_heads, form.size), zeros(1, form.keys, form.kv_heads, form.size)
-    documents = torch.zeros(1, rows, dtype=torch.int32)
-    for starts in (None, documents):
-        geometry = Geometry(starts, start, form.window, form.group)
-        if form.keys <= limits.PACKED_MASK_MAX_TOKENS:
-            backward(api.sparse_attention(q, k, v, None, geometry, gate, **BY_TRITON)[0])
-        if form.sparse:
-            attend_sparsely(form, q, k, v, gate, geometry)
-
-
-def attend_sparsely(form: Form, q, k, v, gate, geometry: Geometry) -> None:
-    heads, size, activation = form.indexer
-    rows = q.shape[1]
-    biases = (zeros(heads), zeros(heads)) if activation == "sigmoid" else (None, None)
-    indexer = Indexer(
-        zeros(1, rows, heads, size), zeros(1, form.keys, size), zeros(1, rows, heads), *biases, activation
-    )
-    selected = api.select(
-        indexer,
-        form.rule,
-        zeros(dtype=torch.float32),
-        geometry,
-        **BY_TRITON,
-        with_log_sum=form.group == 1 and form.keys <= limits.REGISTER_KEYS,
-    )
+    model, gsa, keys = config.model, config.gsa, config.train.seq_len_tokens
+    rows = min(ROWS, keys)
+    starts = None if documents is None else documents[:, :rows]
+    geometry = Geometry(starts, keys - rows, gsa.local_window, gsa.key_group_size)
+    q, gate = zeros(1, rows, model.num_heads, model.head_dim), zeros(1, rows, model.num_heads, model.head_dim)
+    k, v = (zeros(1, keys, model.num_kv_heads, model.head_dim) for _ in range(2))
+    backward(api.sparse_attention(q, k, v, None, geometry, gate, **BY_TRITON)[0])
+    if gsa.attention == "dense":
+        return
+    indexer = new_indexer(config, 1, rows)
+    with_log_sum = gsa.key_group_size == 1 and keys <= limits.REGISTER_KEYS
+    ema = torch.zeros(())
+    selected = api.select(indexer, budget_rule(config), ema, geometry, with_log_sum=with_log_sum, **BY_TRITON)
     if selected.key_lists is not None:
-        selected = Selection(None, long_lists(rows, geometry.query_start), selected.budget, selected.variance)
-    sample = RowSample(form.fraction, seed=0)
+        lists = long_lists(rows, geometry.query_start)
+        selected = Selection(None, lists, selected.budget, selected.variance)
     out, lse = api.sparse_attention(q, k, v, selected, geometry, gate, **BY_TRITON)
     backward(out)
-    for keys in (selected, None) if selected.packed_mask is not None else (selected,):
-        backward(api.indexer_loss(indexer, q, k, lse, keys, geometry, sample, **BY_TRITON)[0])
-    if form.fraction == 1 and api.can_fuse_indexer_loss(q, k, selected):
+    sample = RowSample(gsa.indexer_loss_row_fraction, seed=0)
+    for attended in (selected, None):
+        backward(api.indexer_loss(indexer, q, k, lse, attended, geometry, sample, **BY_TRITON)[0])
+    if api.can_fuse_indexer_loss(q, k, selected):
         fused = FusedLoss(indexer, 1.0, lambda kl: None)
         backward(api.sparse_attention_with_loss(q, k, v, selected, geometry, fused, gate, **BY_TRITON)[0])
 
@@ -141,121 +105,81 @@ def long_lists(rows: int, start: int) -> KeyLists:
     return KeyLists(*entries, torch.arange(tiles)[None] * count, counts, rows, count, start, counts)
 
 
-def enter(form: Form) -> None:
-    """Run what surrounds attention in a training step."""
-    width = form.kv_heads * form.size
-    group = form.heads // form.kv_heads
-    tables = [torch.zeros(ROWS, form.size // 2) for _ in range(2)]
-    for gates in (True, False) if form.sparse else (False,):
-        logits = zeros(ROWS, 1, width * (1 + group)) if gates else None
-        found = fused_split_rotate_gate(
+def run_fused(config: Config) -> None:
+    """Run the fused operators around attention, forward and backward."""
+    model, gsa = config.model, config.gsa
+    width, group = model.num_kv_heads * model.head_dim, model.num_heads // model.num_kv_heads
+    logits = zeros(ROWS, 1, width * (gsa.value_gate + group * gsa.output_gate))
+    backward(
+        *fused_split_rotate_gate(
             zeros(ROWS, 1, width * (2 + group)),
-            logits,
-            *tables,
-            kv_heads=form.kv_heads,
-            value_gate=gates,
-            output_gate=gates,
+            logits if logits.numel() else None,
+            *torch.zeros(2, ROWS, model.head_dim // 2),
+            kv_heads=model.num_kv_heads,
+            value_gate=gsa.value_gate,
+            output_gate=gsa.output_gate,
         )
-        backward(*(each for each in found if each is not None))
-    heads, size, _ = form.indexer
-    tables = [torch.zeros(ROWS, size // 2) for _ in range(2)]
-    if form.sparse:
-        backward(*split_projection(zeros(ROWS, 1, (heads + 1) * size + heads), heads, size, *tables))
-    backward(fused_sigmoid_gate(zeros(1, ROWS, form.heads, form.size), zeros(1, ROWS, form.heads, form.size)))
-    backward(fused_swiglu(zeros(ROWS, 2 * form.ffn)))
-    backward(fused_weighted_swiglu(zeros(ROWS, 2 * form.ffn), zeros(ROWS, dtype=torch.float32)))
+    )
+    heads, size = gsa.indexer_heads, gsa.indexer_dim
+    angles = torch.zeros(2, ROWS, size // 2)
+    backward(*split_projection(zeros(ROWS, 1, (heads + 1) * size + heads), heads, size, *angles))
+    backward(fused_sigmoid_gate(zeros(ROWS, width), zeros(ROWS, width)))
+    backward(fused_swiglu(zeros(ROWS, 2 * model.ffn_hidden_size)))
+    backward(fused_weighted_swiglu(zeros(ROWS, 2 * model.ffn_hidden_size), torch.zeros(ROWS)))
     backward(vocab_parallel_cross_entropy(zeros(ROWS, 32768), torch.zeros(ROWS, dtype=torch.int64)))
-    fp32 = torch.zeros(form.hidden)
+    fp32 = torch.zeros(model.hidden_size)
     squared_updates([fp32], [fp32], [fp32], fp32[0], fp32[0], 0.1)
     add_total(fp32, torch.zeros((), dtype=torch.float64))
-    add_column_sums(torch.zeros(ROWS, form.hidden, dtype=torch.bfloat16), fp32)
+    add_column_sums(zeros(ROWS, model.hidden_size), fp32)
 
 
 @torch.no_grad()
-def decode(form: Form) -> None:
-    heads, size, activation = form.indexer
-    for batch in (1, 8):
-        lengths = torch.ones(batch, dtype=torch.int32)
-        workspace = new_workspace(
-            batch, form.keys, heads=form.heads, kv_heads=form.kv_heads, head_size=form.size, device="cuda"
-        )
-        k, v = (zeros(batch, form.keys, form.kv_heads, form.size) for _ in range(2))
-        biases = (zeros(heads), zeros(heads)) if activation == "sigmoid" else (None, None)
-        indexer = Indexer(
-            zeros(batch, 1, heads, size),
-            zeros(batch, form.keys, size),
-            zeros(batch, 1, heads),
-            *biases,
-            activation,
-        )
-        cache = LayerCache(k, v, lengths, new_selection(batch, form.rule.most_keys, device="cuda"), workspace)
-        if form.sparse:
-            q = zeros(batch, form.heads, form.size)
-            api.decode_step(
-                q,
-                indexer,
-                cache,
-                form.rule,
-                torch.zeros(()),
-                Geometry(None, 0, form.window, form.group),
-                q,
-                **BY_TRITON,
-            )
-        norm = Norm(zeros(form.hidden), 1e-5)
-        x, slot = zeros(batch, form.hidden), torch.zeros(1, dtype=torch.int64)
-        look_up(torch.zeros(batch, dtype=torch.int64), zeros(32, form.hidden))
-        row_product(x, zeros(2 * form.ffn, form.hidden), norm, gated=True)
-        row_product(
-            zeros(batch, form.heads * form.size), zeros(form.hidden, form.heads * form.size), residual=x
-        )
-        width = form.size * form.heads
-        sizes = entered.EntrySizes(
-            width,
-            form.kv_heads * form.size,
-            form.kv_heads * form.size * form.sparse,
-            width * form.sparse,
-            heads * form.sparse,
-            form.size,
-            size,
-        )
-        entry_cache = entered.EntryCache(
-            *(each.transpose(1, 2) for each in (k, v)), indexer.keys if form.sparse else None
-        )
-        angles = entered.Angles(
-            *(zeros(batch, form.size) for _ in range(2)),
-            *(zeros(batch, size) for _ in range(2 * form.sparse)),
-        )
-        entry.enter_token(zeros(batch, sizes.width), sizes, angles, entry_cache, slot)
-        if batch == 1:
-            table = entered.AngleTable(
-                zeros(9, 2 * form.size + 2 * size * form.sparse), lengths, form.size, size * form.sparse
-            )
-            joined.enter_row(
-                x,
-                entered.JoinedProduct(zeros(sizes.width, form.hidden), norm),
-                sizes,
-                table,
-                entry_cache,
-                slot,
-            )
+def decode(config: Config, batch: int) -> None:
+    """Run the kernels that decode one token per sequence."""
+    model, gsa, keys = config.model, config.gsa, config.train.seq_len_tokens
+    heads, kv_heads, head_size = model.num_heads, model.num_kv_heads, model.head_dim
+    indexer, rule, sparse = new_indexer(config, batch, 1), budget_rule(config), gsa.attention == "sparse"
+    lengths, slot = torch.ones(batch, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    sizes_of_cache: Any = {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "device": "cuda"}
+    workspace = new_workspace(batch, keys, **sizes_of_cache)
+    k, v = (zeros(batch, keys, kv_heads, head_size) for _ in range(2))
+    if sparse:
+        q, geometry = zeros(batch, heads, head_size), Geometry(None, 0, gsa.local_window, gsa.key_group_size)
+        cache = LayerCache(k, v, lengths, new_selection(batch, rule.most_keys, device="cuda"), workspace)
+        api.decode_step(q, indexer, cache, rule, torch.zeros(()), geometry, q, **BY_TRITON)
+    x, norm = zeros(batch, model.hidden_size), Norm(zeros(model.hidden_size), 1e-5)
+    q_width, kv_width, index_heads = heads * head_size, kv_heads * head_size, gsa.indexer_heads * sparse
+    look_up(torch.zeros(batch, dtype=torch.int64), zeros(32, model.hidden_size))
+    row_product(x, zeros(2 * model.ffn_hidden_size, model.hidden_size), norm, gated=True)
+    row_product(zeros(batch, q_width), zeros(model.hidden_size, q_width), residual=x)
+    gates = (kv_width * gsa.value_gate, q_width * gsa.output_gate)
+    sizes = entered.EntrySizes(q_width, kv_width, *gates, index_heads, head_size, gsa.indexer_dim)
+    index_keys, turned = indexer.keys if sparse else None, gsa.indexer_dim * gsa.indexer_rope * sparse
+    cached = entered.EntryCache(k.transpose(1, 2), v.transpose(1, 2), index_keys)
+    table = entered.AngleTable(zeros(9, 2 * (head_size + turned)), lengths, head_size, turned)
+    entry.enter_token(zeros(batch, sizes.width), sizes, table.angles(), cached, slot)
+    if batch == 1:
+        product = entered.JoinedProduct(zeros(sizes.width, model.hidden_size), norm)
+        joined.enter_row(x, product, sizes, table, cached, slot)
 
 
-def all_forms(configs: str) -> list[Form]:
-    """Return the forms of the shipped configs, and of heads of 256 and groups of keys."""
-    forms = sorted(shipped_forms(configs), key=str)
-    sparse = [form for form in forms if form.sparse and form.indexer == (8, 64, "relu") and form.heads == 16]
-    return [
-        *forms,
-        *(form._replace(kv_heads=2, size=256) for form in sparse),
-        *(form._replace(group=8) for form in sparse),
-    ]
+def variants(pattern: str) -> Iterator[Config]:
+    """Yield the shipped configs, and the recommended ones also with heads of 256 and with groups of 8 keys."""
+    for path in sorted(CONFIGS.glob(f"{pattern}.yaml")):
+        config = load_config(path)
+        yield config
+        if path.stem.startswith("gsa_1.7b"):
+            yield replace(config, model=replace(config.model, head_dim=256, num_kv_heads=2))
+            yield replace(config, gsa=replace(config.gsa, key_group_size=8))
 
 
-def launch_all(configs: str) -> None:
-    for form in all_forms(configs):
-        attend(form)
-        enter(form)
-        decode(form)
+def launch_all(pattern: str) -> None:
+    for config in variants(pattern):
+        for documents in (None, torch.zeros(1, ROWS, dtype=torch.int32)):
+            attend(config, documents)
+        run_fused(config)
+        for batch in (1, 8):
+            decode(config, batch)
 
 
 def main() -> int:
