@@ -7,7 +7,6 @@ come from configs/*.yaml. The table has for each kernel the largest shared memor
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -188,16 +187,8 @@ def main() -> int:
     )
     parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_KIB)
     parser.add_argument("--configs", default="*", help="pattern for names in configs/, without .yaml")
-    parser.add_argument("--json", action="store_true", help="print only {capability: {kernel: faults}}")
     options = parser.parse_args()
     found = {each: compile_for(each, lambda: launch_all(options.configs)) for each in options.capabilities}
-    faults = {
-        capability: {kernel.name: kernel.faults for kernel in kernels if kernel.faults}
-        for capability, kernels in found.items()
-    }
-    if options.json:
-        json.dump(faults, sys.stdout)
-        return 0
     for capability, kernels in found.items():
         print(f"sm_{capability}: {len(kernels)} compiled kernels, at most {SHARED_KIB[capability]} KiB")
         print(f"{'kernel':56}{'compiled':>8}{'KiB':>7}{'registers':>10}{'stack':>6}")
@@ -207,8 +198,10 @@ def main() -> int:
                 max(getattr(kernel, field) for kernel in same) for field in ("shared", "registers", "stack")
             )
             print(f"{name:56}{len(same):8}{shared / 1024:7.1f}{registers:10}{stack:6}")
-        print(*(f"{name} cannot run: {'; '.join(why)}" for name, why in faults[capability].items()), sep="\n")
-    return int(any(faults.values()))
+        for kernel in kernels:
+            for fault in kernel.faults:
+                print(f"{kernel.name} cannot run: {fault}")
+    return int(any(kernel.faults for kernels in found.values() for kernel in kernels))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from covering import covered
 from kernel_devices import CUDA, devices
 
 from gsa_kernels import sampling
-from gsa_kernels.attention import triton_backward_keys, triton_forward
+from gsa_kernels.attention import triton_backward_keys, triton_backward_queries, triton_forward
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
@@ -70,9 +70,13 @@ def attention(packed=None, geometry=None):
     dtype=DTYPES,
     splits=[1, 2],
     gated=[True, False],
+    ada=[False, True],
 )
 def test_output_and_gradients(device, case, monkeypatch):
-    """`splits` divides the work for keys among several programs, if a group has enough heads."""
+    """`splits` divides the work for keys among several programs, if a group has enough heads. With `ada` a program has
+    99 KiB of shared memory."""
+    if case["ada"]:
+        monkeypatch.setattr(triton_backward_queries, "shared_memory", lambda _: 99 * 1024)
     length, first, (heads, kv_heads) = case["length"], case["query_start"], case["heads"]
     num_keys = first + length
     torch.manual_seed(length)
@@ -166,6 +170,10 @@ def test_errors(device):
     for change, message in bad:
         with pytest.raises(ValueError, match=message):
             masked_attention(**(good | change))
+    with pytest.raises(
+        ValueError, match="gradient of q with heads of 256 needs 98816 bytes of shared memory"
+    ):
+        triton_backward_queries.query_tiles(256, torch.bfloat16, 64 * 1024)
     with pytest.raises(ValueError, match="rows end at 40"):
         head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, SampledRows(30, 11))
 
