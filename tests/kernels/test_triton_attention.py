@@ -67,15 +67,14 @@ def attention(packed=None, geometry=None):
     documents=[False, True],
     heads=[(8, 1), (2, 2), (4, 2), (12, 1)],
     head_size=[32, 64, 128, 256],
-    dtype=DTYPES,
+    gpu=["fp32", "bf16", "Ada, bf16"],
     splits=[1, 2],
     gated=[True, False],
-    ada=[False, True],
 )
 def test_output_and_gradients(device, case, monkeypatch):
-    """`splits` divides the work for keys among several programs, if a group has enough heads. With `ada` a program has
+    """`splits` divides the work for keys among several programs, if a group has enough heads. With Ada a program has
     99 KiB of shared memory."""
-    if case["ada"]:
+    if "Ada" in case["gpu"]:
         monkeypatch.setattr(triton_backward_queries, "shared_memory", lambda _: 99 * 1024)
     length, first, (heads, kv_heads) = case["length"], case["query_start"], case["heads"]
     num_keys = first + length
@@ -88,7 +87,13 @@ def test_output_and_gradients(device, case, monkeypatch):
     words = case["kind"] != "dense"
     mask = make_mask(case["kind"] if words else "full", batch, num_keys, starts, device)[:, first:]
     *projections, gate = make_inputs(
-        batch, num_keys, heads, kv_heads, case["head_size"], case["dtype"], device
+        batch,
+        num_keys,
+        heads,
+        kv_heads,
+        case["head_size"],
+        torch.float32 if case["gpu"] == "fp32" else torch.bfloat16,
+        device,
     )
     inputs = from_query([*projections, gate if case["gated"] else None], first)
     geometry = Geometry(None if starts is None else starts[:, first:], first)
