@@ -6,20 +6,19 @@ import triton.language as tl
 
 from gsa_kernels.attention.inputs import GradientInputs
 from gsa_kernels.attention.triton_tiles import (
-    HOPPER_SHARED_BYTES,
     Tiles,
     causal_hit,
     expand_words,
-    first_fitting,
     float_warps,
     input_precision,
     is_even,
     load_rows,
     load_words,
-    shared_memory,
     tile_source,
     use_tma,
 )
+from gsa_kernels.devices import shared_memory
+from gsa_kernels.limits import HOPPER_SHARED_BYTES
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -31,12 +30,9 @@ def query_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHARED_
         # Shared memory holds 128 KiB of q and of the output's gradient, and two stages of 16 KiB each of k and of v. A
         # tile of 64 keys would leave no second stage. A tile of 64 queries would have one warpgroup with 248 registers
         # per thread.
-        choices = (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2))
-    elif head_size > 64:
-        choices = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2))
-    else:
-        return Tiles(64, 64, 4, 3)
-    return first_fitting("the gradient of q", head_size, shared, *choices)
+        return Tiles(128, 32, 8, 2)
+    # Three stages need 128 KiB without TMA.
+    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3 if shared > 128 * 1024 else 2)
 
 
 def backward_queries(

@@ -16,18 +16,11 @@ import triton.language as tl
 from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
-from gsa_kernels.attention.triton_tiles import (
-    HOPPER_SHARED_BYTES,
-    Tiles,
-    count_multiprocessors,
-    first_fitting,
-    float_warps,
-    input_precision,
-    shared_memory,
-)
+from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
+from gsa_kernels.devices import shared_memory
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
-from gsa_kernels.limits import SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
+from gsa_kernels.limits import HOPPER_SHARED_BYTES, SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -58,10 +51,9 @@ def backward_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHAR
         # In 227 KiB of shared memory, 64 KiB hold q and the output's gradient, two stages of 32 KiB each hold k and v,
         # and 16 KiB hold probabilities and their gradients. A tile of 128 rows would leave no second stage. Hopper's
         # matrix instructions need at least 64 rows, so a tile has at least 64 keys.
-        choices = (Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2))
-    else:
-        choices = (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2))
-    return first_fitting("the gradient of q over key lists", head_size, shared, *choices, between=4)
+        return Tiles(64, 64, 8, 2)
+    # The wide tile needs 161 KiB with heads of 128.
+    return Tiles(128, 64, 8, 3) if shared > 161 * 1024 else Tiles(64, 64, 8, 2)
 
 
 def gathered_backward(

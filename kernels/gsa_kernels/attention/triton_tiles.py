@@ -19,9 +19,6 @@ from gsa_kernels.devices import interpreted
 MASKED = tl.constexpr(-1.0e30)
 FLOOR = tl.constexpr(-1.0e20)
 
-HOPPER_SHARED_BYTES = 227 * 1024
-"""Largest shared memory of a program on Hopper."""
-
 
 class Tiles(NamedTuple):
     """Holds the tile shape and launch options of a kernel."""
@@ -40,35 +37,6 @@ class Tiles(NamedTuple):
 def count_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; 1 for an interpreted device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program can have; Hopper's for an interpreted device."""
-    if device.type != "cuda":
-        return HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def first_fitting(kernel: str, head_size: int, shared: int, *choices: Tiles, between: int = 0) -> Tiles:
-    """Return the first tiles of a bf16 backward pass that fit `shared` bytes of shared memory.
-
-    A program holds q, the output's gradient, and all stages of k and v except the one that is in registers.
-
-    Args:
-        between: bytes of probabilities and their gradients that the program holds for each query and key
-
-    Raises:
-        ValueError: no choice fits.
-    """
-    for tiles in choices:
-        operands = 4 * head_size * (tiles.queries + (tiles.stages - 1) * tiles.keys)
-        needed = operands + between * tiles.queries * tiles.keys + 512
-        if needed <= shared:
-            return tiles
-    raise ValueError(
-        f"{kernel} with heads of {head_size} needs {needed} bytes of shared memory per program, and this GPU has "
-        f"{shared}; pass implementation='reference' (training: gsa.attention_impl=reference)"
-    )
 
 
 def float_warps(head_size: int) -> int:
