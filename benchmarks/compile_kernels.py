@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from compiled_for import SHARED_KIB, compile_for
+from torch.autograd.graph import _engine_run_backward
 
 from gsa_kernels import api, limits
 from gsa_kernels.decode import entry, joined
 from gsa_kernels.decode import entry_reference as entered
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
+from gsa_kernels.devices import shared_memory
 from gsa_kernels.fused.adamw.op import squared_updates
 from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
@@ -49,8 +51,10 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def backward(*outputs: torch.Tensor | None) -> None:
-    given = [each for each in outputs if each is not None]
-    torch.autograd.backward(given, [torch.zeros_like(each) for each in given])
+    given = tuple(each for each in outputs if each is not None)
+    grads = tuple(torch.zeros_like(each) for each in given)
+    # `torch.autograd.backward` would leave the mode that makes tensors pass for CUDA tensors.
+    _engine_run_backward(given, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def new_indexer(config: Config, batch: int, rows: int) -> Indexer:
@@ -162,18 +166,20 @@ def decode(config: Config, batch: int) -> None:
         joined.enter_row(x, product, sizes, table, cached, slot)
 
 
-def variants(pattern: str) -> Iterator[Config]:
-    """Yield the shipped configs, and the recommended ones also with heads of 256 and with groups of 8 keys."""
+def variants(pattern: str, heads_of_256: bool) -> Iterator[Config]:
+    """Yield the shipped configs, and some of them with groups of 8 keys and with heads of 256 where these fit."""
     for path in sorted(CONFIGS.glob(f"{pattern}.yaml")):
         config = load_config(path)
         yield config
         if path.stem.startswith("gsa_1.7b"):
-            yield replace(config, model=replace(config.model, head_dim=256, num_kv_heads=2))
+            if heads_of_256:
+                yield replace(config, model=replace(config.model, head_dim=256, num_kv_heads=2))
             yield replace(config, gsa=replace(config.gsa, key_group_size=8))
 
 
 def launch_all(pattern: str) -> None:
-    for config in variants(pattern):
+    heads_of_256 = shared_memory(torch.device("cuda")) >= limits.HOPPER_SHARED_BYTES
+    for config in variants(pattern, heads_of_256):
         for documents in (None, torch.zeros(1, ROWS, dtype=torch.int32)):
             attend(config, documents)
         run_fused(config)

@@ -7,7 +7,7 @@ from covering import covered
 from kernel_devices import CUDA, devices
 
 from gsa_kernels import sampling
-from gsa_kernels.attention import triton_backward_keys, triton_backward_queries, triton_forward
+from gsa_kernels.attention import inputs, triton_backward_keys, triton_backward_queries, triton_forward
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
@@ -175,10 +175,6 @@ def test_errors(device):
     for change, message in bad:
         with pytest.raises(ValueError, match=message):
             masked_attention(**(good | change))
-    with pytest.raises(
-        ValueError, match="gradient of q with heads of 256 needs 98816 bytes of shared memory"
-    ):
-        triton_backward_queries.query_tiles(256, torch.bfloat16, 64 * 1024)
     with pytest.raises(ValueError, match="rows end at 40"):
         head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, SampledRows(30, 11))
 
@@ -197,3 +193,17 @@ def test_forward_tiles_agree(device, monkeypatch):
             monkeypatch.setattr(triton_forward, "forward_tiles", lambda *_, tiles=tiles: tiles)
             out, _ = masked_attention(q, k, v, pack(mask))
             assert (out.double() - wanted).abs().max() <= 2 * rounded
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib", "size"), [((8, 0), 163, 256), ((8, 9), 99, 256), ((7, 5), 64, 32)]
+)
+def test_heads_that_do_not_fit_are_refused(capability, kib, size, monkeypatch):
+    monkeypatch.setattr(inputs, "shared_memory", lambda _: kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    q, k, v, _ = make_inputs(1, 32, 2, 1, size, torch.bfloat16, "cpu")
+    needed, architecture = 227 if size > 128 else 99, "sm_{}{}".format(*capability)
+    with pytest.raises(
+        ValueError, match=f"heads of {size} need {needed} KiB .* {architecture} has {kib} KiB; pass"
+    ):
+        masked_attention(q, k, v, None)
