@@ -188,9 +188,7 @@ def launch_all(pattern: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_KIB)
     parser.add_argument("--configs", default="*", help="pattern for names in configs/, without .yaml")
     options = parser.parse_args()
@@ -199,15 +197,13 @@ def main() -> int:
         print(f"sm_{capability}: {len(kernels)} compiled kernels, at most {SHARED_KIB[capability]} KiB")
         print(f"{'kernel':56}{'compiled':>8}{'KiB':>7}{'registers':>10}{'stack':>6}")
         for name, group in groupby(sorted(kernels, key=str), key=lambda kernel: kernel.name):
-            same = list(group)
-            shared, registers, stack = (
-                max(getattr(kernel, field) for kernel in same) for field in ("shared", "registers", "stack")
-            )
-            print(f"{name:56}{len(same):8}{shared / 1024:7.1f}{registers:10}{stack:6}")
-        for kernel in kernels:
-            for fault in kernel.faults:
-                print(f"{kernel.name} cannot run: {fault}")
-    return int(any(kernel.faults for kernels in found.values() for kernel in kernels))
+            sizes = [(kernel.shared, kernel.registers, kernel.stack) for kernel in group]
+            shared, registers, stack = map(max, zip(*sizes, strict=True))
+            print(f"{name:56}{len(sizes):8}{shared / 1024:7.1f}{registers:10}{stack:6}")
+    faults = [(kernel, fault) for kernels in found.values() for kernel in kernels for fault in kernel.faults]
+    for kernel, fault in faults:
+        print(f"{kernel.name} cannot run: {fault}")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

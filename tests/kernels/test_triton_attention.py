@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_problems import check, from_query, make_inputs
+from attention_problems import GPUS, check, from_query, make_inputs
 from covering import covered
 from kernel_devices import CUDA, devices
 
@@ -67,15 +67,15 @@ def attention(packed=None, geometry=None):
     documents=[False, True],
     heads=[(8, 1), (2, 2), (4, 2), (12, 1)],
     head_size=[32, 64, 128, 256],
-    gpu=["fp32", "bf16", "Ada, bf16"],
+    gpu=GPUS,
     splits=[1, 2],
     gated=[True, False],
 )
 def test_output_and_gradients(device, case, monkeypatch):
-    """`splits` divides the work for keys among several programs, if a group has enough heads. With Ada a program has
-    99 KiB of shared memory."""
-    if "Ada" in case["gpu"]:
-        monkeypatch.setattr(triton_backward_queries, "shared_memory", lambda _: 99 * 1024)
+    """`splits` divides the work for keys among several programs, if a group has enough heads."""
+    dtype, kib = case["gpu"]
+    if kib:
+        monkeypatch.setattr(triton_backward_queries, "shared_memory", lambda _: kib * 1024)
     length, first, (heads, kv_heads) = case["length"], case["query_start"], case["heads"]
     num_keys = first + length
     torch.manual_seed(length)
@@ -86,15 +86,7 @@ def test_output_and_gradients(device, case, monkeypatch):
     starts = document_starts(batch, num_keys, device) if case["documents"] else None
     words = case["kind"] != "dense"
     mask = make_mask(case["kind"] if words else "full", batch, num_keys, starts, device)[:, first:]
-    *projections, gate = make_inputs(
-        batch,
-        num_keys,
-        heads,
-        kv_heads,
-        case["head_size"],
-        torch.float32 if case["gpu"] == "fp32" else torch.bfloat16,
-        device,
-    )
+    *projections, gate = make_inputs(batch, num_keys, heads, kv_heads, case["head_size"], dtype, device)
     inputs = from_query([*projections, gate if case["gated"] else None], first)
     geometry = Geometry(None if starts is None else starts[:, first:], first)
     check(inputs, mask, attention(pack(mask) if words else None, geometry))
@@ -195,13 +187,14 @@ def test_forward_tiles_agree(device, monkeypatch):
             assert (out.double() - wanted).abs().max() <= 2 * rounded
 
 
+@devices
 @pytest.mark.parametrize(
     ("capability", "kib", "size"), [((8, 0), 163, 256), ((8, 9), 99, 256), ((7, 5), 64, 32)]
 )
-def test_heads_that_do_not_fit_are_refused(capability, kib, size, monkeypatch):
+def test_heads_that_do_not_fit_are_refused(device, capability, kib, size, monkeypatch):
     monkeypatch.setattr(inputs, "shared_memory", lambda _: kib * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    q, k, v, _ = make_inputs(1, 32, 2, 1, size, torch.bfloat16, "cpu")
+    q, k, v, _ = make_inputs(1, 32, 2, 1, size, torch.bfloat16, device)
     needed, architecture = 227 if size > 128 else 99, "sm_{}{}".format(*capability)
     with pytest.raises(
         ValueError, match=f"heads of {size} need {needed} KiB .* {architecture} has {kib} KiB; pass"
