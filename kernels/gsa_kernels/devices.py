@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import triton
 
+from gsa_kernels.limits import HOPPER_SHARED_BYTES
+
 
 def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
@@ -13,6 +15,13 @@ def interpreted() -> bool:
 def on_hopper(device: torch.device) -> bool:
     """Return whether products have the register layout of Hopper; True in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program can have; Hopper's outside CUDA."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def can_chain(tensor: torch.Tensor) -> bool:

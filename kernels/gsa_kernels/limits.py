@@ -18,6 +18,10 @@ HEAD_SIZES = (32, 64, 128, 256)
 """D of attention's q, k and v. Tiles in Triton have D columns, so D is a power of two. With D = 512 the gradients of 64
 keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
 
+HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
+"""Largest shared memory of a program on sm_90, and on sm_86, sm_89 and sm_120. The A100 (sm_80) has 163 KiB. Heads of
+256 need Hopper's. Other heads need Ada's; two kernels then have smaller tiles (`query_tiles`, `backward_tiles`)."""
+
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
 

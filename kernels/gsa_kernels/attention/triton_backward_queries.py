@@ -17,10 +17,13 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
+from gsa_kernels.devices import shared_memory
+from gsa_kernels.limits import HOPPER_SHARED_BYTES
 from gsa_kernels.triton_constants import LOG2_E
 
 
-def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
+def query_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHARED_BYTES) -> Tiles:
+    """Return the tile shape for a GPU with `shared` bytes of shared memory per program."""
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:
@@ -28,7 +31,8 @@ def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
         # tile of 64 keys would leave no second stage. A tile of 64 queries would have one warpgroup with 248 registers
         # per thread.
         return Tiles(128, 32, 8, 2)
-    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3)
+    # Three stages need 128 KiB without TMA.
+    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3 if shared > 128 * 1024 else 2)
 
 
 def backward_queries(
@@ -38,7 +42,7 @@ def backward_queries(
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
-    tiles = query_tiles(head_size, q.dtype)
+    tiles = query_tiles(head_size, q.dtype, shared_memory(q.device))
     grad_q = torch.empty_like(q)
     tma = use_tma(tiles, k, v)
     _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](

@@ -16,9 +16,10 @@ from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
+from gsa_kernels.devices import shared_memory
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
-from gsa_kernels.limits import SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
+from gsa_kernels.limits import HOPPER_SHARED_BYTES, SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -38,8 +39,11 @@ def count_segments(programs: int, wanted: int, keys: int) -> int:
     return min(range(1, most + 1), key=lambda segments: ceil_div(programs * segments, wanted) / segments)
 
 
-def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return the tile shape. Its field `queries` is an upper bound on the rows, which are queries times heads."""
+def backward_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHARED_BYTES) -> Tiles:
+    """Return the tile shape for a GPU with `shared` bytes of shared memory per program.
+
+    Its field `queries` is an upper bound on the rows, which are queries times heads.
+    """
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1)
     if head_size > 128:
@@ -47,7 +51,8 @@ def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
         # and 16 KiB hold probabilities and their gradients. A tile of 128 rows would leave no second stage. Hopper's
         # matrix instructions need at least 64 rows, so a tile has at least 64 keys.
         return Tiles(64, 64, 8, 2)
-    return Tiles(128, 64, 8, 3)
+    # The wide tile needs 161 KiB with heads of 128.
+    return Tiles(128, 64, 8, 3) if shared > 161 * 1024 else Tiles(64, 64, 8, 2)
 
 
 def gathered_backward(
@@ -66,7 +71,7 @@ def gathered_backward(
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
     group = q.shape[2] // kv_heads
-    tiles = backward_tiles(head_size, q.dtype)
+    tiles = backward_tiles(head_size, q.dtype, shared_memory(q.device))
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)
@@ -112,7 +117,7 @@ def _launch(
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     length, heads, head_size = q.shape[1:]
-    tiles = backward_tiles(head_size, q.dtype)
+    tiles = backward_tiles(head_size, q.dtype, shared_memory(q.device))
     group = heads // k.shape[2]
     splits = triton.cdiv(group, members)
     num_tiles = tile_rows.last - tile_rows.first
