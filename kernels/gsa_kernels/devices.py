@@ -1,6 +1,7 @@
 """Decides where Triton's kernels run: on CUDA devices, or in Triton's interpreter for tests."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,8 @@ def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program can have; Hopper's outside CUDA."""
     if device.type != "cuda":
         return HOPPER_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare this property
+    return int(properties.shared_memory_per_block_optin)
 
 
 def can_chain(tensor: torch.Tensor) -> bool:
