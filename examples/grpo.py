@@ -9,8 +9,8 @@ each sum and rewards the right ones. The demo's model takes about a minute on tw
 
 A model with a chat template gets each sum as a question, after `--shots` solved sums. An instruct model on a GPU:
 
-    python examples/grpo.py sparse_135m --out grpo_135m --attention gsa --sft-steps 0 --steps 120 --lr 6e-5 \
-        --largest 9 --shots 64
+    python examples/grpo.py sparse_135m --out grpo_135m --attention gsa --sft-steps 0 --steps 100 --lr 6e-5 \
+        --largest 9 --shots 48
 
 The last line is JSON: the mean reward in the first and last steps, speed, and memory. `log_prob_changes` has the mean
 and largest change of a sampled token's log-probability from generation to scoring, with and without replay.
@@ -84,7 +84,7 @@ def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 
         scored["not_replayed"] = _log_probs(model(**given).logits[:, :-1], made.sequences)
     for name, found in scored.items():
         change = (found - decoded).abs()
-        changes[name] = [round(float(each), 6) for each in (change.mean(), change.max())]
+        changes[name] = [float(f"{each:.3g}") for each in (change.mean(), change.max())]
     return changes
 
 

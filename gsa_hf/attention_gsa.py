@@ -152,7 +152,8 @@ class GSAAttention(nn.Module):
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = self.project(hidden_states, position_embeddings, shape)
-        if kernel_pass is not None:  # which take one dtype; under autocast the rotary embedding leaves fp32
+        if kernel_pass is not None:
+            # The kernels take one dtype. Under autocast the rotary embedding returns fp32.
             q, k = q.to(v.dtype), k.to(v.dtype)
         slots = torch.arange(shape[1], device=q.device)
         if cache is not None:

@@ -87,7 +87,7 @@ def _attend(
 
 
 def _replaced(chosen: Any, given: torch.Tensor, place: KernelPass) -> Any:
-    """Return the selection `chosen` with the given keys, bool [B, L, Lk], where a query has a causal one of these."""
+    """Return the given keys, bool [B, L, Lk], as a selection. Queries without a causal key among them keep `chosen`."""
     keys, most = given.shape[-1], kernel_module("limits").PACKED_MASK_MAX_TOKENS
     if keys > most:
         raise ValueError(f"selections have {keys} keys with attn_implementation 'gsa'; pass at most {most}")
@@ -105,7 +105,7 @@ def attended_keys(selection: Any, place: KernelPass, config: Any, slots: int) ->
     """Return the keys to which a layer's queries attended, bool [B, L, slots], in the order of the cache.
 
     Args:
-        selection: what the call of a layer with an indexer set
+        selection: the selection that the call of a layer with an indexer has set
     """
     if place.decodes:
         reference = kernel_module("decode.reference")

@@ -85,7 +85,7 @@ def test_a_policy_scores_its_own_tokens(name: str, attention: str, changes: dict
         assert scored.sum() == mask[order, :-1].sum()
         assert torch.equal(recorded[scored], used[scored])
     own = model(inputs[0], attention_mask=inputs[1], use_cache=False).logits[:, places]
-    torch.testing.assert_close(replayed, expected[order], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(replayed, expected[order], rtol=1e-3, atol=1e-3)
     assert (own - expected[order]).abs().max() > 1e-2
 
 
@@ -116,9 +116,10 @@ def test_the_indexer_learns_on_the_selected_keys(attention: str) -> None:
         outputs = each(**inputs, selections=[selection.to(each.device)] * 2, use_cache=False)
         outputs.loss.backward()
         losses.append(outputs.indexer_loss.detach().cpu())
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     for (name, plain), other in zip(model.named_parameters(), recomputing.parameters(), strict=True):
-        torch.testing.assert_close(other.grad.cpu(), plain.grad, rtol=1e-3, atol=1e-5, msg=name)
+        scale = 2e-3 * float(plain.grad.abs().max())
+        torch.testing.assert_close(other.grad.cpu(), plain.grad, rtol=2e-3, atol=scale, msg=name)
     none = torch.zeros(2, 20, 20, dtype=torch.bool, device=each.device)
     everything = each(**inputs, selections=[none, none], use_cache=False)
     assert everything.indexer_loss != losses[-1], "queries without a key keep the indexer's choice"
