@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gsa_eval.report.charts import thin
 from gsa_study.columns import Equal, columns_of, equal_of
 from gsa_study.run_metrics import LossPoint, RunMetrics
 from gsa_study.run_record import RunRecord, record_of_run
@@ -150,6 +150,23 @@ def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list
 def _thinned(run: RunRecord) -> RunRecord:
     places = thin([point.loss for point in run.losses], MOST_POINTS)
     return replace(run, losses=tuple(run.losses[place] for place in places))
+
+
+def thin(values: list[float], most: int) -> list[int]:
+    """Returns the indices to keep: all, or the least and the largest value in each section, so that no spike is
+    lost."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    kept: set[int] = {0, len(values) - 1}
+    parts = most // 2
+    for part in range(parts):
+        places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
+        finite = [at for at in places if math.isfinite(values[at])]
+        if len(finite) < len(places):
+            kept.add(next(at for at in places if not math.isfinite(values[at])))  # keep gaps
+        if finite:
+            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+    return sorted(kept)
 
 
 def _run_row(run: RunRecord, equal: Equal | None) -> Sequence[object]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from gsa_eval.report.run_series import flat, phase_starts, records_of, token_knots
+from gsa_eval.run_records import records_of
 from gsa_study.states import is_complete, read_json
 from gsa_study.study_file import StudyRun
 from gsa_train.metrics.record_format import Record, numbers_back
@@ -143,6 +143,35 @@ def with_means(record: Record) -> Record:
     return {**flat(record), **means}
 
 
+def flat(record: Record) -> Record:
+    """Returns the record with entries of dicts as separate keys: `lrs: base`, `validation_loss_by_source:
+    Wikipedia`."""
+    flat: Record = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}: {name}": number for name, number in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def token_knots(records: list[Record]) -> list[tuple[int, int]]:
+    """Returns (step, tokens) between which tokens grow linearly, or an empty list if unknown. They are the ends, and
+    the steps where the batch size changed at a resume or batches were skipped."""
+    counted = {
+        record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
+    }
+    knots: list[tuple[int, int]] = []
+    for point in sorted(counted.items()):
+        knots = knots or [(0, 0)]
+        if len(knots) > 1:
+            (step_0, tokens_0), (step_1, tokens_1) = knots[-2:]
+            if (tokens_1 - tokens_0) * (point[0] - step_1) == (point[1] - tokens_1) * (step_1 - step_0):
+                knots.pop()
+        knots.append(point)
+    return knots
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -163,7 +192,8 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []
-    starts = [(0, steps[0]["phase"]), *phase_starts(steps)[1:]]
+    changes = ((before, after) for before, after in pairwise(steps) if before["phase"] != after["phase"])
+    starts = [(0, steps[0]["phase"]), *((before["step"], after["phase"]) for before, after in changes)]
     ends = [start for start, _ in starts[1:]] + [steps[-1]["step"]]
     knots = [(0.0, 0.0)]
     for (start, name), end in zip(starts, ends, strict=True):

@@ -25,7 +25,7 @@ class EvaluateConfig:
     """At the end, score unigram and bigram models of the same training tokens. They read these tokens again, so use
     them for small runs."""
     prompts: list[str] = field(default_factory=list)
-    """Texts that the model continues greedily at each validation. `samples.jsonl`, the report, W&B and TensorBoard
+    """Texts that the model continues greedily at each validation. `samples.jsonl`, W&B and TensorBoard
     show the result. There is no cache, so every replica runs `prompt_tokens` forward passes of one sequence for each
     prompt. Prompts times `prompt_tokens` is at most 1024."""
     prompt_tokens: int = 32

@@ -204,7 +204,7 @@ FILES = (
     "starts.jsonl",
     "goodput.jsonl",
     "alive.json",
-    "report.html",
+    "report.html",  # of earlier versions
 )
 OUTPUTS = (
     *FILES,
@@ -216,8 +216,7 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Output files of a run. The last two describe its checkpoints. If they stayed, the next report would show them as its
-own."""
+"""Output files of a run. The last two describe its checkpoints."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")

@@ -33,7 +33,7 @@ SETTINGS = """
     gsa.k_min=64 gsa.k_max=64 phases.0.steps=60 phases.0.lr=1e-2 phases.0.warmup_steps=5
     data.packing_pool_documents=8 evaluate.every_steps=0 evaluate.ngram_baselines=false
     checkpoint.initial_weights='' checkpoint.every_steps=60 logging.every_steps=20 logging.wandb=disabled
-    logging.tensorboard=false logging.plots=false
+    logging.tensorboard=false
 """
 
 

@@ -17,8 +17,8 @@ import yaml
 from gsa_study.caveats import notes
 from gsa_study.commands.results import main
 from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
-from gsa_study.figure import arm_dots, write_study_figure
-from gsa_study.record import MOST_POINTS, read_record, recorded_results
+from gsa_study.figure import arm_dots, shown_range, write_study_figure
+from gsa_study.record import MOST_POINTS, read_record, recorded_results, thin
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results
 from gsa_train.config import Config, GSAConfig, ModelConfig
@@ -382,3 +382,25 @@ def test_the_theory_of_prefill_by_hand() -> None:
     ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
     assert prefill_ratio(config, 4) == pytest.approx(ratio)
     assert prefill_ratio(None, 4) is None
+
+
+def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
+    steps = list(range(1, 1001))
+    falling = [3.0 + 0.5 * math.cos(step / 20) + 9.0 / step for step in steps]
+    low, high = shown_range([(steps, falling)])
+    assert low < 2.5 < 3.5 < high < 4 < 12 < falling[0]
+    falling[700] = 50.0
+    assert shown_range([(steps, falling)])[1] < 4.5
+    assert shown_range([(steps[:9], falling[:9])]) is None
+    assert shown_range([(steps, [1.0] * 1000)]) == pytest.approx((0.9, 1.1))
+    assert shown_range([(steps, [None, math.nan] * 500)]) is None
+
+
+def test_a_long_line_keeps_its_peaks_and_its_gaps():
+    values = [math.sin(at / 300) for at in range(10_000)]
+    values[4321], values[7000] = 50.0, math.nan
+    kept = thin(values, 600)
+    assert len(kept) <= 610
+    assert {0, 4321, 7000, 9999} <= set(kept)
+    assert kept == sorted(kept)
+    assert thin(values[:600], 600) == list(range(600))

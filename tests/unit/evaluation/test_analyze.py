@@ -16,7 +16,6 @@ from gsa_eval.attention_pictures import draw_maps, pooled
 from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_eval.commands import analyze as command
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.report.page import write_report
 from gsa_hf.gates_gsa import gate_heads
 from helpers.evaluated import evaluated_config, evaluated_model, files_of_run, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
@@ -141,13 +140,6 @@ def test_the_command_writes_pictures_that_the_report_shows(run, monkeypatch, tmp
     assert (numbers["least_keys"], numbers["text"]["origin"]) == (30, "a validation document")
     assert numbers["command"].startswith("gsa-analyze --run")
     assert set(np.load(run_dir / "analysis" / "dense" / "maps.npz")) == {"weights", "full"}
-
-    (run_dir / "analysis" / ".tmp_killed").mkdir()
-    page = write_report([run_dir], tmp_path / "report.html").read_text()
-    analyses = page[page.index('<h2 id="analyses">') :]
-    assert analyses.count('src="data:image/png;base64,') == 7
-    assert '<a href="#analyses">' in page
-    assert "tmp_killed" not in page
 
     assert analyzed(monkeypatch, "--run", run_dir, "--name", "own") == 2
     assert "exists; give another name, or remove the folder" in capsys.readouterr().err
