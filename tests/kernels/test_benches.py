@@ -169,49 +169,6 @@ def test_a_planted_selection_is_what_the_layers_use() -> None:
     assert len(found) == 2
 
 
-@pytest.mark.usefixtures("tiny")
-def test_bench_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_table
-
-    small = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
-    blocks = bench_table.Variant(cases.Shape("blocks", 2, 1, 32), 16, 2, False, "a note")
-    monkeypatch.setattr(bench_table, "VARIANTS", {"small": small, "blocks": blocks})
-    monkeypatch.setattr(bench_table, "CHECKED_LENGTH", 70)
-    monkeypatch.setattr(bench_table, "CHUNK_NUMBERS", 64 * 20)
-    page = tmp_path / "page.md"
-    options = ["--out", str(tmp_path), "--lengths", "72", "--page", str(page)]
-    monkeypatch.setattr(sys, "argv", ["bench_table.py", *options])
-    assert bench_table.main() == 0
-    header, *rows = (tmp_path / "bench_table.csv").read_text().splitlines()
-    assert header.split(",")[:12] == [
-        *("variant", "seqlen", "h_q", "h_kv", "d_k", "d_v", "granularity", "topk", "group_scope", "dtype"),
-        *("backend", "ms"),
-    ]
-    assert [row.split(",")[0] for row in rows] == ["small"] * 2 + ["blocks"] * 2
-    text = page.read_text()
-    assert "## blocks: 2 query heads, 1 key-value heads of 32, 2 entries of 16" in text
-    assert f"commit {harness.commit()}" in text
-    assert "| 72 | random |" in text
-
-
-def test_the_table_counts_and_selects_as_its_grid() -> None:
-    import bench_table
-
-    # This is from the grid's results at 4096 tokens.
-    assert bench_table.count_flops(bench_table.VARIANTS["qwen3.8"], 4096) == 154719485952
-    assert bench_table.count_flops(bench_table.VARIANTS["minimax"], 4096) == 210453397504
-    variant = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
-    rows = range(64, 128)
-    generator = torch.Generator().manual_seed(1)
-    mask = unpack_mask(bench_table.random_rows(variant, rows, generator), 128)[0]
-    position = torch.arange(64, 128)
-    assert not (mask & (torch.arange(128) > position[:, None])).any()
-    assert mask[torch.arange(64), position].all()
-    chosen = mask.unflatten(1, (-1, 4)).any(-1)
-    assert (chosen.sum(-1) == 5).all()
-    assert len({tuple(row.tolist()) for row in chosen}) > 32
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_bench_without_its_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_decode
