@@ -16,12 +16,10 @@ import yaml
 
 from gsa_study.caveats import notes
 from gsa_study.commands.results import main
-from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
 from gsa_study.figure import arm_dots, shown_range, write_study_figure
 from gsa_study.record import MOST_POINTS, read_record, recorded_results, thin
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results
-from gsa_train.config import Config, GSAConfig, ModelConfig
 from helpers.result_pages import finish, lines_of, study_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +67,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
 def test_the_pages_of_this_repository_match_their_record(monkeypatch, tmp_path):
     """Runs of this machine do not count: a study's folders are read elsewhere."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
-    for name in ("studies", "benchmarks", "configs"):
+    for name in ("studies", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["results.py"])
@@ -270,16 +268,13 @@ def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.Captur
     assert contents(folder) == before
 
 
-# --- pages: the paper's claims, benches and a person's text ------------------------------------------------
+# --- pages: the paper's claims and a person's text ------------------------------------------------
 
 
 def test_a_study_without_a_finished_run_has_no_page(folder: Path) -> None:
     assert main() == 0
-    assert {path.name for path in (folder / "out").iterdir()} == {"README.md", "efficiency.md"}
+    assert {path.name for path in (folder / "out").iterdir()} == {"README.md"}
     assert lines_of(folder / "out" / "README.md", "| [Two") == []
-    assert (
-        "Not run yet: `make bench` and `make bench-models`." in (folder / "out" / "efficiency.md").read_text()
-    )
 
 
 def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
@@ -339,49 +334,16 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_folders_and_damaged_benches_write_no_pages(folder, monkeypatch, capsys):
+def test_wrong_folders_write_no_pages(folder, monkeypatch, capsys):
     """A missing folder would otherwise replace existing pages by empty ones."""
-    for option in ("--studies", "--benches"):
-        words = ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        assert f"{option} typo: no such folder" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["results.py", "--studies", "typo", "--out", "out"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--studies typo: no such folder" in capsys.readouterr().err
     assert not (folder / "out").exists()
-    words = ["results.py", "--studies", "studies", "--benches", "benches", "--out"]
-    monkeypatch.setattr("sys.argv", [*words, "studies/small.yaml"])
+    monkeypatch.setattr("sys.argv", ["results.py", "--studies", "studies", "--out", "studies/small.yaml"])
     assert main() == 2
     assert "not all was written: " in capsys.readouterr().err
-    (folder / "benches" / "bench_long.json").write_text("{")
-    monkeypatch.setattr("sys.argv", [*words, "out"])
-    assert main() == 2
-    assert "bench_long.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
-
-
-# ---- time and memory
-
-
-def test_the_theory_of_one_layer_by_hand() -> None:
-    model = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=8)
-    config = Config(model=model, gsa=GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2))
-    # Queries of 4 tokens have 1 to 4 causal keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
-    dense, selected, scores = 4 * 16 * 2.5, 4 * 16 * 1.75, 8 * 2.5
-    assert forward_ratio(config, 4) == pytest.approx((selected + scores) / dense)
-    assert forward_ratio(None, 4) is None
-
-
-def test_the_theory_of_prefill_by_hand() -> None:
-    model = ModelConfig(
-        num_layers=3, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=8, ffn_hidden_size=5, vocab_size=7
-    )
-    gsa = GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2, value_gate=True, output_gate=True)
-    config = Config(model=model, gsa=gsa)
-    of_both = 2 * (4 * (16 + 2 * 8) + 16 * 4) + 2 * 3 * 4 * 5  # projections, feed-forward layer
-    gates = 2 * (4 * 8 + 4 * 16)
-    indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the causal keys
-    ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
-    assert prefill_ratio(config, 4) == pytest.approx(ratio)
-    assert prefill_ratio(None, 4) is None
 
 
 def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
