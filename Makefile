@@ -125,7 +125,7 @@ bench-step:
 		--lengths 4096 8192 16384 32768 65536 131072 $(ARGS)
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
-# a dry run predicts; on one GPU, on all, and what that scales. Tensor parallelism in a process of its own, as it sets
+# a dry run predicts; on one GPU and on all. Tensor parallelism in a process of its own, as it sets
 # CUDA up in another way (gsa_train/distributed/cuda_connections.py). ARGS adds options (--breakdown) and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
@@ -139,8 +139,7 @@ bench-node:
 	[ "$(GPUS)" -lt 2 ] || { $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
 		--layouts "$(LAYOUTS)" --json $(RESULTS)/bench_$(GPUS).json $(ARGS) && \
 		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
-		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS) && \
-		$(PYTHON) benchmarks/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
+		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS); }
 
 # Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase, CUDA set up as for
 # tensor parallelism.

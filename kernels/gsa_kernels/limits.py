@@ -64,7 +64,7 @@ sequences always get the packed mask: budgets of thousands of keys reach most of
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
 attention over key lists is faster than attention under a packed mask. The work over lists grows with their length; the
-work under a mask does not. benchmarks/bench_attention.py and bench_long.py measure both."""
+work under a mask does not. benchmarks/bench_long.py measures the lists."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 

@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from gsa_kernels.key_lists.format import mask_from_key_lists
-from gsa_kernels.packed_mask import unpack_mask
 
 pytestmark = pytest.mark.nightly
 
@@ -42,6 +41,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_kl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_kl
 
+    monkeypatch.setattr(bench_kl, "CHECKED_LENGTH", 40)
     assert call(monkeypatch, bench_kl, "--out", tmp_path, "--lengths", "40") == 0
     report = json.loads((tmp_path / "bench_kl.json").read_text())
     checks = [row for row in report["rows"] if "value_error" in row]
@@ -98,12 +98,10 @@ def test_an_export_is_read(exports: dict[str, Path]) -> None:
     length, indexers = trained_indexers.read_indexers(exports["window"])
     assert (length, list(indexers)) == (72, [3])
     assert indexers[3].activation == "sigmoid"
-    listed = mask_from_key_lists(indexers[3].select().key_lists)
-    assert torch.equal(unpack_mask(indexers[3].packed_mask(), 72), listed)
 
     of_each = trained_indexers.read_indexers(exports["own"])[1][3]
-    mask = unpack_mask(of_each.packed_mask(), 72)
-    assert torch.equal(mask.sum(-1), of_each.select().budget)
+    selection = of_each.select()
+    assert torch.equal(mask_from_key_lists(selection.key_lists).sum(-1), selection.budget)
     with pytest.raises(ValueError, match="two files are of one length"):
         trained_indexers.read_all([exports["own"], exports["window"]])
     with pytest.raises(ValueError, match=r"shared\.pt: selection_block is 32; use release studies-0\.1"):
@@ -122,18 +120,6 @@ def test_bench_long_reads_the_export(
     assert call(monkeypatch, bench_long, *out) == 0
     row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
     assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
-
-
-def test_the_bench_of_attention_alone_reads_the_export(
-    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import bench_attention
-
-    monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
-    for name in ("window", "own"):
-        assert call(monkeypatch, bench_attention, "--out", tmp_path, "--selection", exports[name]) == 0
-        rows = json.loads((tmp_path / "bench_attention_trained.json").read_text())["rows"]
-        assert [row["attention"] for row in rows if row["length"] == 72][:2] == ["layer 3", "dense"]
 
 
 def test_a_planted_selection_is_what_the_layers_use() -> None:
