@@ -28,7 +28,7 @@ from gsa_eval.ruler_score import (
     score_gold,
     score_ruler,
 )
-from gsa_eval.text import READING, WIKITEXT, TextOptions, as_piece, read_text, words_of
+from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
 from gsa_eval.wandb_run import log_to_wandb
 from gsa_hf import GSAForCausalLM
 from gsa_hf.generation import Generator
@@ -258,7 +258,7 @@ def named_places(words: Sequence[str]) -> dict[str, str]:
         name, equals, place = word.partition("=")
         if not equals or "/" in name or ":" in name:
             place = word
-            name = Path(place.removeprefix(WIKITEXT).rstrip("/")).name
+            name = Path(place.rstrip("/")).name
         if not place.strip():
             raise ValueError(f"--data {word!r}: names no place; give the folder of a text, or leave it out")
         if name in found:

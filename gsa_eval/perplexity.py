@@ -24,9 +24,8 @@ FIRST_BUCKET_TOKENS = 16
 
 
 def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
-    """Returns entries of results.json. They are `loss` (nats per scored label), `perplexity`, `bits_per_byte`,
-    `word_perplexity` (exp(nats of all labels / words)), and `loss_by_position`, by the number of tokens that the model
-    sees."""
+    """Returns entries of results.json. They are `loss` (nats per scored label), `perplexity`, `bits_per_byte`, and
+    `loss_by_position`, by the number of tokens that the model sees."""
     begin = time.perf_counter()
     scored = token_losses(model, text.pieces, batch_size)
     labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
@@ -46,8 +45,6 @@ def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") 
         "seconds": round(seconds, 3),
         "loss_by_position": by_position(nats, seen),
     }
-    if text.words is not None:
-        found |= {"words": text.words, "word_perplexity": exp(total / text.words)}
     return found
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 JOB_TYPE = "evaluation"
 LINK = "training_run"
 """Field of the W&B config: the id of the training run's W&B run."""
-TEXT_SCORES = ("perplexity", "bits_per_byte", "word_perplexity")
+TEXT_SCORES = ("perplexity", "bits_per_byte")
 REQUEST_SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 
 logger = logging.getLogger(__name__)

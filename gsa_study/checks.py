@@ -11,8 +11,6 @@ from gsa_train.config.file_checks import task_problems
 from gsa_train.config.load import PLAIN_NAME, problem_line
 from gsa_train.metrics.progress import compact
 
-WIKITEXT = "wikitext:"
-"""Prefix of the path of a text in WikiText format (gsa_eval/text.py)."""
 SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
 FIELD = "checkpoint.initial_weights"
 
@@ -195,7 +193,7 @@ def missing_texts(study: StudyConfig) -> list[str]:
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
         for number, each in enumerate(study.evaluations)
         for name, place in each.data.items()
-        if "://" not in place and not Path(place.removeprefix(WIKITEXT)).exists()
+        if "://" not in place and not Path(place).exists()
     ]
     fields = {
         f"evaluations.{number}.tasks.{place}": task

@@ -56,7 +56,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="[NAME=]PLACE",
-        help="a folder that training can read, also of C4's *.json.gz, or wikitext:PATH; may be given several times "
+        help="a folder that training can read, also of C4's *.json.gz; may be given several times "
         "(default, without tasks: the run's validation sets)",
     )
     text.add_argument(
@@ -75,7 +75,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         type=positive,
         metavar="TOKENS",
         help="score each document by itself, in windows whose last TOKENS tokens count (default: documents "
-        "packed as in training; wikitext: the context length)",
+        "packed as in training)",
     )
     text.add_argument("--max-tokens", type=positive, metavar="N", help="of each text (default: all)")
     tasks = parser.add_argument_group("tasks: request files, and lm-evaluation-harness (extra `eval`)")
