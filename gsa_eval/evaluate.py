@@ -17,7 +17,6 @@ from gsa_data.faults import Reading
 from gsa_data.request_files import is_request_file, score
 from gsa_eval.answers import answer_prompts
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
-from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
 from gsa_eval.ruler import TASKS, Material, Sample
@@ -30,7 +29,6 @@ from gsa_eval.ruler_score import (
 )
 from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
 from gsa_eval.wandb_run import log_to_wandb
-from gsa_hf import GSAForCausalLM
 from gsa_hf.generation import Generator
 from gsa_train.config import Config
 from gsa_train.data.tokenizer import reading_of
@@ -223,23 +221,20 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
     tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
     tasks = tasks or [name for name, task in TASKS.items() if essay or not task.needs_essay]
 
-    def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
-        tokens = [sample.tokens for sample in asked]
-        if generator is None:
-            return continue_prompts(model, tokenizer, tokens, new_tokens)
-        return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
-
     options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
-    generator: Generator | None = None
     begin = time.perf_counter()
     if arguments.ruler_gold:
         found = score_gold(partial(_nats, evaluated, arguments, where="RULER"), tokenizer, options)
     else:
-        if isinstance(model, GSAForCausalLM):
-            generation_config: Any = model.generation_config
-            generation_config.eos_token_id = list(tokenizer.stop_ids)
-            longest = max(arguments.ruler)
-            generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
+        generation_config: Any = model.generation_config
+        generation_config.eos_token_id = list(tokenizer.stop_ids)
+        longest = max(arguments.ruler)
+        generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
+
+        def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
+            tokens = [sample.tokens for sample in asked]
+            return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
+
         found = score_ruler(generate, tokenizer, options)
     found["seconds"] = round(time.perf_counter() - begin, 2)
     count = len(tasks) * len(options.lengths_tokens) * options.samples
