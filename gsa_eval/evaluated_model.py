@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from gsa_data.chat_template import ChatTemplate, look_for_chat_template
-from gsa_data.faults import Reading
-from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
-from gsa_eval.convert.export_hf import companions_of, tokenizer_of
+from gsa_data.tokenize import Tokenizer
+from gsa_eval.convert.export_hf import tokenizer_of
 from gsa_eval.convert.hf_config import to_hf_config
 from gsa_eval.convert.in_memory import chosen_attention, model_in_memory, to_device
 from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
@@ -66,8 +64,6 @@ class EvaluatedModel:
     """Entries for results.json."""
     wandb_run_id: str | None = None
     """W&B run of the training."""
-    chat_template: ChatTemplate | None = None
-    """Template of the training conversations."""
 
 
 def load_evaluated_model(
@@ -94,11 +90,8 @@ def load_evaluated_model(
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
-        template = look_for_chat_template(str(source.hf / TOKENIZER_JSON), Reading())
         tokenizer = folder_tokenizer(source.hf, found)
-        evaluated = EvaluatedModel(
-            to_device(loaded, device), tokenizer, length, False, None, None, about, chat_template=template
-        )
+        evaluated = EvaluatedModel(to_device(loaded, device), tokenizer, length, False, None, None, about)
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> EvaluatedModel:
@@ -120,7 +113,6 @@ def load_evaluated_model(
                     "tokens_trained": state.tokens,
                 },
                 state.wandb_run_id,
-                companions_of(checkpoint).template,
             )
 
         evaluated = read_source(source.run, source.step, source.checkpoint, read)

@@ -18,7 +18,8 @@ from lm_eval.models.huggingface import HFLM
 from gsa_eval.commands import generate as command
 from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.convert.import_hf import import_hf
-from gsa_eval.harness import GSATrainLM
+from gsa_eval.evaluated_model import Source, load_evaluated_model
+from gsa_eval.harness import EvaluatedLM
 from helpers.chats import PLAIN, make_tokenizer
 from helpers.runs import REPOSITORY, start
 from helpers.tiers import with_nightly
@@ -101,10 +102,11 @@ def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, questio
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     theirs = HFLM(pretrained=str(chat.exported), device="cpu", batch_size=1)
     settings = {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False}
-    for model in (theirs, GSATrainLM(run=str(chat.run)), GSATrainLM(hf=str(chat.exported))):
-        context = model.apply_chat_template(messages(question))
-        assert context == prompt
-        asked = [Instance("generate_until", {}, arguments=(context, settings), idx=0)]
+    context = theirs.apply_chat_template(messages(question))
+    assert context == prompt
+    asked = [Instance("generate_until", {}, arguments=(context, settings), idx=0)]
+    sources = (Source(run=chat.run), Source(hf=chat.exported))
+    for model in (theirs, *(EvaluatedLM(load_evaluated_model(each), 1) for each in sources)):
         assert model.generate_until(asked)[0].strip() == answer
 
 
