@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gsa_train.metrics.record_checks import fault_of_record, of_other_lengths
 from gsa_train.metrics.record_format import Record, read_records, values_in_words
 
-KINDS = ("spike", "rewind", "lower_lr", "skipped_batches", "corruption", "stop", "warning")
+KINDS: tuple[str, ...] = ("spike", "rewind", "lower_lr", "skipped_batches", "corruption", "stop", "warning")
 KINDS += ("checkpoint_failed", "checkpoint_damaged", "restart_after_hang", "log_lost")
 """Kinds of events in the records that a model card names."""
 
