@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from gsa_eval.results import circumstances, result_folder, table, write_results
 from gsa_eval.ruler import TASKS, Material, Sample
 from gsa_eval.ruler_score import (
     RulerOptions,
-    gold_table,
     ruler_table,
-    score_gold,
     score_ruler,
 )
 from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
@@ -133,10 +130,7 @@ def _score(evaluated: EvaluatedModel, arguments: argparse.Namespace, results: di
         )
         results["tasks"] = run_tasks(evaluated, tasks, *options)
         tables.append(task_table(results["tasks"]))
-    if arguments.ruler and arguments.ruler_gold:
-        results["ruler_gold"] = _ruler(evaluated, arguments)
-        tables.append(gold_table(results["ruler_gold"]))
-    elif arguments.ruler:
+    if arguments.ruler:
         results["ruler"] = _ruler(evaluated, arguments)
         tables.append(ruler_table(results["ruler"]))
     if arguments.data or arguments.validation or not tables:
@@ -150,8 +144,7 @@ def _requests(
 ) -> dict[str, Any]:
     found = {}
     for task in read_tasks(files, arguments.limit):
-        length = arguments.context_length or evaluated.trained_length
-        nats = _nats(evaluated, arguments, task.requests, length, task.name)
+        nats = _nats(evaluated, arguments, task.requests, task.name)
         counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
         found[task.name] = {**score(task, [-each for each in nats]), **counts}
         logger.info("%s: %d questions", task.name, len(task.questions))
@@ -159,13 +152,10 @@ def _requests(
 
 
 def _nats(
-    evaluated: EvaluatedModel,
-    arguments: argparse.Namespace,
-    texts: Sequence[tuple[str, str]],
-    length: int,
-    where: str,
+    evaluated: EvaluatedModel, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], where: str
 ) -> list[float]:
-    """Returns the score of each continuation after its context. Both together have at most `length` tokens."""
+    """Returns the score of each continuation after its context. Both together have at most the context's length."""
+    length = arguments.context_length or evaluated.trained_length
     requests = encode_requests(texts, evaluated.tokenizer, length, where)
     sums = np.zeros(len(requests))
     for each in token_losses(evaluated.model, list(map(as_piece, requests)), arguments.batch_size or 1):
@@ -223,19 +213,15 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
 
     options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
     begin = time.perf_counter()
-    if arguments.ruler_gold:
-        found = score_gold(partial(_nats, evaluated, arguments, where="RULER"), tokenizer, options)
-    else:
-        generation_config: Any = model.generation_config
-        generation_config.eos_token_id = list(tokenizer.stop_ids)
-        longest = max(arguments.ruler)
-        generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
+    generation_config: Any = model.generation_config
+    generation_config.eos_token_id = list(tokenizer.stop_ids)
+    generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=max(arguments.ruler))
 
-        def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
-            tokens = [sample.tokens for sample in asked]
-            return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
+    def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
+        tokens = [sample.tokens for sample in asked]
+        return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
 
-        found = score_ruler(generate, tokenizer, options)
+    found = score_ruler(generate, tokenizer, options)
     found["seconds"] = round(time.perf_counter() - begin, 2)
     count = len(tasks) * len(options.lengths_tokens) * options.samples
     logger.info("RULER, %d samples: %.1f s", count, found["seconds"])

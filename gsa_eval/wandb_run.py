@@ -46,7 +46,7 @@ def log_to_wandb(
         os.environ["WANDB_MODE"] = mode
     import wandb
 
-    scored = ("data", "requests", "tasks", "ruler", "ruler_gold")
+    scored = ("data", "requests", "tasks", "ruler")
     about = {key: value for key, value in results.items() if key not in scored}
 
     def init(mode: str) -> Run:
@@ -102,9 +102,8 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
     for name, each in _tables(_table_in(results, "tasks"), "results"):
         metrics = {key.partition(",")[0]: value for key, value in each.items()}
         found |= {f"{key}/{name}": value for key, value in metrics.items() if not key.endswith("_stderr")}
-    for score, key in (("ruler", "ruler"), ("ruler_bits_per_byte", "ruler_gold")):
-        means = _table_in(_table_in(results, key), "mean")
-        found |= {f"{score}/{length}": mean for length, mean in means.items()}
+    means = _table_in(_table_in(results, "ruler"), "mean")
+    found |= {f"ruler/{length}": mean for length, mean in means.items()}
     return {name: float(value) for name, value in found.items() if is_number(value)}
 
 

@@ -86,9 +86,6 @@ def _evaluations(study: StudyConfig) -> Iterator[str]:
             yield problem_line(
                 field, each.validation, wrong, "leave it out: without data they are scored anyway"
             )
-        if each.ruler_gold and not each.ruler:
-            wrong, remedy = "there is no RULER without lengths", "list them in ruler"
-            yield problem_line(f"evaluations.{number}.ruler_gold", each.ruler_gold, wrong, remedy)
 
 
 def _arms(study: StudyConfig) -> Iterator[str]:

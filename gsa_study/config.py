@@ -39,8 +39,6 @@ class EvaluationConfig:
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
     ruler_samples: int = 50
     """Samples of each of its tasks and lengths."""
-    ruler_gold: bool = False
-    """Score RULER's expected answers in bits per byte instead of answers that the model writes."""
     settings: list[str] = field(default_factory=list)
     """`key=value`, as for `launch/evaluate.py`."""
 

@@ -82,7 +82,7 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
             ("--ruler-samples", evaluation.ruler and evaluation.ruler_samples),
         ):
             words += [option, str(value)] if value else []
-        words += ["--validation"] * evaluation.validation + ["--ruler-gold"] * evaluation.ruler_gold
+        words += ["--validation"] * evaluation.validation
         words += evaluation.settings
         found.append((name, tuple(words)))
     return found

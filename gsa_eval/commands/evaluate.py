@@ -102,12 +102,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--ruler-samples", type=samples, default=50, metavar="N", help="of each task (default: 50)"
     )
     ruler.add_argument(
-        "--ruler-gold",
-        action="store_true",
-        help="score the expected answers in bits per byte, instead of answers that the model writes: one forward pass "
-        "for each sample, and a score also where a model is too small to answer",
-    )
-    ruler.add_argument(
         "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
     )
     ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
@@ -137,8 +131,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)
     check_step(parser, arguments)
-    if arguments.ruler_gold and not arguments.ruler:
-        parser.error("--ruler-gold: give the lengths, --ruler TOKENS[,TOKENS...]")
     if arguments.validation and (arguments.data or arguments.hf is not None):
         parser.error("--validation: the run's sets are scored without --data, and an exported model has none")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):

@@ -57,12 +57,12 @@ def test_the_arm_overrides_the_command_line_which_overrides_the_study_and_the_ba
 
 
 def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
-    ruler = {"ruler": [512, 1024], "ruler_samples": 20, "ruler_gold": True}
+    ruler = {"ruler": [512, 1024], "ruler_samples": 20}
     needle = {"name": "needle", "arms": ["two"], **ruler, "validation": True}
     study = load(tmp_path, seeds=[1], evaluations=[needle])
     (job,) = (job for job in jobs_of(study) if job.kind == "evaluate")
     assert job.run.arm == "two"
-    words = "--ruler 512,1024 --ruler-samples 20 --validation --ruler-gold"
+    words = "--ruler 512,1024 --ruler-samples 20 --validation"
     assert " ".join(job.command).endswith(words)
 
 
@@ -109,7 +109,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (evaluation(context_lengths=[0]), "evaluations.0.context_lengths = 0: below 1"),
     (evaluation(arms=["on"]), "evaluations.0.arms = on: the study has no such arm"),
     (evaluation(validation=True), "evaluations.0.validation = true: the run's sets are scored beside tasks"),
-    (evaluation(ruler_gold=True), "evaluations.0.ruler_gold = true: there is no RULER without lengths"),
     (evaluation(data={"a": "/no/where"}), "evaluations.0.data.a = /no/where: not there"),
     (evaluation(tasks=["piqa", "/no/where.jsonl"]), "evaluations.0.tasks.1 = /no/where.jsonl"),
     (selections(layers=[9]), "all arms: selections.layers = [9]: the model has"),
