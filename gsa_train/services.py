@@ -83,6 +83,3 @@ class Service:
 
     def on_stop(self) -> None:
         """Called when training ends, after an error too."""
-
-    def on_complete(self) -> None:
-        """Called when the run is complete and this process has left its process group."""

@@ -204,7 +204,7 @@ FILES = (
     "starts.jsonl",
     "goodput.jsonl",
     "alive.json",
-    "report.html",
+    "report.html",  # of earlier versions
 )
 OUTPUTS = (
     *FILES,
@@ -216,8 +216,7 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Output files of a run. The last two describe the run's checkpoints. If they stayed, the next run's report would show
-them."""
+"""Output files of a run. The last two describe the run's checkpoints."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")

@@ -358,10 +358,10 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
             before = saved.get(section, {}).get(name, younger[name])
             if before != value and name not in may_change:
                 lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
-    for field, default in REMOVED.items():
+    for field, values in REMOVED.items():
         section, name = field.split(".")
-        before = saved.get(section, {}).get(name, default)
-        if before != default:
+        before = saved.get(section, {}).get(name, values[0])
+        if before not in values:
             lines.append(f"  {field} = {before} in the checkpoint: {REMOVED_AFTER}")
     if lines:
         raise ResumeError(

@@ -68,7 +68,7 @@ sequences always get the packed mask, because budgets of thousands of keys reach
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
 attention over key lists is faster than attention under a packed mask. Only the work over lists grows with their length.
-benchmarks/bench_attention.py and bench_long.py measure both."""
+benchmarks/bench_long.py measures the lists."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
