@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape, kernels_use_sigmoid
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache, most_selected
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
@@ -107,7 +107,8 @@ def decode_select(
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=min(rule.k_max, max_length))
     with launching_on(queries, "the query"):
         score_keys(indexer, cache, rule.k_max, workspace, chained, key_group_size)
-        select_indices(cache, workspace, rule, variance_ema, chained)
+        signed = not kernels_use_sigmoid(indexer.activation)
+        select_indices(cache, workspace, rule, variance_ema, chained, signed)
 
 
 @torch.no_grad()

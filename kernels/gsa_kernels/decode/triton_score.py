@@ -227,12 +227,12 @@ def _score_kernel(
             above = tl.sum((ordered[None, :] > ordered[:, None]).to(tl.int32), axis=1)
             rank = 2 * SAMPLE * k_max // length + _SAMPLES_ABOVE
             floor_key = tl.min(tl.where(above < rank, ordered, INT_MAX))
-            floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key) - 1, 0), 0)
+            floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key, not SIGMOID) - 1, 0), 0)
             origin = tl.sum(scores) / SAMPLE
         else:
             tl.store(scores_ptr + batch * columns + keys, scores, mask=valid)
             # The counts are integers, so that their sums do not depend on the order.
-            bin = score_bin(ordered)
+            bin = score_bin(ordered, not SIGMOID)
             slots = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
             tl.atomic_add(slots, 1, mask=valid & (bin > floor), sem="relaxed")
             distance = tl.where(valid, scores - origin, 0.0)
@@ -244,7 +244,7 @@ def _score_kernel(
             score = tl.sum(tl.where(new_lanes == 0, new_scores, 0.0))
             origin = tl.where(end == 0, score, origin)  # if it is the only key, its variance is 0
             tl.store(scores_ptr + batch * columns + end, score)
-            bin = score_bin(order_key(score))
+            bin = score_bin(order_key(score), not SIGMOID)
             slot = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
             tl.atomic_add(slot, 1, mask=bin > floor, sem="relaxed")
             distance = tl.where(lanes == 0, score - origin, 0.0)
