@@ -92,7 +92,7 @@ def attend(config: Config, documents: torch.Tensor | None) -> None:
         selected = Selection(None, lists, selected.budget, selected.variance)
     out, lse = api.sparse_attention(q, k, v, selected, geometry, gate, **BY_TRITON)
     backward(out)
-    sample = RowSample(gsa.indexer_loss_row_fraction, seed=0)
+    sample = RowSample(gsa.indexer_loss_row_fraction, draw=0)
     for attended in (selected, None):
         backward(api.indexer_loss(indexer, q, k, lse, attended, geometry, sample, **BY_TRITON)[0])
     if api.can_fuse_indexer_loss(q, k, selected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import forward_step
 
+from gsa_kernels.sampling import sampled_one_of
 from gsa_train.config import Config
 from gsa_train.config.batch_ramp import batch_size
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_causal_keys
@@ -167,7 +169,7 @@ def _training_pass(training: Training, step: int, measures: bool, rows: torch.Te
         measuring=measures,
         kl_grad_scale=kl_grad_scale,
         row_fraction=config.gsa.indexer_loss_row_fraction,
-        row_key=f"{config.run.seed} {step} {rank}",
+        row_draw=zlib.crc32(f"{config.run.seed} {step} {rank}".encode()),
     )
 
 
@@ -314,20 +316,29 @@ def _run_graph(
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
-    # Graphs exclude sampled rows (`check_graphs`, config/train.py).
-    of_all = replace(attention_pass, kl_grad_scale=0.0, row_key="")
-    run_pass = partial(_pass_over_one, training, count, of_all)
     inputs = [
         PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
         for batch in micro_batches
     ]
+    passes = [_pass_of(attention_pass, number, training.config) for number in range(count)]
+    runs = [partial(_pass_over_one, training, count, each) for each in passes]
     no_sync = training.model.mcore_config.no_sync_func  # None without `parallel.overlap_grad_reduce`
     replayed = count if no_sync is None else count - 1
     with nullcontext() if no_sync is None else no_sync():
-        losses = [graph.run(run_pass, each, (count, of_all)) for each in inputs[:replayed]]
-    losses += [run_pass(each) for each in inputs[replayed:]]
+        losses = [
+            graph.run(run, each, (count, of_all))
+            for run, each, of_all in zip(runs[:replayed], inputs, passes, strict=False)
+        ]
+    losses += [run(each) for run, each in zip(runs[replayed:], inputs[replayed:], strict=True)]
     training.optimizer.reduce_gradients()
     return [{"loss_sum": loss} for loss in losses]
+
+
+def _pass_of(attention_pass: AttentionPass, number: int, config: Config) -> AttentionPass:
+    """Return the settings that a graph may contain for a micro-batch. Micro-batches that sample the same queries have
+    equal settings."""
+    draws = sampled_one_of(config.train.seq_len_tokens, attention_pass.row_fraction)
+    return replace(attention_pass, kl_grad_scale=0.0, row_draw=(attention_pass.row_draw + number) % draws)
 
 
 def _pass_over_one(

@@ -57,8 +57,9 @@ class GSAConfig:
     """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. The paper has 1."""
     indexer_loss_row_fraction: float = 1.0
     """Share 1 / n of the queries on which training computes the indexer loss. The loss uses every n-th group of 128
-    queries (32 with key lists), from an offset drawn for each micro-batch and layer. The estimate is unbiased. Below 1
-    the loss is cheaper and noisier. Validation uses all queries. The paper has 1."""
+    queries (32 with key lists). n micro-batches in a row use each query position once, from an offset drawn for each
+    step. The estimate is unbiased. Below 1 the loss is cheaper and noisier. Validation uses all queries. The paper has
+    1."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """How a query's budget of keys is computed (eq. 8), with var the variance of its scores and ema the moving average
     of var. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""

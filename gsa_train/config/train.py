@@ -194,12 +194,7 @@ def _of_attention(config: Config) -> list[Reason]:
     gsa, length = config.gsa, config.train.seq_len_tokens
     if gsa.attention == "dense":
         return []
-    reasons = []
-    if gsa.indexer_loss_row_fraction < 1 and any(phase.train == "all" for phase in config.phases):
-        wrong = (
-            f"gsa.indexer_loss_row_fraction = {gsa.indexer_loss_row_fraction:g} draws other queries each time"
-        )
-        reasons.append((wrong, "set that to 1"))
+    reasons: list[Reason] = []
     sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
     if not sparse:
         return reasons

@@ -31,8 +31,8 @@ class AttentionPass:
     """Factor of a layer's KL sum in the gradient: a number, or fp32, 0-d."""
     row_fraction: float = 1.0
     """Fraction of queries in the indexer loss (`gsa.indexer_loss_row_fraction`); validation uses all."""
-    row_key: str = ""
-    """Seeds the sampling of these queries: run seed, step and data-parallel rank."""
+    row_draw: int = 0
+    """Draw of these queries in the first micro-batch (`RowSample`). Later micro-batches take the draws that follow."""
     will_recompute: bool = False
     """Recomputation runs a forward pass without a graph, then another with a graph in the backward pass. The first run
     has no records, samples or indexer loss."""

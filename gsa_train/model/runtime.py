@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -67,8 +66,7 @@ class AttentionRuntime:
             return RowSample()
         draw = self._row_draws.get(layer, 0)
         self._row_draws[layer] = draw + 1
-        seed = zlib.crc32(f"{attention_pass.row_key} {draw} {layer}".encode())
-        return RowSample(attention_pass.row_fraction, seed)
+        return RowSample(attention_pass.row_fraction, attention_pass.row_draw + draw)
 
     def query_sample(
         self, attention_pass: AttentionPass, length: int, start: int, end: int

@@ -5,6 +5,9 @@ graph contains all launches of a micro-batch and starts with one call. The graph
 every micro-batch. The replay runs the same kernels in the same order on the same addresses, so results are equal bit
 for bit.
 
+If a share of the queries enters the indexer loss (`gsa.indexer_loss_row_fraction`: 1 / n), each of the n draws has its
+own graph. The graphs share their memory, because they run one after the other.
+
 The addresses must stay valid. Weights, gradient buffers and moving averages are updated in place, and each micro-batch
 is copied in before its replay. Python code in a pass runs only once, during capture.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,22 +54,30 @@ def new_graph(optimizer: PhaseOptimizer, config: Config) -> MicroBatchGraph | No
     return MicroBatchGraph() if config.train.cuda_graphs and not optimizer.local_backward else None
 
 
+@dataclass(frozen=True)
+class Captured:
+    replay: Callable[[], object]
+    """Runs the pass again, with the present contents of the inputs."""
+    loss_sum: torch.Tensor
+    """0-d: the result of the last replay."""
+
+
 class MicroBatchGraph:
-    """Holds the graph of one phase. Its addresses include the phase's gradient buffers."""
+    """Holds the graphs of one phase. Their addresses include the phase's gradient buffers."""
 
     def __init__(self) -> None:
         self.replays = 0
         """Number of micro-batches run by a graph."""
         self.memory_bytes = 0
-        """Device memory for the intermediate tensors of a pass, held for the lifetime of the graph."""
+        """Device memory for the intermediate tensors of a pass, held for the lifetime of the graphs."""
         self._steps = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._captured: Hashable = None
         self._inputs: PassInputs | None = None
-        self._loss_sum: torch.Tensor | None = None
+        self._shapes: Hashable = None
+        self._captured: dict[Hashable, Captured] = {}
+        self._pool: Any = None
 
     def is_due(self) -> bool:
-        """Whether the next step uses the graph. Call it exactly once for each step without measurements."""
+        """Whether the next step uses graphs. Call it exactly once for each step without measurements."""
         self._steps += 1
         return self._steps > WARM_UP_STEPS
 
@@ -76,38 +88,42 @@ class MicroBatchGraph:
 
         Args:
             run_pass: runs forward and backward and returns the summed loss; called only to capture a graph.
-            fixed: everything else that determines the pass; a new value causes a new capture.
+            fixed: everything else that determines the pass. Each value has its own graph.
 
         Raises:
             CaptureError: the pass has an operation that a graph does not allow, such as waiting for the device.
             torch.OutOfMemoryError: there is not enough memory for the graph.
         """
-        captured = (fixed, *(None if each is None else (each.shape, each.dtype) for each in inputs))
-        if captured != self._captured:
-            self._release()
-            self._capture(run_pass, inputs)
-            self._captured = captured
+        shapes = tuple(None if each is None else (each.shape, each.dtype) for each in inputs)
+        if shapes != self._shapes:
+            self._captured.clear()
+            self._pool, self.memory_bytes = None, 0
+            self._inputs = PassInputs._make(
+                None if each is None else torch.zeros_like(each) for each in inputs
+            )
+            self._shapes = shapes
         assert self._inputs is not None
-        assert self._loss_sum is not None
+        if fixed not in self._captured:
+            self._captured[fixed] = self._capture(run_pass, self._inputs)
         for static, given in zip(self._inputs, inputs, strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
-        self._replay()
+        captured = self._captured[fixed]
+        captured.replay()
         self.replays += 1
-        return self._loss_sum.clone()
+        return captured.loss_sum.clone()
 
-    def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> None:
+    def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> Captured:
         """Capture the pass without running it."""
         began = time.perf_counter()
-        self._inputs = PassInputs._make(None if each is None else each.clone() for each in inputs)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         try:
             # During capture other threads, such as NCCL's, may call the device.
             stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._loss_sum = run_pass(self._inputs)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                loss_sum = run_pass(inputs)
         except RuntimeError as error:
             # The end of the capture replaces an inner error by its own error.
             for cause in (error, error.__context__):
@@ -117,21 +133,15 @@ class MicroBatchGraph:
                 "train.cuda_graphs = true: a pass over a micro-batch cannot be captured (the error above says where); "
                 "set it to false"
             ) from error
-        self._graph = graph
-        self.memory_bytes = torch.cuda.memory_reserved() - before
+        self._pool = graph.pool()
+        self.memory_bytes += torch.cuda.memory_reserved() - before
         logger.info(
-            "captured a micro-batch's forward and backward pass as a CUDA graph in %.1f s; it holds %.2f GiB "
+            "captured a micro-batch's forward and backward pass as a CUDA graph in %.1f s; graphs hold %.2f GiB "
             "(train.cuda_graphs = true)",
             time.perf_counter() - began,
             self.memory_bytes / 2**30,
         )
-
-    def _replay(self) -> None:
-        assert self._graph is not None
-        self._graph.replay()
-
-    def _release(self) -> None:
-        self._graph = self._captured = self._inputs = self._loss_sum = None
+        return Captured(graph.replay, loss_sum)
 
 
 def leave_default_stream(device: torch.device) -> None:

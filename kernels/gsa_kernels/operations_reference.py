@@ -232,9 +232,9 @@ def _taken_rows(
     rank, size = rows.share
     by_lists = selection is not None and selection.key_lists is not None
     if not by_lists:
-        sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
+        sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share)
         return (None if sample.every == 1 else sample.rows()), factor
-    first, factor = systematic(-(-num_rows // TILE_QUERIES), rows.fraction, rows.seed)
+    first, factor = systematic(-(-num_rows // TILE_QUERIES), rows.fraction, rows.draw)
     if factor * size == 1:
         return None, factor
     numbers = torch.arange(num_rows)

@@ -41,7 +41,7 @@ class SampledRows:
 def sample_rows(
     num_rows: int,
     fraction: float,
-    seed: int | None,
+    draw: int | None,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[SampledRows, int]:
     """Choose a systematic sample: evenly spaced stretches of STRETCH_ROWS rows.
@@ -50,14 +50,14 @@ def sample_rows(
 
     Args:
         fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows
-        seed: chooses the first stretch, each of n with the same probability
+        draw: chooses the first stretch, number `draw` modulo n
         share: (rank, size): this rank takes every size-th of the chosen stretches, from number `rank` on
 
     Returns:
         The rows, possibly none, and the factor for the sum over all shares of the sample.
     """
     factor = sampled_one_of(num_rows, fraction)
-    first = _first_of(factor, seed)
+    first = (draw or 0) % factor
     rank, size = share
     every = factor * size
     start = (first + rank * factor) * STRETCH_ROWS
@@ -70,17 +70,10 @@ def sampled_one_of(num_rows: int, fraction: float) -> int:
     return min(stretches_per_sampled(fraction), -(-num_rows // STRETCH_ROWS))
 
 
-def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:
+def systematic(num_units: int, fraction: float, draw: int | None) -> tuple[int, int]:
     """Return the first sampled unit and the distance to the next. All units have the same probability."""
     factor = min(stretches_per_sampled(fraction), num_units)
-    return _first_of(factor, seed), factor
-
-
-def _first_of(factor: int, seed: int | None) -> int:
-    if factor == 1:
-        return 0
-    generator = torch.Generator().manual_seed(int(seed or 0))
-    return int(torch.randint(factor, (), generator=generator))
+    return (draw or 0) % factor, factor
 
 
 def stretches_per_sampled(fraction: float) -> int:

@@ -113,15 +113,16 @@ class RowSample:
 
     fraction: float = 1.0
     """1 / n for a whole n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
-    seed: int | None = None
-    """Chooses the stretches. A fraction below 1 needs a seed, which must be equal on all ranks that share the rows."""
+    draw: int | None = None
+    """Chooses the stretches: one of each n, from number `draw` modulo n on. n consecutive draws take each row once. A
+    fraction below 1 needs a draw, which must be equal on all ranks that share the rows."""
     share: tuple[int, int] = (0, 1)
     """(rank, size): this rank computes every size-th of the chosen stretches, from number `rank` on. The losses and
     gradients of all shares add up to the whole."""
 
     def __post_init__(self) -> None:
-        if stretches_per_sampled(self.fraction) > 1 and self.seed is None:
-            raise ValueError(f"seed is None with fraction {self.fraction}; pass a number, equal on all ranks")
+        if stretches_per_sampled(self.fraction) > 1 and self.draw is None:
+            raise ValueError(f"draw is None with fraction {self.fraction}; pass a number, equal on all ranks")
         rank, size = self.share
         if not 0 <= rank < size:
             raise ValueError(f"share is {self.share}; pass (rank, size) with 0 <= rank < size")

@@ -89,6 +89,7 @@ def train(name: str, *overrides: str) -> Trained:
 CASES = {
     "one document": ("gsa_1.7b", (*BUDGETS, ACROSS)),
     "documents": ("gsa_1.7b", BUDGETS),
+    "a share of the rows of the loss": ("gsa_1.7b", (*BUDGETS, ACROSS, "gsa.indexer_loss_row_fraction=0.5")),
     "overlapped reduction": ("gsa_1.7b", (*BUDGETS, ACROSS, OVERLAP)),
     "as in the paper": ("paper_gsa_1.7b", BUDGETS),
     "groups of keys": ("gsa_1.7b", (*BUDGETS, "gsa.key_group_size=4", ACROSS)),

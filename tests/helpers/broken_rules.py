@@ -262,7 +262,6 @@ train.recompute=full -> train.recompute = full | ; set that to none
 train.recompute=selective -> train.recompute = selective | ; set that to none
 train.fused_ops=none -> train.fused_ops = none | ; set that to auto
 gsa.attention_impl=reference -> gsa.attention_impl = reference | ; set that to auto
-gsa.indexer_loss_row_fraction=0.25 -> gsa.indexer_loss_row_fraction = 0.25 | ; set that to 1
 logging.every_steps=1 -> logging.every_steps = 1 | ; set that to 2 or more
 train.seq_len_tokens=16384 -> gsa.attention_kernel = auto and train.seq_len_tokens = 16384 | masked
 gsa.attention_kernel=gathered -> gsa.attention_kernel = gathered | masked

@@ -1,10 +1,10 @@
-"""Replaces the CUDA graph of a micro-batch on CPUs: a replay calls the captured pass again."""
+"""Replaces the CUDA graphs of micro-batches on CPUs: a replay calls the captured pass again."""
 
 from collections.abc import Callable
 
 import torch
 
-from gsa_train.optimizer.micro_batch_graph import MicroBatchGraph, PassInputs
+from gsa_train.optimizer.micro_batch_graph import Captured, MicroBatchGraph, PassInputs
 
 
 class CalledAgain(MicroBatchGraph):
@@ -12,14 +12,10 @@ class CalledAgain(MicroBatchGraph):
 
     captures = 0
 
-    def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> None:
+    def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> Captured:
         self.captures += 1
-        self._inputs = PassInputs._make(None if each is None else torch.zeros_like(each) for each in inputs)
-        self._loss_sum = torch.zeros(())
-        self._pass = run_pass
-
-    def _replay(self) -> None:
-        self._loss_sum.copy_(self._pass(self._inputs))
+        loss_sum = torch.zeros(())
+        return Captured(lambda: loss_sum.copy_(run_pass(inputs)), loss_sum)
 
 
 class CalledAtOnce(CalledAgain):

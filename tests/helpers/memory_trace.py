@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from gsa_kernels import operations_triton, sampling
+from gsa_kernels import operations_triton
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
 from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
@@ -211,7 +211,6 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_backward, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (triton_backward_keys, "count_multiprocessors", lambda device: MULTIPROCESSORS),
-            (sampling, "_first_of", _with_contents(sampling._first_of)),
             (operations_triton, "union_density", _with_contents(union_density)),
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows

@@ -31,7 +31,7 @@ class Case:
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, SIZE)
 
 
-HALF, SHARE = RowSample(0.5, seed=1), RowSample(0.5, seed=3, share=(0, 2))
+HALF, SHARE = RowSample(0.5, draw=1), RowSample(0.5, draw=3, share=(0, 2))
 CASES = {
     "packed mask, a share of the rows": Case(rows=SHARE, query_start=32),
     "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),

@@ -243,7 +243,7 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
             "document_starts has dtype torch.int64",
             lambda: Geometry(torch.zeros(2, 40).long()),
         ),
-        "a sample without seed": ("seed is None", lambda: RowSample(0.5)),
+        "a sample without draw": ("draw is None", lambda: RowSample(0.5)),
         "a fraction of thirds": ("row_fraction is 0.7", lambda: RowSample(0.7)),
         "a share of none": ("share is", lambda: RowSample(share=(2, 2))),
         "a rule upside down": ("k_max is 1", lambda: BudgetRule(4, 2, 1)),

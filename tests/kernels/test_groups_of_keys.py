@@ -72,7 +72,7 @@ CASES = {
     "later queries, all causal keys": Case(4, length=84, query_start=4, dense=True),
     "a share of the rows": Case(2, length=136, rows=RowSample(share=(1, 2))),
     "a share of the tiles": Case(2, length=136, rows=RowSample(share=(1, 2)), kernel="gathered"),
-    "half of the rows of all keys": Case(2, length=135, rows=RowSample(0.5, seed=3), dense=True),
+    "half of the rows of all keys": Case(2, length=135, rows=RowSample(0.5, draw=3), dense=True),
 }
 
 

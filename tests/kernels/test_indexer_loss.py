@@ -84,10 +84,10 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
     samples = {
         "all": RowSample(),
-        "half": RowSample(0.5, seed=3),
+        "half": RowSample(0.5, draw=3),
         "share": RowSample(share=(1, 2)),
         "share of half": RowSample(
-            0.5, seed=3, share=(1, 2)
+            0.5, draw=2, share=(1, 2)
         ),  # from the first stretch, so it has the third, too
     }
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64 if bf16 else 32)
@@ -355,7 +355,7 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
         return torch.nn.functional.pad(shares[:, :, rows.rows(device)], (0, 5))[..., :-5]
 
     row_sum = 4.0 if blocks in (None, STACKED) else None  # these kernels read it
-    for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, seed=3)):
+    for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, draw=3)):
         options: dict[str, Any] = {"rows": sample, "blocks": blocks}
         want = differentiate(problem, of_target(problem, target, row_sum, **options))
         loss = of_target(problem, of_rows, row_sum, row_chunk_bytes=1, **options)

@@ -86,7 +86,7 @@ def test_errors_of_key_lists(device: str) -> None:
     given = (problem.q, problem.k, problem.lse, lists)
     with pytest.raises(ValueError, match="tiles is"):
         head_sum_probs_lists(*given, tiles.float())
-    for fraction, seed in ((0.0, 1), (0.4, 1), (0.5, None)):
+    for fraction, draw in ((0.0, 1), (0.4, 1), (0.5, None)):
         with pytest.raises(ValueError, match="fraction"):
             api.indexer_loss(
                 problem.indexer,
@@ -94,6 +94,6 @@ def test_errors_of_key_lists(device: str) -> None:
                 problem.k,
                 problem.lse,
                 problem.selection,
-                rows=RowSample(fraction, seed),
+                rows=RowSample(fraction, draw),
                 implementation="triton",
             )

@@ -138,6 +138,7 @@ moe.experts_impl=sequential moe.expert_ffn_hidden_size=33
 moe.capacity_factor=1.25 moe.z_loss_coeff=0 moe.routed_scale=2.5
 """
 ALLOWED_WITH_GRAPHS = """
+gsa.indexer_loss_row_fraction=0.25
 train.seq_len_tokens=8192
 train.seq_len_tokens=16384 gsa.attention_kernel=masked
 parallel.optimizer_instances=2 gsa.attention=dense phases.0.train=all phases.1.attention=dense

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_kernels import sampling
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import DeviceError
@@ -199,20 +200,22 @@ CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
     "dense, one document": (DENSE, {}, True),
     "loads of experts": (SPARSE, {"moe": EXPERTS}, False),
     "biases of experts": (SPARSE, {"moe": {**EXPERTS, **BIASES}}, False),
+    "a share of the rows of the loss": (SPARSE, {"gsa": {"indexer_loss_row_fraction": 0.5}}, True),
     "overlapped reduction": (SPARSE, {"parallel": OVERLAP}, True),
     "overlapped reduction, experts": (SPARSE, {"parallel": OVERLAP, "moe": EXPERTS}, False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_bit_matches_the_schedule(name: str) -> None:
+def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers count in the passes, and their balancing changes after each step. With an overlapped reduction the last
-    micro-batch of a step runs without a graph."""
+    micro-batch of a step runs without a graph. Each draw of rows has its own graph."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     phase, sections, across = CASES[name]
     config, graph = tiny_config(**sections, train={"qk_clip": 5.0}), CalledAgain()
     losses, weights = trained(phase, None, config, across)
     of_graph, its_weights = trained(phase, graph, config, across)
-    assert graph.captures == 1
+    assert graph.captures == (2 if "gsa" in sections else 1)
     replayed = 1 if "parallel" in sections else 2
     assert graph.replays == replayed * (STEPS - WARM_UP_STEPS - 1)
     assert of_graph == losses
@@ -238,9 +241,9 @@ def test_other_shapes_and_another_pass_are_captured_again() -> None:
         inputs = PassInputs(tokens, tokens, None, tokens.float(), scale, None)
         return float(graph.run(run_pass, inputs, fixed))
 
-    assert [run(3, "a"), run(3, "a"), run(5, "a"), run(5, "b")] == [18.0, 18.0, 50.0, 50.0]
+    assert [run(3, "a"), run(3, "a"), run(5, "a"), run(5, "b"), run(5, "a")] == [18.0, 18.0, 50.0, 50.0, 50.0]
     assert graph.captures == 3
-    assert seen == ["a", "a", "a", "b"]
+    assert seen == ["a", "a", "a", "b", "a"]
 
 
 def test_phases_without_a_backward_pass_have_no_graph() -> None:

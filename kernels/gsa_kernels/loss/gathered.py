@@ -71,7 +71,7 @@ def gathered_indexer_loss(
     check_at_least("scratch_bytes", scratch_bytes, 1)
 
     tensors = tensors_of(indexer)
-    first, factor = systematic(lists.counts.shape[1], rows.fraction, rows.seed)
+    first, factor = systematic(lists.counts.shape[1], rows.fraction, rows.draw)
     rank, size = rows.share
     calculate = partial(
         _value_and_gradients,

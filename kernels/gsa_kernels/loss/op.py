@@ -112,7 +112,7 @@ def masked_indexer_loss(
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
     tensors = tensors_of(indexer)
-    sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
+    sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share)
     calculate = partial(
         value_and_gradients,
         target=target,
