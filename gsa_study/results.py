@@ -70,8 +70,8 @@ def page_parts(results: Results) -> list[str]:
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
         f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
-        f"Cells have mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), "
-        "[records](records). `python launch/results.py` writes the page except the verdict.",
+                "Cells have mean ± standard deviation over the seeds. "
+        f"[{values.name}]({values.name}) and [records](records) have all numbers.",
     ]
 
 
@@ -121,7 +121,8 @@ def write_overview(standings: Sequence[Standing], out: Path) -> Path:
     rows = [["study", "runs", "verdict"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
     made = (
-        "`python launch/results.py` writes this table. [Studies](../how_to/studies.md) says how to run one."
+                "`python launch/results.py` writes this table and each page above its verdict "
+        "([studies](../how_to/studies.md#pages-of-results))."
     )
     write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
     return path
