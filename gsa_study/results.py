@@ -83,7 +83,7 @@ def setup(results: Results) -> str:
     )
     devices = ", ".join(sorted({device for each in finished for device in each.devices}))
     unrecorded = sum(not each.losses for each in finished)
-    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each trained on {of_each} tokens"
+    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each run trained on {of_each} tokens"
     said += f" on {devices}." if devices else "."
     if any(each.run.source for each in finished):
         said += " If an arm begins with another arm's weights, its tokens include that training."
