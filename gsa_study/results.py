@@ -70,7 +70,7 @@ def page_parts(results: Results) -> list[str]:
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
         f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
-                "Cells have mean ± standard deviation over the seeds. "
+        "Cells have mean ± standard deviation over the seeds. "
         f"[{values.name}]({values.name}) and [records](records) have all numbers.",
     ]
 
@@ -83,8 +83,8 @@ def setup(results: Results) -> str:
     )
     devices = ", ".join(sorted({device for each in finished for device in each.devices}))
     unrecorded = sum(not each.losses for each in finished)
-    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each run trained on {of_each} tokens"
-    said += f" on {devices}." if devices else "."
+    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each run trained on"
+    said += f" {of_each} tokens on {devices}." if devices else f" {of_each} tokens."
     if any(each.run.source for each in finished):
         said += " If an arm begins with another arm's weights, its tokens include that training."
     if unrecorded == len(finished):
@@ -121,7 +121,7 @@ def write_overview(standings: Sequence[Standing], out: Path) -> Path:
     rows = [["study", "runs", "verdict"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
     made = (
-                "`python launch/results.py` writes this table and each page above its verdict "
+        "`python launch/results.py` writes this table and each page above its verdict "
         "([studies](../how_to/studies.md#pages-of-results))."
     )
     write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
