@@ -120,6 +120,6 @@ def write_overview(standings: Sequence[Standing], out: Path) -> Path:
     text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
     rows = [["study", "runs", "verdict"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
-    made = "`python launch/results.py` [writes](../how_to/studies.md#pages-of-results) this table and the pages."
+    made = "`python launch/results.py` [writes](../how_to/studies.md#pages-of-results) the tables and pages."
     write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
     return path
