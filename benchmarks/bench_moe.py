@@ -13,11 +13,11 @@ micro-batch is the largest of 1, 2 and 4 sequences for which all models fit by t
 `standard_graphs` and `gsa_graphs` are the same models with `train.cuda_graphs`. The bar compares the faster variant of
 GSA, with or without graphs, with the faster variant of the standard model.
 
-`standard_sequential` and `standard_grouped` use megatron-core's own mixture with the same weights: its router, its
-dispatcher, and SequentialMLP or GroupedMLP (whole_steps/megatron_experts.py lists what works without Transformer
-Engine). Attention, norms, loss, optimizer and tokens are the same. Before the first step the outputs of both mixtures
-for random tokens are compared, and a difference beyond rounding is WRONG. The learning rate is 0, so that weights and
-routing stay the same in all models. `load_max` is the largest expert's load divided by the mean.
+`standard_grouped` uses megatron-core's own mixture with the same weights: its router, its dispatcher, and GroupedMLP
+(whole_steps/megatron_experts.py lists what works without Transformer Engine). Attention, norms, loss, optimizer and
+tokens are the same. Before the first step the outputs of both mixtures for random tokens are compared, and a difference
+beyond rounding is WRONG. The learning rate is 0, so that weights and routing stay the same in all models. `load_max` is
+the largest expert's load divided by the mean.
 
 The models take turns in `--rounds` rounds. Each round builds and warms up each model again, because the models do not
 fit into memory together. In each round a model's step time is divided by the step time of the standard model without
@@ -66,8 +66,8 @@ STANDARD, GSA = "standard", "gsa"
 class Variant:
     kind: str
     """STANDARD or GSA: selects the config."""
-    megatron_experts: str = ""
-    """Which of megatron-core's experts to use; empty: our mixture."""
+    megatron_experts: bool = False
+    """Whether to use megatron-core's mixture."""
     graphs: bool = False
     """`train.cuda_graphs`"""
 
@@ -75,7 +75,7 @@ class Variant:
 MODELS = (
     {kind: Variant(kind) for kind in (STANDARD, GSA)}
     | {f"{kind}_graphs": Variant(kind, graphs=True) for kind in (STANDARD, GSA)}
-    | {f"{STANDARD}_{experts}": Variant(STANDARD, experts) for experts in megatron_experts.EXPERTS}
+    | {f"{STANDARD}_grouped": Variant(STANDARD, megatron_experts=True)}
 )
 GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MICRO_BATCHES = (1, 2, 4)
@@ -182,7 +182,7 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
 
     def prepare(model: Model) -> None:
         if experts:
-            found.difference = megatron_experts.take_megatron_experts(model, experts)
+            found.difference = megatron_experts.take_megatron_experts(model)
 
     batches = random_batches(config, parallel)
     reset_peak_memory(parallel.device)

@@ -1,16 +1,14 @@
 """Times the indexer scores and the selection on one CUDA device, and checks each selection.
 
-    python benchmarks/bench_selection.py [--lengths 4096 32768] [--query-start 98304]
+    python benchmarks/bench_selection.py [--lengths 4096 32768]
 
 For each length it times the score pass and the selection pass over the same chunks of rows. It times both together as
 `select_keys` runs them, by all scores (select_keys_ms) and by candidates (candidates_ms). It times `select_key_lists`
 in both ways (lists_ms, candidate_lists_ms), and torch.topk over the same scores (only its sort). best_ratio is the
 faster way to the lists divided by the score pass. TFLOP/s count the products of the causal pairs, 2 HI DI each. GB/s
-count one write (scores) or one read (selection) of each causal score. --query-start N takes the queries from N on and
-all keys, as on a context-parallel rank.
+count one write (scores) or one read (selection) of each causal score.
 """
 
-import argparse
 import sys
 from dataclasses import asdict
 
@@ -38,11 +36,8 @@ CANDIDATES_FROM = 8192
 """Keys of the first row that is selected by candidates, in the runs that select so."""
 
 
-def measure(report: harness.Report, args: argparse.Namespace, length: int) -> None:
-    """Measure the queries from `args.query_start` on, with all `length` keys."""
-    query_start = args.query_start
-    indexer, geometry = make_indexer(length, query_start), Geometry(query_start=query_start)
-    num_rows = length - query_start
+def measure(report: harness.Report, length: int) -> None:
+    indexer, geometry = make_indexer(length), Geometry()
 
     def select(ema: torch.Tensor, start: int | None = None) -> Selection:
         return select_keys(indexer, RULE, ema, geometry, candidates_from=start)
@@ -71,8 +66,7 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
 
     def topk_pass() -> None:
         for rows, view in views:
-            num_keys = query_start + rows.stop
-            view[..., :num_keys].topk(min(K_BASE, num_keys), sorted=False)
+            view[..., : rows.stop].topk(min(K_BASE, rows.stop), sorted=False)
 
     candidates: dict[str, harness.Run] = {
         "scores": scores_pass,
@@ -84,10 +78,9 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
         "topk": topk_pass,
     }
     ms = {name: timed.ms for name, timed in harness.measure(candidates).items()}
-    pairs = num_rows * (query_start + length + 1) / 2
+    pairs = length * (length + 1) / 2
     report.row(
         length=length,
-        query_start=query_start,
         **{f"{name}_ms": time for name, time in ms.items()},
         best_ratio=min(ms["lists"], ms["candidate_lists"]) / ms["scores"],
         scores_tflops=2 * INDEXER_HEADS * INDEXER_SIZE * pairs / ms["scores"] / 1e9,
@@ -97,17 +90,16 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
     )
 
 
-def make_indexer(length: int, query_start: int) -> Indexer:
+def make_indexer(length: int) -> Indexer:
     generator = torch.Generator("cuda").manual_seed(length)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
 
-    q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)[:, query_start:].contiguous()
+    q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)
     # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     k_idx = draw(1, length, INDEXER_SIZE) * 1.5
-    weight_logits = draw(1, length, INDEXER_HEADS)[:, query_start:].contiguous()
-    return Indexer(q_idx, k_idx, weight_logits)
+    return Indexer(q_idx, k_idx, draw(1, length, INDEXER_HEADS))
 
 
 def is_correct(
@@ -120,7 +112,7 @@ def is_correct(
     sample = min(sample, num_rows)
     for start in (0, (num_rows - sample) // 2, num_rows - sample):
         rows = torch.arange(start, start + sample, device="cuda")
-        visible = causal_mask(length, query_positions=geometry.query_start + rows)
+        visible = causal_mask(length, query_positions=rows)
         scores = score_rows(indexer, range(start, start + sample), geometry)
         scores = torch.where(visible, scores, 0)
         budget = adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **asdict(RULE))
@@ -134,14 +126,11 @@ def is_correct(
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
-    parser.add_argument("--query-start", type=int, default=0, help="position of the first query")
     args = parser.parse_args()
-    if not 0 <= args.query_start < min(args.lengths):
-        parser.error(f"--query-start is {args.query_start}; pass 0 to {min(args.lengths) - 1}")
     harness.require_cuda()
     report = harness.Report("bench_selection", args)
     for length in args.lengths:
-        measure(report, args, length)
+        measure(report, length)
     return report.finish()
 
 

@@ -3,32 +3,17 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_training.py \\
         --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml --megatron configs/standard_1.7b.yaml \\
         --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
-    python benchmarks/bench_training.py --scaling one.json two.json     (weak scaling: two such reports)
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 Every layout has the same number of sequences per device. A layout names its sizes in short
 (whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
 neither memory nor MFU.
 
---text replaces the random tokens by the config's text. --checkpoint replaces the initial weights by a run's weights.
-Use both options to time a long context in which each query selects its own keys. The time then depends on how similar
-the selections of neighbouring queries are. Random tokens have no such similarity.
-
-In a text with documents, a long sequence is not a long context: a query attends only to keys of its own document. The
-kernels of our models skip keys of other documents. `visible` is the mean number of causal keys, and MFU counts the
-`attended` keys (for GSA k_base and the local window). data.attend_across_documents=true makes each sequence one
-context. Random tokens and megatron-core's model always have one context per sequence. --scaling compares only steps
-whose queries have the same number of causal keys, to one percent.
-
 --breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
 time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other
 ranks, with the largest time over the ranks. `idle` is the time without kernels. All these times add up to the traced
 step, which is slower than the measured step. The time of the parts includes communication that runs beside other
 kernels (`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
-
-A variant that runs out of memory on all ranks prints a message, and the next variant follows. If only some ranks fail,
-the other ranks wait for them in a collective. All ranks then end at once with exit code 1, and the last row of the
-results gives the reason.
 """
 
 from __future__ import annotations
@@ -40,8 +25,6 @@ import json
 import logging
 import os
 import sys
-import time
-import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,12 +36,10 @@ from gsa_train.cli import announced_world_size, refuse
 from gsa_train.config import ConfigError
 from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability, prepare_connections
 from whole_steps.layout_names import layout_list
-from whole_steps.results import Result, VariantFailed, as_row, scaling
+from whole_steps.results import Result, as_row
 from whole_steps.variants import Sizes, variants
 
 TRACED_STEPS = 2
-LAST_WORDS_SECONDS = 5
-"""Time for the rank that reports for all failed ranks: torchrun ends all ranks when the first one ends."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,28 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, help="tokens, instead of the configs'")
     parser.add_argument("--sequences-per-device", type=int, default=8, help="per optimizer step")
     parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench_training.json", metavar="OUT")
-    parser.add_argument(
-        "--text",
-        action="store_true",
-        help="train on the configs' text (data.train_dir=...), not on random tokens",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        action="append",
-        default=[],
-        metavar="MODEL=FOLDER",
-        help="step_* folder of a run of this model, its weights to start from; may be repeated",
-    )
     parser.add_argument("--breakdown", action="store_true", help="what a step's time goes to; needs GPUs")
-    parser.add_argument("--scaling", type=Path, nargs=2, metavar=("FEW", "MANY"), help="compare two reports")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all configs")
     arguments = parser.parse_intermixed_args()
-    if not arguments.scaling and not arguments.config and arguments.megatron is None:
+    if not arguments.config and arguments.megatron is None:
         parser.error("name --config, --megatron or both")
     if min(arguments.steps, arguments.sequences_per_device) < 1:
         parser.error("--steps and --sequences-per-device must be 1 or more")
-    if any("=" not in each for each in arguments.checkpoint):
-        parser.error("--checkpoint takes MODEL=FOLDER, as gsa_1.7b=runs/short/checkpoints/step_00000100")
     return arguments
 
 
@@ -108,8 +74,6 @@ def cells_of(result: Result) -> dict[str, Any]:
         "model": result.model,
         "layout": result.layout,
         "dp": result.data_parallel,
-        "visible": result.causal_keys,
-        "attended": result.attended_keys,
         "step_ms": result.step_ms,
         "low": result.step_ms_low,
         "high": result.step_ms_high,
@@ -125,20 +89,11 @@ def cells_of(result: Result) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
-    sizes = Sizes(
-        arguments.sequences_per_device,
-        arguments.seq_len,
-        arguments.layers,
-        arguments.overrides,
-        arguments.text,
-    )
-    checkpoints = {
-        model: Path(folder) for model, folder in (each.split("=", 1) for each in arguments.checkpoint)
-    }
+    sizes = Sizes(arguments.sequences_per_device, arguments.seq_len, arguments.layers, arguments.overrides)
     layouts = layout_list(arguments.layouts)
     try:
         world_size = announced_world_size()
-        plan = variants(arguments.config, arguments.megatron, layouts, sizes, world_size, checkpoints)
+        plan = variants(arguments.config, arguments.megatron, layouts, sizes, world_size)
     except (ConfigError, ValueError) as error:
         return refuse(error)
     chosen = VARIABLE in os.environ
@@ -167,24 +122,12 @@ def measure(arguments: argparse.Namespace) -> int:
     content: dict[str, Any] = {"command": " ".join(sys.argv), "environment": about, "rows": []}
     results: list[Result] = []
     traced_steps = TRACED_STEPS if arguments.breakdown else 0
-    try:
-        for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1, traced_steps):
-            results.append(result)
-            content["rows"].append(finite(as_row(result)))
-            if is_main:
-                write(content, arguments.json)
-                print_rows([cells_of(result)], [result.failed], with_header=len(results) == 1)
-    except VariantFailed as failure:
-        if failure.speaks:
-            content["rows"].append(finite(as_row(failure.result)))
+    for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1, traced_steps):
+        results.append(result)
+        content["rows"].append(finite(as_row(result)))
+        if is_main:
             write(content, arguments.json)
-            print(f"{failure}\nresults so far: {arguments.json}", file=sys.stderr)
-            if failure.__cause__ is not None and failure.__cause__.__cause__ is not None:
-                traceback.print_exception(failure.__cause__.__cause__)
-        else:
-            time.sleep(LAST_WORDS_SECONDS)
-        sys.stderr.flush()
-        os._exit(1)  # a normal exit would wait for the other ranks
+            print_rows([cells_of(result)], [result.failed], with_header=len(results) == 1)
     shutdown_parallel()
     if is_main:
         if arguments.breakdown:
@@ -232,29 +175,11 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(cell, float) and cell != cell else cell for name, cell in row.items()}
 
 
-def compare(few: Path, many: Path) -> int:
-    import harness  # loads torch
-
-    rows = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (few, many)]
-    try:
-        found = scaling(*rows)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    columns = {name: "<28" if isinstance(cell, str) else ">9" for name, cell in found[0].items()}
-    print(harness.table_line(columns, {name: name for name in columns}))
-    for row in found:
-        print(harness.table_line(columns, row))
-    return 0
-
-
 def main() -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
         arguments = parse_arguments()
-    if arguments.scaling:
-        return compare(*arguments.scaling)
     return measure(arguments)
 
 

@@ -26,16 +26,7 @@ class Shape:
 USUAL = ("1.7B", "7B")
 """Names in SHAPES of the reference models, which a bench runs by default."""
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("1.7B", 16, 4),
-        Shape("7B", 32, 8),
-        # 16 query heads and 2 key-value heads of 256, as in Qwen3-Next, and the same bytes as heads of 128.
-        Shape("heads-256", 16, 2, 256),
-        Shape("heads-128", 32, 4, 128),
-    )
-}
+SHAPES = {shape.name: shape for shape in (Shape("1.7B", 16, 4), Shape("7B", 32, 8))}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ import torch
 from cases import IndexerInputs
 
 from gsa_kernels.selection.lists_op import select_key_lists
-from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Geometry, Selection
-from gsa_kernels.types import Indexer as SelectionInputs
 
 WITHOUT_HEAD_WEIGHTS: dict[str, Literal["sigmoid", "relu"]] = {"plain": "sigmoid", "qsa": "relu"}
 """Activations without head weights in the config. The kernels, and the file, have head weights of 1 for them."""
@@ -35,19 +33,9 @@ class Indexer:
     key_group_size: int = 1
 
     def select(self) -> Selection:
-        return select_key_lists(*self._arguments)
-
-    def packed_mask(self) -> torch.Tensor:
-        """Select as a packed mask, int32 [1, L, ceil(L / 32)]."""
-        packed = select_keys(*self._arguments).packed_mask
-        assert packed is not None
-        return packed
-
-    @property
-    def _arguments(self) -> tuple[SelectionInputs, BudgetRule, torch.Tensor, Geometry]:
         indexer = replace(self.inputs.of_kernels, activation=self.activation)
         geometry = Geometry(local_window=self.window, key_group_size=self.key_group_size)
-        return indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry
+        return select_key_lists(indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry)
 
 
 def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:

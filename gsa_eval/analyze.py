@@ -19,10 +19,8 @@ from gsa_data.validation import validation_documents
 from gsa_eval.attention_pictures import write_pictures
 from gsa_eval.attention_record import HeadMaps, check_place, record_attention
 from gsa_eval.convert.export_hf import new_folder
-from gsa_eval.convert.hf_config import not_in_hf
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.results import circumstances, result_folder
-from gsa_eval.trained_model import TrainedModel
 from gsa_train.data.tokenizer import reading_of
 from gsa_train.files import read_named
 from gsa_train.metrics.record_format import to_strict
@@ -65,11 +63,6 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     folder = result_folder(arguments.name, evaluated.run_dir, arguments.out, "analysis")
     layer, head = arguments.layer, arguments.head
     model = evaluated.model
-    if isinstance(model, TrainedModel):
-        assert evaluated.config is not None
-        raise ValueError(
-            f"pictures are of the model of transformers: {'; '.join(not_in_hf(evaluated.config))}"
-        )
     check_place(model, layer, head)
     text = read_one_text(evaluated, given, arguments.max_tokens)
     logger.info("%s: %d tokens", text.origin, len(text.tokens))

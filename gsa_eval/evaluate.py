@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,16 @@ from gsa_data.faults import Reading
 from gsa_data.request_files import is_request_file, score
 from gsa_eval.answers import answer_prompts
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
-from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
 from gsa_eval.ruler import TASKS, Material, Sample
 from gsa_eval.ruler_score import (
     RulerOptions,
-    gold_table,
     ruler_table,
-    score_gold,
     score_ruler,
 )
-from gsa_eval.text import READING, WIKITEXT, TextOptions, as_piece, read_text, words_of
+from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
 from gsa_eval.wandb_run import log_to_wandb
-from gsa_hf import GSAForCausalLM
 from gsa_hf.generation import Generator
 from gsa_train.config import Config
 from gsa_train.data.tokenizer import reading_of
@@ -135,10 +130,7 @@ def _score(evaluated: EvaluatedModel, arguments: argparse.Namespace, results: di
         )
         results["tasks"] = run_tasks(evaluated, tasks, *options)
         tables.append(task_table(results["tasks"]))
-    if arguments.ruler and arguments.ruler_gold:
-        results["ruler_gold"] = _ruler(evaluated, arguments)
-        tables.append(gold_table(results["ruler_gold"]))
-    elif arguments.ruler:
+    if arguments.ruler:
         results["ruler"] = _ruler(evaluated, arguments)
         tables.append(ruler_table(results["ruler"]))
     if arguments.data or arguments.validation or not tables:
@@ -152,8 +144,7 @@ def _requests(
 ) -> dict[str, Any]:
     found = {}
     for task in read_tasks(files, arguments.limit):
-        length = arguments.context_length or evaluated.trained_length
-        nats = _nats(evaluated, arguments, task.requests, length, task.name)
+        nats = _nats(evaluated, arguments, task.requests, task.name)
         counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
         found[task.name] = {**score(task, [-each for each in nats]), **counts}
         logger.info("%s: %d questions", task.name, len(task.questions))
@@ -161,13 +152,10 @@ def _requests(
 
 
 def _nats(
-    evaluated: EvaluatedModel,
-    arguments: argparse.Namespace,
-    texts: Sequence[tuple[str, str]],
-    length: int,
-    where: str,
+    evaluated: EvaluatedModel, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], where: str
 ) -> list[float]:
-    """Returns the score of each continuation after its context. Both together have at most `length` tokens."""
+    """Returns the score of each continuation after its context. Both together have at most the context's length."""
+    length = arguments.context_length or evaluated.trained_length
     requests = encode_requests(texts, evaluated.tokenizer, length, where)
     sums = np.zeros(len(requests))
     for each in token_losses(evaluated.model, list(map(as_piece, requests)), arguments.batch_size or 1):
@@ -223,24 +211,17 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
     tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
     tasks = tasks or [name for name, task in TASKS.items() if essay or not task.needs_essay]
 
+    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
+    begin = time.perf_counter()
+    generation_config: Any = model.generation_config
+    generation_config.eos_token_id = list(tokenizer.stop_ids)
+    generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=max(arguments.ruler))
+
     def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
         tokens = [sample.tokens for sample in asked]
-        if generator is None:
-            return continue_prompts(model, tokenizer, tokens, new_tokens)
         return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
 
-    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
-    generator: Generator | None = None
-    begin = time.perf_counter()
-    if arguments.ruler_gold:
-        found = score_gold(partial(_nats, evaluated, arguments, where="RULER"), tokenizer, options)
-    else:
-        if isinstance(model, GSAForCausalLM):
-            generation_config: Any = model.generation_config
-            generation_config.eos_token_id = list(tokenizer.stop_ids)
-            longest = max(arguments.ruler)
-            generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
-        found = score_ruler(generate, tokenizer, options)
+    found = score_ruler(generate, tokenizer, options)
     found["seconds"] = round(time.perf_counter() - begin, 2)
     count = len(tasks) * len(options.lengths_tokens) * options.samples
     logger.info("RULER, %d samples: %.1f s", count, found["seconds"])
@@ -258,7 +239,7 @@ def named_places(words: Sequence[str]) -> dict[str, str]:
         name, equals, place = word.partition("=")
         if not equals or "/" in name or ":" in name:
             place = word
-            name = Path(place.removeprefix(WIKITEXT).rstrip("/")).name
+            name = Path(place.rstrip("/")).name
         if not place.strip():
             raise ValueError(f"--data {word!r}: names no place; give the folder of a text, or leave it out")
         if name in found:

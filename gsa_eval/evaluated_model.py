@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +10,16 @@ from typing import Any
 
 import torch
 
-from gsa_data.chat_template import ChatTemplate, look_for_chat_template
-from gsa_data.faults import Reading
-from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
-from gsa_eval.convert.export_hf import companions_of, tokenizer_of
-from gsa_eval.convert.hf_config import not_in_hf, to_hf_config
-from gsa_eval.convert.in_memory import EMBEDDING, chosen_attention, model_in_memory, to_device
+from gsa_data.tokenize import Tokenizer
+from gsa_eval.convert.export_hf import tokenizer_of
+from gsa_eval.convert.hf_config import to_hf_config
+from gsa_eval.convert.in_memory import chosen_attention, model_in_memory, to_device
 from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
 from gsa_eval.convert.read_source import read_source
 from gsa_eval.convert.tokenizer import folder_tokenizer
-from gsa_eval.settings import apply_settings, attends_densely, with_settings
-from gsa_eval.trained_model import TrainedModel, load_trained_model
+from gsa_eval.settings import apply_settings
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
-from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import Config, config_from_yaml
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -56,7 +51,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    model: GSAForCausalLM | TrainedModel
+    model: GSAForCausalLM
     tokenizer: Tokenizer
     trained_length: int
     """Length of a training sequence in tokens."""
@@ -69,8 +64,6 @@ class EvaluatedModel:
     """Entries for results.json."""
     wandb_run_id: str | None = None
     """W&B run of the training."""
-    chat_template: ChatTemplate | None = None
-    """Template of the training conversations."""
 
 
 def load_evaluated_model(
@@ -97,11 +90,8 @@ def load_evaluated_model(
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
-        template = look_for_chat_template(str(source.hf / TOKENIZER_JSON), Reading())
         tokenizer = folder_tokenizer(source.hf, found)
-        evaluated = EvaluatedModel(
-            to_device(loaded, device), tokenizer, length, False, None, None, about, chat_template=template
-        )
+        evaluated = EvaluatedModel(to_device(loaded, device), tokenizer, length, False, None, None, about)
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> EvaluatedModel:
@@ -109,8 +99,9 @@ def load_evaluated_model(
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
             attention = chosen_attention(execution.attention, device)
+            hf_config = apply_settings(to_hf_config(config), settings)
             return EvaluatedModel(
-                _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
+                model_in_memory(checkpoint, config, hf_config, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),
                 config.train.seq_len_tokens,
                 config.data.attend_across_documents,
@@ -122,7 +113,6 @@ def load_evaluated_model(
                     "tokens_trained": state.tokens,
                 },
                 state.wandb_run_id,
-                companions_of(checkpoint).template,
             )
 
         evaluated = read_source(source.run, source.step, source.checkpoint, read)
@@ -133,7 +123,11 @@ def load_evaluated_model(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": list(settings),
-        "config": _config_of(evaluated, settings),
+        "config": {
+            name: value
+            for name, value in model.config.to_diff_dict().items()
+            if name != "transformers_version"
+        },
     }
     logger.info(
         "%s: %d parameters in %s, attention by %s on %s",
@@ -157,36 +151,3 @@ def _device(name: str) -> torch.device:
             f"--device {name}: not on this machine ({str(error).splitlines()[0]}); give cpu, cuda or cuda:N"
         ) from error
     return device
-
-
-def _checkpoints_model(
-    checkpoint: Path,
-    config: Config,
-    settings: Sequence[str],
-    attention: str,
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> GSAForCausalLM | TrainedModel:
-    """Load the transformers model. If it lacks a feature of the config, load the model that training builds."""
-    if problems := not_in_hf(config):
-        logger.info("the training model runs, without a cache: %s", "; ".join(problems))
-        return load_trained_model(
-            checkpoint,
-            with_settings(config, settings),
-            attends_densely(config, settings),
-            attention == "gsa",
-            device,
-            dtype or CheckpointTensors(checkpoint).kinds[EMBEDDING].dtype,
-        )
-    hf_config = apply_settings(to_hf_config(config), settings)
-    return model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
-
-
-def _config_of(evaluated: EvaluatedModel, settings: Sequence[str]) -> dict[str, Any]:
-    """Returns the scored configuration, for results.json."""
-    if isinstance(evaluated.model, TrainedModel):
-        assert evaluated.config is not None
-        config = with_settings(evaluated.config, settings)
-        return {section: dataclasses.asdict(getattr(config, section)) for section in ("model", "gsa")}
-    content: dict[str, Any] = evaluated.model.config.to_diff_dict()
-    return {name: value for name, value in content.items() if name != "transformers_version"}

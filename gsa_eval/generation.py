@@ -10,7 +10,6 @@ from tqdm import tqdm
 from transformers import StoppingCriteria
 
 from gsa_data.tokenize import Tokenizer, text_after
-from gsa_eval.trained_model import TrainedModel
 from gsa_hf import GSAForCausalLM
 
 PROMPT_TAIL_TOKENS = 32
@@ -34,7 +33,7 @@ class _AtStops(StoppingCriteria):
 
 @torch.no_grad()
 def continue_prompts(
-    model: GSAForCausalLM | TrainedModel,
+    model: GSAForCausalLM,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -54,12 +53,6 @@ def continue_prompts(
     """
     stops = [stop for stop in stops if stop]
     ends = _ends(tokenizer, stops)
-    if isinstance(model, TrainedModel):
-        if sampling.get("do_sample"):
-            raise ValueError(
-                "a model that gsa_hf does not have can only continue greedily; leave sampling out"
-            )
-        return [_without_cache(model, tokenizer, prompt, max_new_tokens, stops) for prompt in prompts]
     settings = {"do_sample": False, **sampling}
     left_out = [
         *(settings.pop("suppress_tokens", None) or ()),
@@ -90,25 +83,6 @@ def continue_prompts(
         for number, row in zip(batch, generated[:, length:].cpu().numpy(), strict=True):
             texts[number] = continuation_text(tokenizer, prompts[number], row.tolist(), ends, stops)
     return texts
-
-
-def _without_cache(
-    model: TrainedModel,
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    stops: Sequence[str],
-) -> str:
-    """Generate with a forward pass over the whole text for each token."""
-    tokens, ends = list(prompt), _ends(tokenizer, stops)
-    for _ in range(max_new_tokens):
-        hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
-        tokens.append(int(model.lm_head(hidden[:, -1])[:, : tokenizer.vocab_size].argmax(-1)))
-        new = tokens[len(prompt) :]
-        written = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), new) if stops else ""
-        if new[-1] in ends or any(stop in written for stop in stops):
-            break
-    return continuation_text(tokenizer, prompt, tokens[len(prompt) :], ends, stops)
 
 
 def _ends(tokenizer: Tokenizer, stops: Sequence[str]) -> list[int]:

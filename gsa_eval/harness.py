@@ -1,26 +1,18 @@
-"""Register our models in lm-evaluation-harness, as its model `gsa_train`.
-
-    python -m gsa_eval.harness run --model gsa_train --model_args run=RUN_DIR,step=N --tasks hellaswag
-
-This is the harness' own command line, which then knows the model. `gsa-evaluate --tasks` calls `run_tasks`.
-"""
+"""Run tasks of lm-evaluation-harness on an evaluated model."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from lm_eval import simple_evaluate
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
+from gsa_eval.evaluated_model import EvaluatedModel
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import token_losses
 from gsa_eval.text import Piece, windows
@@ -30,49 +22,16 @@ MAX_GENERATED_TOKENS = 256
 """Default if a task gives none, as in the harness."""
 
 
-@register_model("gsa_train")
-class GSATrainLM(EncodingLM):
-    """
+class EvaluatedLM(EncodingLM):
+    """Scores and generates for the harness.
+
     Args:
-        run, step, checkpoint, hf: fields of `Source`; one of run, checkpoint and hf.
-        settings: overrides such as `gsa.k_base=512`, separated by `;`.
-        attention, dtype, device: fields of `Execution`.
         max_length: tokens of context and continuation; None: as in training.
-        evaluated: a loaded model instead of all these.
     """
 
-    def __init__(
-        self,
-        run: str | None = None,
-        checkpoint: str | None = None,
-        hf: str | None = None,
-        step: int | None = None,
-        settings: str = "",
-        batch_size: int | str = 1,
-        max_length: int | None = None,
-        evaluated: EvaluatedModel | None = None,
-        **execution: Any,
-    ) -> None:
-        if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"batch_size={batch_size}: give a number of sequences")
-        execution.pop("max_batch_size", None)  # passed with batch_size=auto
-        execution.pop("trust_remote_code", None)  # Code in a model's folder never runs here.
-        known = [each.name for each in dataclasses.fields(Execution)]
-        if unknown := sorted(execution.keys() - set(known)):
-            names = ", ".join(["run", "checkpoint", "hf", "step", "settings", "max_length", *known])
-            raise ValueError(
-                f"model_args: {unknown[0]}={execution[unknown[0]]} is unknown; give some of {names}"
-            )
-        if evaluated is None:
-            if [run, checkpoint, hf].count(None) != 2:
-                raise ValueError("model_args: give one of run=DIR, checkpoint=DIR and hf=DIR")
-            places = {"run": run, "checkpoint": checkpoint, "hf": hf}
-            paths = {name: Path(place) for name, place in places.items() if place is not None}
-            words = [word for word in settings.split(";") if word]
-            evaluated = load_evaluated_model(Source(step=step, **paths), words, Execution(**execution))
-        super().__init__(evaluated.tokenizer, evaluated.chat_template)
-        self.evaluated = evaluated
-        self.batch_size = int(batch_size)
+    def __init__(self, evaluated: EvaluatedModel, batch_size: int, max_length: int | None = None) -> None:
+        super().__init__(evaluated.tokenizer)
+        self.evaluated, self.batch_size = evaluated, batch_size
         self.max_length = max_length or evaluated.trained_length
         self._device = evaluated.model.device
 
@@ -166,7 +125,7 @@ def run_tasks(
         ValueError: a task does not exist, or is faulty.
     """
     manager, wanted = find_tasks(tasks)
-    model = GSATrainLM(evaluated=evaluated, batch_size=batch_size, max_length=max_length)
+    model = EvaluatedLM(evaluated, batch_size, max_length)
     with task_errors(", ".join(tasks), (TemplateError,)):  # for a field that the data lack
         found: Any = simple_evaluate(
             model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
@@ -198,9 +157,3 @@ def task_table(found: dict[str, Any]) -> dict[str, Any]:
 
 def _error(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else ""
-
-
-if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()

@@ -61,8 +61,6 @@ class Budget:
     selected: int
     window: int = 64
     """Number of latest keys that a query attends to in addition to the selected keys."""
-    first: int = 0
-    """Number of the sequence's first keys that a query attends to in addition to the selected keys."""
 
 
 class OracleAttention:
@@ -134,7 +132,7 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
     of_leaders = chosen.repeat_interleave(form.keys, -1)[..., :length]
     selected = of_leaders.repeat_interleave(form.queries, 1)[:, : len(rows)]
     places, row = torch.arange(length, device=probs.device), rows[:, None]
-    beside = (places > row - budget.window) | (places < budget.first) | (places == row)
+    beside = (places > row - budget.window) | (places == row)
     return (selected | beside) & (places <= row)
 
 

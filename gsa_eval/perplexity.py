@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,19 +14,16 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from gsa_eval.text import Piece, Text
-from gsa_eval.trained_model import TrainedModel
 from gsa_hf import GSAForCausalLM
 
-ScoredModel = Union[GSAForCausalLM, TrainedModel]  # noqa: UP007 - read at run time
 LOGIT_ROWS = 4096
 """Number of labels whose logits, [rows, vocabulary], are computed at once."""
 FIRST_BUCKET_TOKENS = 16
 
 
-def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
-    """Returns entries of results.json. They are `loss` (nats per scored label), `perplexity`, `bits_per_byte`,
-    `word_perplexity` (exp(nats of all labels / words)), and `loss_by_position`, by the number of tokens that the model
-    sees."""
+def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
+    """Returns entries of results.json. They are `loss` (nats per scored label), `perplexity`, `bits_per_byte`, and
+    `loss_by_position`, by the number of tokens that the model sees."""
     begin = time.perf_counter()
     scored = token_losses(model, text.pieces, batch_size)
     labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
@@ -46,8 +43,6 @@ def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") 
         "seconds": round(seconds, 3),
         "loss_by_position": by_position(nats, seen),
     }
-    if text.words is not None:
-        found |= {"words": text.words, "word_perplexity": exp(total / text.words)}
     return found
 
 
@@ -61,7 +56,7 @@ class Scored(NamedTuple):
 
 
 @torch.no_grad()
-def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
+def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
     """Yields the scores of each piece, the longest first. Padding follows a sequence, where no query looks."""
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
     under_way: tuple[list[int], list[int], LabelScores] | None = None
@@ -86,10 +81,10 @@ def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -
         yield from _read(*under_way)
 
 
-def hidden_states(model: ScoredModel, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+def hidden_states(
+    model: GSAForCausalLM, tokens: torch.Tensor, positions: torch.Tensor | None
+) -> torch.Tensor:
     """Returns the states after the last norm, [B, L, d], for tokens and positions [B, L]."""
-    if isinstance(model, TrainedModel):
-        return model.hidden_states(tokens, positions)
     found: torch.Tensor = model.model(
         input_ids=tokens, position_ids=positions, use_cache=False
     ).last_hidden_state
@@ -104,7 +99,7 @@ class LabelScores(NamedTuple):
 
 
 def _score_labels(
-    model: ScoredModel, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
+    model: GSAForCausalLM, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
 ) -> LabelScores:
     """Score labels without waiting for the device.
 

@@ -83,7 +83,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     lines += [", ".join(facts + model["settings"]), ""]
     if data := results.get("data"):
-        scores = ("loss", "perplexity", "bits_per_byte", "word_perplexity")
+        scores = ("loss", "perplexity", "bits_per_byte")
         lines += _rows(
             ["text", *(score.replace("_", " ") for score in scores), "tokens"],
             [

@@ -25,8 +25,6 @@ IN_PROCESS_TOKENS = 200_000
 
 Generate = Callable[[Sequence[Sample], int], list[str]]
 """(samples, tokens of an answer) -> answers."""
-Score = Callable[[Sequence[tuple[str, str]], int], Sequence[float]]
-"""(prompts with answers, tokens of both) -> nats of each answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,33 +83,6 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     }
 
 
-def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `bits_per_byte` of the expected answers by length and task, and their `mean` by length.
-
-    Each sample needs one forward pass. The score also distinguishes models that are too small to answer.
-
-    Args:
-        score: returns the nats of answers, for prompts with answers and their length.
-
-    Raises:
-        ValueError: as in `score_ruler`.
-    """
-    bits: dict[str, dict[str, float]] = {}
-    for length, name, asked in _asked(tokenizer, options):
-        texts = [f" {', '.join(sample.answers)}" for sample in asked]
-        nats = score([(each.prompt, text) for each, text in zip(asked, texts, strict=True)], length)
-        of_each = [each / math.log(2) / len(text.encode()) for each, text in zip(nats, texts, strict=True)]
-        mean = bits.setdefault(str(length), {})[name] = sum(of_each) / len(of_each)
-        logger.info("RULER, %d tokens, %s: %.3f bits per byte", length, name, mean)
-    return {
-        "bits_per_byte": bits,
-        "mean": {length: sum(each.values()) / len(each) for length, each in bits.items()},
-        "tasks": list(options.tasks),
-        "samples": options.samples,
-        "seed": options.seed,
-    }
-
-
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
@@ -145,21 +116,12 @@ def _leave_interrupts_to_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def gold_table(found: dict[str, Any]) -> dict[str, Any]:
-    title = f"RULER, bits per byte of the expected answers, {found['samples']} samples of each"
-    return _table(title, found, "bits_per_byte", ".3f")
-
-
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
     effective = found["effective_length"] or "below all of these"
     title = f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}"
-    return _table(title, found, "scores", ".1f")
-
-
-def _table(title: str, found: dict[str, Any], key: str, form: str) -> dict[str, Any]:
     rows = [
-        [length, *(format(each[name], form) for name in found["tasks"]), format(found["mean"][length], form)]
-        for length, each in found[key].items()
+        [length, *(f"{each[name]:.1f}" for name in found["tasks"]), f"{found['mean'][length]:.1f}"]
+        for length, each in found["scores"].items()
     ]
     return {"title": title, "head": ["tokens", *found["tasks"], "mean"], "rows": rows}
 

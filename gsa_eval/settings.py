@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from huggingface_hub.errors import StrictDataclassError
 from gsa_eval.convert.hf_config import GSA_FIELDS
 from gsa_hf import DENSE_LAYER, GSAConfig
 from gsa_kernels.rotary import YarnScaling
-from gsa_train.config import Config
 
 KINDS: dict[str, Callable[[str], Any]] = {
     "gsa.attention": str,
@@ -105,43 +103,6 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         if key in LEAST and not LEAST[key] <= found[key] <= MOST_KEYS:
             raise ValueError(f"{setting}: give {LEAST[key]} to {MOST_KEYS}")
     return found
-
-
-def with_settings(config: Config, settings: Sequence[str]) -> Config:
-    """Apply settings to a run's config, which is then checked.
-
-    `gsa.attention` is not a field of the config, because a model keeps its indexer when it attends to all keys.
-
-    Raises:
-        ValueError: an unknown field or value.
-    """
-    values = parse_settings(settings)
-    values.pop("gsa.attention", None)
-    of_gsa = {key.removeprefix("gsa."): value for key, value in values.items() if key.startswith("gsa.")}
-    of_scaling = {
-        key.removeprefix(SCALING): value for key, value in values.items() if key.startswith(SCALING)
-    }
-    if of_scaling.get("rope_type") == "yarn":
-        of_scaling.setdefault("original_max_position_embeddings", config.train.seq_len_tokens)
-    scaling = dataclasses.replace(config.model.rope_scaling, **of_scaling)
-    base = values.get("model.rope_base", config.model.rope_base)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, rope_base=base, rope_scaling=scaling),
-        gsa=dataclasses.replace(config.gsa, **of_gsa),
-    )
-
-
-def attends_densely(config: Config, settings: Sequence[str]) -> bool:
-    """Whether `gsa.attention=dense` is set.
-
-    Raises:
-        ValueError: it is set to `sparse`, but the model has no indexer.
-    """
-    value = parse_settings(settings).get("gsa.attention")
-    if value == "sparse" and config.gsa.attention == "dense":
-        raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
-    return value == "dense"
 
 
 def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:

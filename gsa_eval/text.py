@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +12,11 @@ from numpy.typing import NDArray
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.pack import Tokens
-from gsa_data.parquet import parquet_rows
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, is_scored, read_validation_set, validation_documents
-from gsa_data.whole_files import read_whole
 from gsa_train.validation.requests import Request
 
 READING = Reading()
-MOST_TEXT_BYTES = 1 << 32
-"""Size limit of a WikiText file, which is read whole."""
-WIKITEXT = "wikitext:"
-TITLE = re.compile(r"^ = (?!= )(?:.* )?= *$")
-"""Title line of an article, ` = Title = `. Its sections have ` = = Title = = ` and so on."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +36,6 @@ class Text:
     pieces: list[Piece]
     text_bytes: int
     """UTF-8 bytes of the scored labels' text."""
-    words: int | None = None
-    """Number of words between white space, if perplexity per word is usual."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +54,11 @@ class TextOptions:
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
     """
     Args:
-        place: folder or address that training can read, or `wikitext:` and a file or folder.
+        place: folder or address that training can read.
 
     Raises:
         ValueError, DataFault: the place cannot be read.
     """
-    if place.startswith(WIKITEXT):
-        return _wikitext(Path(place.removeprefix(WIKITEXT)), tokenizer, options)
     corpus = open_corpus(place, options.text_field, options.reading)
     if options.stride is None:
         most = -(-options.max_tokens // options.context_length) if options.max_tokens else sys.maxsize
@@ -112,14 +99,9 @@ def words_of(
     Raises:
         ValueError, DataFault: the place cannot be read, or has no words.
     """
-    if place.startswith(WIKITEXT):
-        texts: Iterable[str] = wikitext_articles(Path(place.removeprefix(WIKITEXT)))
-    else:
-        documents = validation_documents(open_corpus(place, text_field, reading), tokenizer, reading)
-        texts = (tokenizer.decode(document.tokens[:-1]) for document in documents)
     found: list[str] = []
-    for text in texts:
-        found += text.split()
+    for document in validation_documents(open_corpus(place, text_field, reading), tokenizer, reading):
+        found += tokenizer.decode(document.tokens[:-1]).split()
         if len(found) >= count:
             break
     if not found:
@@ -161,52 +143,3 @@ def windows(document: Tokens, eos_id: int, context_length: int, stride: int) -> 
         places = np.arange(end - start)
         yield Piece(tokens[start : end + 1], places + start >= done, places)
         done = end
-
-
-def _wikitext(path: Path, tokenizer: Tokenizer, options: TextOptions) -> Text:
-    stride = options.stride or options.context_length
-    pieces: list[Piece] = []
-    text_bytes = words = tokens = 0
-    for article in wikitext_articles(path):
-        encoded = tokenizer.encode(article)
-        pieces += windows(encoded, tokenizer.eos_id, options.context_length, stride)
-        text_bytes += len(article.encode())
-        words += len(article.split())
-        tokens += len(encoded)
-        if options.max_tokens and tokens >= options.max_tokens:
-            break
-    return Text(pieces, text_bytes, words)
-
-
-def wikitext_articles(path: Path) -> list[str]:
-    """Read the articles of WikiText as published: wiki.*.tokens, wiki.*.raw, or Parquet with one line per row.
-
-    Raises:
-        ValueError: there are no articles.
-    """
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    lines: list[str] = []
-    for file in files:
-        if file.suffix == ".parquet" and file.is_file():
-            rows, trouble = parquet_rows(read_whole(file, MOST_TEXT_BYTES), "text", str(file))
-            if trouble:
-                raise ValueError(f"{file} {trouble}; download it again")
-            lines += [(row or b"").decode().removesuffix("\n") for row, _ in rows]
-        elif file.suffix in (".tokens", ".raw") and file.is_file():
-            try:
-                lines += read_whole(file, MOST_TEXT_BYTES).decode().split("\n")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file}: not UTF-8 text ({error}); download it again") from error
-        else:
-            raise ValueError(
-                f"{file}: not WikiText; give a file wiki.*.tokens, wiki.*.raw or *.parquet, or a folder of such"
-            )
-    if not any(line.strip() for line in lines):
-        raise ValueError(f"{path}: no text in it; give a file wiki.*.tokens, wiki.*.raw or *.parquet")
-    articles: list[list[str]] = [[]]
-    for number, line in enumerate(lines):
-        around = lines[max(0, number - 1) : number] + lines[number + 1 : number + 2]
-        if TITLE.match(line) and not any(other.strip() for other in around):
-            articles.append([])
-        articles[-1].append(line)
-    return [text for text in ("\n".join(article) for article in articles) if text.strip()]

@@ -8,9 +8,9 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsa_eval.report.evaluations import scores_of
 from gsa_train.config import Config
 from gsa_train.metrics import wandb_outage
+from gsa_train.metrics.record_checks import is_number
 from gsa_train.metrics.wandb_sink import wandb_mode, without_credentials
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 JOB_TYPE = "evaluation"
 LINK = "training_run"
 """Field of the W&B config: the id of the training run's W&B run."""
+TEXT_SCORES = ("perplexity", "bits_per_byte")
+REQUEST_SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def log_to_wandb(
         os.environ["WANDB_MODE"] = mode
     import wandb
 
-    scored = ("data", "requests", "tasks", "ruler", "ruler_gold")
+    scored = ("data", "requests", "tasks", "ruler")
     about = {key: value for key, value in results.items() if key not in scored}
 
     def init(mode: str) -> Run:
@@ -88,3 +90,27 @@ def log_to_wandb(
     else:
         logger.info("W&B: %s", run.url)
     return str(run.id)
+
+
+def scores_of(results: dict[str, Any]) -> dict[str, float]:
+    """Returns `<score>/<text, task or length>` -> value, from a results.json."""
+    found: dict[str, Any] = {}
+    for name, each in _tables(results, "data"):
+        found |= {f"{score}/{name}": each.get(score) for score in TEXT_SCORES}
+    for name, each in _tables(results, "requests"):
+        found |= {f"{score}/{name}": each.get(score) for score in REQUEST_SCORES}
+    for name, each in _tables(_table_in(results, "tasks"), "results"):
+        metrics = {key.partition(",")[0]: value for key, value in each.items()}
+        found |= {f"{key}/{name}": value for key, value in metrics.items() if not key.endswith("_stderr")}
+    means = _table_in(_table_in(results, "ruler"), "mean")
+    found |= {f"ruler/{length}": mean for length, mean in means.items()}
+    return {name: float(value) for name, value in found.items() if is_number(value)}
+
+
+def _table_in(results: dict[str, Any], key: str) -> dict[str, Any]:
+    found = results.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _tables(results: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, each) for name, each in _table_in(results, key).items() if isinstance(each, dict)]

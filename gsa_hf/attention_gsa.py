@@ -144,14 +144,17 @@ class GSAAttention(nn.Module):
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
             selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type; in a layer
-                with an indexer the keys that replace its choice, or None
-            kernel_pass: data about the tokens' places, if kernels run
+                with an indexer, the keys that replace the indexer's choice, or None
+            kernel_pass: the tokens' places, if kernels run
 
         Returns:
             the output [B, L, d], the probabilities (only with "eager"), the selection, and the indexer loss
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = self.project(hidden_states, position_embeddings, shape)
+        if kernel_pass is not None:
+            # The kernels take one dtype. Under autocast the rotary embedding returns fp32.
+            q, k = q.to(v.dtype), k.to(v.dtype)
         slots = torch.arange(shape[1], device=q.device)
         if cache is not None:
             # Read the length before the update, which may change it in place.
@@ -195,7 +198,8 @@ class GSAAttention(nn.Module):
                 ranked = best_of_groups(scores.detach(), visible, numbers // self.config.key_group_size)
             selection = select_keys(self.indexer, self.config, ranked, visible)
             if given is not None:
-                selection = torch.where(given.any(-1, keepdim=True), given & visible, selection)
+                given = given & visible
+                selection = torch.where(given.any(-1, keepdim=True), given, selection)
             if output_indexer_loss:
                 loss = self._loss(scores, q, k, selection, visible)
         if self.is_sparse:
@@ -209,7 +213,7 @@ class GSAAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         shape: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return Q [B, H, L, D], and K and gated V [B, Hkv, L, D]."""
+        """Return Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (projection(hidden_states).view(shape) for projection in projections)
         if self.value_gate_proj is not None:

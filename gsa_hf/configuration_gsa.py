@@ -131,8 +131,8 @@ class GSAConfig(PreTrainedConfig):
         local_window (`int`, *optional*, defaults to 0):
             Number of latest keys that every query attends to, in addition to its budget.
         key_group_size (`int`, *optional*, defaults to 1):
-            Number of keys in a group, counted from the sequence's first real token. Each causal key counts with the
-            highest score in its group.
+            Number of keys in a group, counted from the sequence's first real token. Each causal key gets the highest
+            causal score in its group.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Number of neighbouring layers that share the selection of the first of these layers.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
@@ -223,7 +223,7 @@ class GSAConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and copy the code files that `auto_map` names.
 
-        transformers writes code only for classes that it loaded itself, but a model read by this package keeps
+        transformers copies code only for classes that it loaded itself. Models that this package loaded keep
         `auto_map`."""
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent

@@ -34,7 +34,7 @@ class GSARouter(nn.Module):
 
 @use_experts_implementation
 class GSAExperts(nn.Module):
-    """Computes SwiGLU experts. `forward` is the "eager" one of transformers' choices of `experts_implementation`."""
+    """Computes SwiGLU experts. `forward` implements the `experts_implementation` "eager" of transformers."""
 
     def __init__(self, config: GSAConfig) -> None:
         super().__init__()

@@ -80,16 +80,16 @@ class Generated:
 
     @property
     def decode_rate(self) -> float:
-        """Return new tokens per second over all sequences, including sequences that have ended. Return 0 if each
-        sequence has only one new token."""
+        """Return new tokens per second over all sequences, including ended ones. Return 0 if each sequence has only one
+        new token."""
         return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
 
 
 class Generator:
     """Generates from batches of prompts with one model and its current weights.
 
-    On a CUDA device with `attn_implementation` "gsa", steps are fused and captured in a CUDA graph. Otherwise, and for
-    features that fused steps lack (`not_fused`), a step is the model's forward pass.
+    On a CUDA device with `attn_implementation` "gsa", decoding steps are fused and captured in a CUDA graph. Otherwise,
+    and for features that fused steps lack (`not_fused`), a step is the model's forward pass.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class DecodingGraph:
     """Holds the step of a `FusedDecoder` as a CUDA graph."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
-        """Capture the graph. `decoder.place` must come first. The decoder's state is restored."""
+        """Capture the graph and restore the decoder's state. Call `decoder.place` first."""
         filled, starts = int(decoder.slot), decoder.starts.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -26,8 +26,7 @@ class IndexedTokens(NamedTuple):
 
 class GSAIndexer(nn.Module):
     """Computes the score I[t, s] of key s for query t. Each token has HI queries q[t, j], HI weights w[t, j], and a
-    key k[s].
-
+    key k[s]. b_j and c_j are biases.
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
 
@@ -81,7 +80,7 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Return whether `scores` adds the bias c in fp32, as in training. A projection that quantisation or an adapter
+        """Return whether `scores` adds the head weights' bias c in fp32. A projection that quantisation or an adapter
         has replaced adds its bias itself."""
         return type(self.weights_proj) is nn.Linear
 
@@ -136,9 +135,11 @@ class GSAIndexer(nn.Module):
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """Return a module's parameter, or None if the parameter is None. The function works outside the module's
-    forward pass. With `device_map`, accelerate offloads weights and puts them on the device only during the
-    forward pass. The function therefore calls the hooks of the forward pass."""
+    """Return a module's parameter, which may be None, also outside the module's forward pass.
+
+    With `device_map`, accelerate puts offloaded weights on the device only during the forward pass. This function
+    therefore calls the hooks of the forward pass.
+    """
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
         return getattr(module, name)
@@ -179,7 +180,7 @@ def select_keys(
     scores: torch.Tensor,
     visible: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the selection S_t, bool [B, L, Lk]: the k_t causal keys of the highest scores, and the local window.
+    """Return the selection S_t, bool [B, L, Lk]: the k_t causal keys with the highest scores, and the local window.
 
     If scores are equal, the earlier key is selected.
 

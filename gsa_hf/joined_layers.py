@@ -70,7 +70,7 @@ class Projected(NamedTuple):
 
 
 Rotary = tuple[torch.Tensor | None, ...]
-"""Cosines and sines [B, channels] of heads, of the indexer and, where it turns otherwise, of its key; or None."""
+"""Cosines and sines [B, channels] of the heads, then of the indexer (None without a rotary embedding)."""
 
 
 def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:

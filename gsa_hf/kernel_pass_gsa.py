@@ -60,18 +60,24 @@ class KernelPass:
     length: int
     past: int
     """Number of slots filled before; -1 in decoding, where a static cache has the number only on the device"""
+    lengths: torch.Tensor
+    """int32 [B], tokens of each sequence with the new tokens, without padding"""
+    starts: torch.Tensor | None = None
+    """int32 [B], padding on the left of each sequence"""
     decodes: bool = False
     """Whether the pass has one token of each sequence, for the decoding kernels"""
-    lengths: torch.Tensor | None = None
-    """int32 [B], in decoding: tokens of each sequence with the new token"""
-    starts: torch.Tensor | None = None
-    """int32 [B], in decoding: padding on the left of each sequence"""
     order: torch.Tensor | None = None
     """int64 [B, L], the slots with left padding moved to the end, so that each sequence starts at 0"""
     document_starts: torch.Tensor | None = None
     """int32 [B, L], the start of each slot's document in this order, for the kernels' `Geometry`"""
     counted: torch.Tensor | float = 0.0
     """Number of queries that count in the indexer loss"""
+
+    def filled(self, slots: int) -> torch.Tensor:
+        """Return which slots hold tokens, bool [B, slots]."""
+        places = torch.arange(slots, device=self.lengths.device)
+        starts = torch.zeros_like(self.lengths) if self.starts is None else self.starts
+        return (places >= starts[:, None]) & (places < (starts + self.lengths)[:, None])
 
     def arranged(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [B, L, ...] in the order `order`."""
@@ -120,16 +126,16 @@ def make_kernel_pass(
                 "'sdpa'"
             )
         return _decoding(padding, past, batch, inputs.device, memory)
-    found = KernelPass(memory, length, int(past))
-    lengths = torch.full((batch,), length, device=inputs.device)
+    past = int(past)
+    lengths = torch.full((batch,), past + length, dtype=torch.int32, device=inputs.device)
+    found = KernelPass(memory, length, past, lengths)
     if cache is not None:
         memory.right_padded.discard(cache)
     if padding is not None:
         padding = padding.bool()
         starts, real = padding.int().argmax(1), padding.sum(1)
-        slots = torch.arange(padding.shape[1], device=inputs.device)
-        expected = (slots >= starts[:, None]) & (slots < (starts + real)[:, None])
-        if not bool((padding == expected).all()):
+        found.starts, found.lengths = starts.int(), real.int()
+        if not bool((padding == found.filled(padding.shape[1])).all()):
             raise ValueError("attention_mask has gaps with attn_implementation 'gsa'; pass 'sdpa'")
         if found.past and bool(starts.any()):
             raise ValueError(
@@ -140,14 +146,13 @@ def make_kernel_pass(
             memory.right_padded.add(cache)
         if not found.past:
             _place(found, starts, real)
-            lengths = real
     elif position_ids is not None and cache is None:
         _place_documents(found, position_ids.expand(batch, -1))
         if found.document_starts is not None:
             slots = torch.arange(length, device=inputs.device)
             found.counted = (found.document_starts < slots).sum().float()
             return found
-    found.counted = (lengths - 1).clamp(min=0).sum().clamp(min=1).float()
+    found.counted = (found.lengths - 1).clamp(min=0).sum().clamp(min=1).float()
     return found
 
 
@@ -196,7 +201,7 @@ def _decoding(
     if padding is not None:
         starts = padding.int().argmax(1).int()
         lengths = lengths - starts
-    return KernelPass(memory, 1, -1, decodes=True, lengths=lengths, starts=starts)
+    return KernelPass(memory, 1, -1, lengths, starts, decodes=True)
 
 
 def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ class KernelCall:
     rows: torch.Tensor | None
     """[B, Lk, DI], the indexer's keys in the cache"""
     selection: Any
-    """The selection of an earlier layer, which the call replaces if this layer has an indexer"""
+    """The selection of an earlier layer. In a layer with an indexer, None or keys, bool [B, L, Lk], that replace the
+    indexer's choice. The call sets the selection of such a layer, or None for all causal keys."""
     gate_logits: torch.Tensor | None
     """[B, L, H, D]"""
     learns: bool
@@ -60,7 +61,8 @@ def _attend(
     k, v = (x[:, :end] if place.past else place.arranged(x[:, :end]) for x in (k, v))
     gate = None if call.gate_logits is None else place.arranged(call.gate_logits)
     # If every query selects all causal keys, only the indexer loss needs the scores.
-    sparse = module.is_sparse and (call.learns or end >= config.dense_below)
+    needed = call.learns or call.selection is not None or end >= config.dense_below
+    sparse = module.is_sparse and needed
     window = config.local_window if sparse else 0
     geometry = types.Geometry(place.document_starts, place.past, window, config.key_group_size)
     applied = None
@@ -69,9 +71,10 @@ def _attend(
         keys = call.rows[:, :end] if place.past else place.arranged(call.rows[:, :end])
         queries, weights = (place.arranged(each) for each in (call.tokens.queries, call.tokens.weights))
         applied = applied_indexer(module.indexer, queries, keys, weights)
-        call.selection = api.select(
+        chosen = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
         )
+        call.selection = chosen if call.selection is None else _replaced(chosen, call.selection, place)
     selection = call.selection if sparse else None
     out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, implementation="triton")
     if call.learns and applied is not None:
@@ -81,6 +84,44 @@ def _attend(
         total, _ = api.indexer_loss(applied, q, k, lse, selection, geometry, implementation="triton")
         call.loss = total / place.counted
     return place.restored(out)
+
+
+def _replaced(chosen: Any, given: torch.Tensor, place: KernelPass) -> Any:
+    """Return the given keys, bool [B, L, Lk], as a selection. Queries without a causal key among them keep `chosen`."""
+    keys, most = given.shape[-1], kernel_module("limits").PACKED_MASK_MAX_TOKENS
+    if keys > most:
+        raise ValueError(f"selections have {keys} keys with attn_implementation 'gsa'; pass at most {most}")
+    rows = torch.arange(place.length, device=given.device)
+    given = place.arranged(place.arranged(given).transpose(1, 2)).transpose(1, 2)
+    causal = kernel_module("selection.causal_packed_mask").causal_packed_mask(
+        place.past + rows, keys, place.document_starts
+    )
+    packed = kernel_module("packed_mask").pack_mask(given) & causal
+    packed = torch.where((packed != 0).any(-1, keepdim=True), packed, chosen.packed_rows(rows))
+    return kernel_module("types").Selection(packed, None, chosen.budget, chosen.variance)
+
+
+def attended_keys(selection: Any, place: KernelPass, config: Any, slots: int) -> torch.Tensor:
+    """Return the keys to which a layer's queries attended, bool [B, L, slots], in the order of the cache.
+
+    Args:
+        selection: the selection that the call of a layer with an indexer has set
+    """
+    if place.decodes:
+        reference = kernel_module("decode.reference")
+        found = reference.decoded_keys(selection, place.lengths, config.local_window, slots)
+        if place.starts is not None:
+            places = torch.arange(slots, device=found.device) - place.starts[:, None]
+            found = found.gather(1, places.clamp(min=0))
+        return (found & place.filled(slots))[:, None]
+    rows, end = torch.arange(place.length, device=place.lengths.device), place.past + place.length
+    if selection is None:
+        causal = kernel_module("selection.causal_packed_mask").causal_packed_mask
+        packed = causal(place.past + rows, end, place.document_starts).expand(len(place.lengths), -1, -1)
+    else:
+        packed = selection.packed_rows(rows)
+    found = kernel_module("packed_mask").unpack_mask(packed, end)
+    return place.restored(place.restored(found).transpose(1, 2)).transpose(1, 2)
 
 
 def _decode(
@@ -103,7 +144,6 @@ def _decode(
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
     most_keys = state.most_selected(kernel_rule(config), room)
-    assert place.lengths is not None
 
     if module.indexer is not None:
         call.selection = place.memory.selection(batch, most_keys, query.device)
@@ -118,11 +158,7 @@ def _decode(
 
 def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:
     """Attend to all tokens of each sequence, by torch."""
-    place = call.kernel_pass
-    assert place.lengths is not None
-    slots = torch.arange(k.shape[1], device=k.device)
-    starts = torch.zeros_like(place.lengths) if place.starts is None else place.starts
-    visible = (slots >= starts[:, None]) & (slots < (starts + place.lengths)[:, None])
+    visible = call.kernel_pass.filled(k.shape[1])
     out = torch.nn.functional.scaled_dot_product_attention(
         query, k.transpose(1, 2), v.transpose(1, 2), visible[:, None, None], enable_gqa=True
     ).transpose(1, 2)

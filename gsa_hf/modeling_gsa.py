@@ -202,9 +202,11 @@ class GSAModel(GSAPreTrainedModel):
         visible = kernel_pass = None
         if self.config._attn_implementation == "gsa":
             arguments = (inputs_embeds, attention_mask, position_ids, cache)
-            if selections is not None:
-                raise ValueError("selections are passed with attn_implementation 'gsa'; pass 'sdpa'")
             kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
+            if selections is not None and kernel_pass.decodes:
+                raise ValueError(
+                    "selections are passed with one token, a cache and attn_implementation 'gsa'; pass use_cache=False"
+                )
         if position_ids is None:
             position_ids = token_numbers(inputs_embeds, None, attention_mask, cache)
         if kernel_pass is None:
@@ -305,7 +307,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the
             language model's loss. Without labels the backward pass of the logits adds the same gradient.
         output_indexer_loss (`bool`, *optional*):
-            Only without labels: return the indexer loss with its graph, for the caller to add.
+            Return the indexer loss with its graph, for the caller to add. Not with labels.
         """
         coefficient = self.config.indexer_loss_coef
         if labels is not None and output_indexer_loss is not None:
@@ -356,8 +358,8 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the share of this forward pass in an optimizer step's labels. Trainer divides the language model's loss by
-    the step's number of labels, `num_items_in_batch`. Without this number the caller averages, and the share is 1."""
+    """Return the fraction of an optimizer step's labels that this forward pass has. Trainer divides the language
+    model's loss by the step's number of labels, `num_items_in_batch`. Without this number the fraction is 1."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

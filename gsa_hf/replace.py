@@ -119,7 +119,7 @@ class ReplacedAttention(GSAAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return output and probabilities to the decoder layer of transformers, which passes either cache argument."""
+        """Return output and probabilities. The decoder layer of transformers passes either cache argument."""
         cache = cache if cache is not None else past_key_values
         self.config._attn_implementation = self.host_config._attn_implementation
         visible = kernel_pass = None
@@ -182,7 +182,7 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
 
 
 def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Prepare masks before the host model's forward pass, because it does not know the new kinds of layers."""
+    """Prepare masks before the forward pass of the host model, which does not know the new layer types."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     mask = given.get("attention_mask")
@@ -207,7 +207,7 @@ def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tup
 def _visible(
     mask: torch.Tensor | None, hidden_states: torch.Tensor, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Return the causal keys, bool [B, 1, L, Lk], for the host's mask, which is bool, additive, or None if causal."""
+    """Return each query's causal keys, bool [B, 1, L, Lk]. The mask is bool or additive; None hides only later keys."""
     batch, length = hidden_states.shape[:2]
     if mask is None:
         past: int | torch.Tensor = 0

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .attention_gsa import GSAAttention
+from .kernels_gsa import attended_keys
 from .modeling_gsa import GSAModel
 
 
@@ -30,6 +31,8 @@ class _Generation:
     """bool [B, Lk], the causal keys of the last token"""
     selections: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Layer with an indexer -> bool [B, L, Lk] of each pass"""
+    joined: torch.Tensor | None = None
+    """bool [layers with an indexer, B, L, Lk]"""
     sequences: list[list[int]] = field(default_factory=list)
     """The tokens of each sequence without padding"""
 
@@ -38,9 +41,12 @@ class _Generation:
             return
         self.tokens = [torch.cat(self.tokens, 1)]
         length = self.tokens[0].shape[1]
-        for layer, parts in self.selections.items():
-            parts = [nn.functional.pad(each, (0, length - each.shape[-1])) for each in parts]
+        layers = sorted(self.selections)
+        for layer in layers:
+            parts = [nn.functional.pad(each, (0, length - each.shape[-1])) for each in self.selections[layer]]
             self.selections[layer] = [torch.cat(parts, 1)]
+        self.joined = torch.stack([self.selections[layer][0] for layer in layers])
+        self.selections = {layer: [each] for layer, each in zip(layers, self.joined, strict=True)}
         assert self.causal_keys is not None
         rows = zip(self.tokens[0], self.causal_keys, strict=True)
         self.sequences = [tokens[real].tolist() for tokens, real in rows]
@@ -53,13 +59,13 @@ class _Generation:
                 return row
         return None
 
-    def copy(self, row: int, to: list[torch.Tensor], places: torch.Tensor) -> None:
-        """Copy the selections of a row to `places` of tensors [L, L], one for each layer with an indexer."""
+    def copy(self, row: int, to: torch.Tensor, places: torch.Tensor) -> None:
+        """Copy the selections of a row to `places` of a tensor [layers with an indexer, L, L]."""
         assert self.causal_keys is not None
+        assert self.joined is not None
         slots = self.causal_keys[row].nonzero()[: len(places), 0]
         places = places[: len(slots)]
-        for result, (_, (known,)) in zip(to, sorted(self.selections.items()), strict=True):
-            result[places[:, None], places] = known[row][slots[:, None], slots]
+        to[:, places[:, None], places] = self.joined[:, row, slots[:, None], slots]
 
 
 class _Replay:
@@ -88,19 +94,22 @@ class _Replay:
     def after_layer(self, layer: Any, _: Any, given: dict[str, Any], outputs: tuple[Any, ...]) -> None:
         if not self.records:
             return
-        if not isinstance(outputs[2], torch.Tensor):
-            raise ValueError("attn_implementation is 'gsa', whose selections are not replayed; pass 'sdpa'")
         generation = self.generations[-1]
         length = sum(each.shape[1] for each in generation.tokens)  # a static cache has more slots
-        generation.selections.setdefault(layer.layer_idx, []).append(outputs[2][..., :length])
-        generation.causal_keys = given["attention_mask"][:, 0, -1, :length]
+        if (place := given["kernel_pass"]) is not None:
+            found = attended_keys(outputs[2], place, layer.config, length)
+            generation.causal_keys = place.filled(length)
+        else:
+            found = outputs[2][..., :length]
+            generation.causal_keys = given["attention_mask"][:, 0, -1, :length]
+        generation.selections.setdefault(layer.layer_idx, []).append(found)
 
     def _selections_of(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
         real = torch.ones_like(tokens) if mask is None else mask
         for each in self.generations:
             each.join()
         layers = len(self.generations[-1].selections) if self.generations else 0
-        found = [real.new_zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool) for _ in range(layers)]
+        found = real.new_zeros(layers, *tokens.shape, tokens.shape[1], dtype=torch.bool)
         for row in range(len(tokens)):
             places = real[row].nonzero()[:, 0]
             sequence = tokens[row, places].tolist()
@@ -108,11 +117,11 @@ class _Replay:
             generation, source = next((each for each in sources if each[1] is not None), (None, None))
             if generation is None or source is None:
                 raise ValueError(
-                    f"row {row} of input_ids was not generated with a cache in the last {self.kept} calls; generate it "
-                    "first, or pass more generations"
+                    f"row {row} of input_ids was not generated with a cache in the last {self.kept} calls of "
+                    "model.generate; generate it first, or pass more generations"
                 )
-            generation.copy(source, [each[row] for each in found], places)
-        return found
+            generation.copy(source, found[:, row], places)
+        return list(found)
 
 
 @contextmanager
@@ -120,12 +129,12 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
     """Record selections in passes with a cache, and replay them in passes without a cache over the same tokens.
 
     Args:
-        model: contains a `GSAModel` with `attn_implementation` "sdpa" or "eager", perhaps in adapters
+        model: contains a `GSAModel`, perhaps in adapters
         generations: number of latest `generate` calls whose selections are kept: a bool for each pair of tokens in each
             layer with an indexer
 
     Raises:
-        ValueError: the model has no `GSAModel`; in a pass, tokens that were not generated, or "gsa"
+        ValueError: the model has no `GSAModel`; in a pass, tokens that `model.generate` did not generate
     """
     gsa = next((each for each in model.modules() if isinstance(each, GSAModel)), None)
     if gsa is None:

@@ -1,7 +1,7 @@
 """Compute the layers of `FusedDecoder`'s step by the kernels for products of few rows (one row is one sequence).
 
-Each kernel starts while the previous kernel ends, so the weights stream without a gap. joined_layers.py has functions
-of the same names and arguments in plain torch.
+Each kernel starts and prefetches weights before the previous kernel ends. joined_layers.py has functions of the same
+names and arguments in plain torch.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Attended(NamedTuple):
     out: torch.Tensor
     gate: torch.Tensor
     awaited: Any
-    """An `Awaited` counter, which tells when `out` is ready. The last kernel computes `gate` without waiting for it."""
+    """An `Awaited` counter, which tells when `out` is ready. The kernel that computes `gate` does not wait for it."""
 
 
 class Parts(NamedTuple):
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 def parts(selects: bool, gated: bool) -> Parts:
-    """Return the order of the sections. The kernel that follows needs the sections in `front`.
+    """Return the order of the sections. The next kernel needs the sections in `front`.
 
     The gate G1 can come late, because the product with W_O applies G1.
 

@@ -1,7 +1,4 @@
-"""The order of a sequence's tokens, which padding may interrupt.
-
-Letters in shapes are as in indexer_gsa.py.
-"""
+"""Number the tokens of a sequence, which padding may interrupt. Letters in shapes are as in indexer_gsa.py."""
 
 from typing import NamedTuple
 
@@ -10,7 +7,7 @@ from transformers.cache_utils import Cache
 
 
 class TokenOrder(NamedTuple):
-    """The tokens of each sequence, numbered from 0: padding may be anywhere between them."""
+    """Numbers the tokens of each sequence from 0. Padding may be anywhere between tokens."""
 
     slots: torch.Tensor
     """int64 [B, Lk], of each number; padding comes last"""
@@ -29,7 +26,7 @@ def token_order(visible: torch.Tensor, slots: torch.Tensor) -> TokenOrder:
         visible: bool [B, L, Lk], the keys that each query may see
         slots: int64 [L], of the tokens of this forward pass
     """
-    # With a cache a row is one document, whose last token is not padding; without, padding does not see itself.
+    # With a cache a row is one document, whose last token is not padding. Otherwise padding does not see itself.
     whole = visible.shape[-1] == len(slots)
     real = visible.diagonal(dim1=1, dim2=2) if whole else visible[:, -1]
     return TokenOrder((~real).sort(dim=-1, stable=True).indices, real.cumsum(-1) - 1, real)

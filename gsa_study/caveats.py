@@ -8,15 +8,12 @@ from difflib import get_close_matches
 
 from gsa_study.columns import Column
 from gsa_study.spread import close_pairs, written
-from gsa_study.study_file import RunSource, Study
 from gsa_study.tables import Results, short
-from gsa_train.metrics.progress import compact
 
 
 def notes(results: Results) -> list[str]:
     """Returns lines about arms with one seed, metrics that no run has, and runs that are not in the means."""
     lines = []
-    lines += weights_in_words(results.study)
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
     if single:
         lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
@@ -63,20 +60,6 @@ def origins(results: Results) -> list[str]:
     if 0 < unknown < len(results.finished):
         lines.append(f"The text of {unknown} of the {len(results.finished)} finished runs is not recorded.")
     return lines
-
-
-def weights_in_words(study: Study) -> list[str]:
-    """Returns a line for each arm that provides the initial weights of other arms."""
-    of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
-    for run in study.runs:
-        if (source := run.source) is not None:
-            _, arms = of_source.setdefault((source.run.arm, source.step), (source, []))
-            arms += [run.arm] * (run.arm not in arms)
-    return [
-        f"{', '.join(arms)}: begin with the weights of {arm} at step {step} of {source.run.steps}. Tokens and time "
-        f"count the {compact(source.tokens)} tokens up to there, which were trained once for all of them."
-        for (arm, step), (source, arms) in of_source.items()
-    ]
 
 
 def _known(column: Column) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from gsa_study.config import AT_LEAST_ZERO, ArmConfig, MetricConfig, StudyConfig
@@ -11,10 +10,7 @@ from gsa_train.config.file_checks import task_problems
 from gsa_train.config.load import PLAIN_NAME, problem_line
 from gsa_train.metrics.progress import compact
 
-WIKITEXT = "wikitext:"
-"""Prefix of the path of a text in WikiText format (gsa_eval/text.py)."""
 SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
-FIELD = "checkpoint.initial_weights"
 
 
 def seeds_of(arm: ArmConfig, study: StudyConfig) -> Sequence[int]:
@@ -24,8 +20,7 @@ def seeds_of(arm: ArmConfig, study: StudyConfig) -> Sequence[int]:
 def mistakes(study: StudyConfig) -> list[str]:
     """Return a line for each mistake."""
     return [
-        *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_initial_weights(study),
-        *_evaluations(study), *_metrics(study),
+        *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_evaluations(study), *_metrics(study),
     ]  # fmt: skip
 
 
@@ -59,12 +54,10 @@ def _numbers(study: StudyConfig) -> Iterator[str]:
         "data_parallel": [study.data_parallel],
         "selections.seq_len_tokens": [study.selections.seq_len_tokens],
     }
-    for number, arm in enumerate(study.arms):
-        found[f"arms.{number}.initial_step"] = [arm.initial_step]
     for number, each in enumerate(study.evaluations):
-        for name in ("context_lengths", "k_base", "ruler"):
+        for name in ("context_lengths", "ruler"):
             found[f"evaluations.{number}.{name}"] = getattr(each, name)
-        for name in ("max_tokens", "task_examples", "ruler_samples"):
+        for name in ("max_tokens", "ruler_samples"):
             found[f"evaluations.{number}.{name}"] = [getattr(each, name)]
     for number, metric in enumerate(study.metrics):
         found[f"metrics.{number}.at_tokens"] = metric.at_tokens
@@ -93,10 +86,6 @@ def _evaluations(study: StudyConfig) -> Iterator[str]:
             yield problem_line(
                 field, each.validation, wrong, "leave it out: without data they are scored anyway"
             )
-        if (each.ruler_tasks or each.ruler_gold) and not each.ruler:
-            field = "ruler_tasks" if each.ruler_tasks else "ruler_gold"
-            wrong, remedy = "there is no RULER without lengths", "list them in ruler"
-            yield problem_line(f"evaluations.{number}.{field}", getattr(each, field), wrong, remedy)
 
 
 def _arms(study: StudyConfig) -> Iterator[str]:
@@ -114,45 +103,6 @@ def _arms(study: StudyConfig) -> Iterator[str]:
             if key.strip() in SET_BY_THE_STUDY:
                 remedy = "remove it; `seeds`, `name` and `dir` of the study say it"
                 yield problem_line(f"{field}.{key}", value, "the study sets it", remedy)
-
-
-def _initial_weights(study: StudyConfig) -> Iterator[str]:
-    arms = {arm.name: arm for arm in study.arms}
-    for number, arm in enumerate(study.arms):
-        where, source = f"arms.{number}.initial_weights", arm.initial_weights
-        if not source:
-            if arm.initial_step:
-                wrong, remedy = "of no arm", "name the arm in initial_weights"
-                yield problem_line(f"arms.{number}.initial_step", arm.initial_step, wrong, remedy)
-            continue
-        if source not in arms:
-            close = get_close_matches(source, arms, n=1)
-            remedy = f"did you mean {close[0]}?" if close else "name one of its arms"
-            yield problem_line(where, source, "the study has no such arm", remedy)
-            continue
-        if FIELD in {**study.set, **arm.set}:
-            remedy = "remove one: an arm of the study, or a checkpoint for all"
-            yield problem_line(where, source, f"set has {FIELD}, too", remedy)
-        missing = sorted(set(seeds_of(arm, study)) - set(seeds_of(arms[source], study)))
-        if missing:
-            remedy = f"give {source} these seeds, or {arm.name} fewer"
-            yield problem_line(where, source, f"has no runs with seeds {missing}", remedy)
-        chain = [arm.name]
-        while (next_one := arms[chain[-1]].initial_weights) in arms and next_one not in chain:
-            chain.append(next_one)
-        if next_one == arm.name:
-            wrong = f"a circle: {' <- '.join([*chain, arm.name])}"
-            yield problem_line(where, source, wrong, "let one of them begin with random weights")
-
-
-def in_order_of_weights(arms: Sequence[ArmConfig]) -> list[ArmConfig]:
-    """Returns the arms in training order: each after the arm that its weights come from. There must be no cycle."""
-    left, ordered = list(arms), list[ArmConfig]()
-    while left:
-        names = {arm.name for arm in left}
-        ordered += [arm for arm in left if arm.initial_weights not in names]
-        left = [arm for arm in left if arm.initial_weights in names]
-    return ordered
 
 
 def _metrics(study: StudyConfig) -> Iterator[str]:
@@ -195,7 +145,7 @@ def missing_texts(study: StudyConfig) -> list[str]:
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
         for number, each in enumerate(study.evaluations)
         for name, place in each.data.items()
-        if "://" not in place and not Path(place.removeprefix(WIKITEXT)).exists()
+        if "://" not in place and not Path(place).exists()
     ]
     fields = {
         f"evaluations.{number}.tasks.{place}": task

@@ -23,8 +23,7 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class Equal:
-    """The point at which runs are compared: the largest tokens and time that all finished runs reached. Runs that only
-    provide initial weights may be shorter, and do not count."""
+    """The point at which runs are compared: the largest tokens and time that all finished runs reached."""
 
     tokens: int
     seconds: float | None
@@ -34,11 +33,9 @@ class Equal:
 def equal_of(runs: Sequence[RunRecord]) -> Equal | None:
     """Returns the point of comparison of all finished runs, or None if no run is finished."""
     finished = [each for each in runs if each.finished and each.tokens]
-    begun_with = {run.name for each in finished for run in each.run.before}
-    ends = [each for each in finished if each.run.name not in begun_with]
-    times = [each.all_seconds for each in ends if each.all_seconds is not None]
-    seconds = min(times) if len(times) == len(ends) > 0 else None
-    return Equal(min(each.all_tokens for each in ends), seconds) if ends else None
+    times = [each.seconds for each in finished if each.seconds is not None]
+    seconds = min(times) if len(times) == len(finished) > 0 else None
+    return Equal(min(each.tokens or 0 for each in finished), seconds) if finished else None
 
 
 @dataclass(frozen=True)

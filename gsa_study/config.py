@@ -15,18 +15,13 @@ class ArmConfig:
     written in YAML. The study itself sets `run.name`, `run.dir`, `run.seed` and `data.seed`."""
     seeds: list[int] = field(default_factory=list)
     """Seeds of this arm's runs. Empty: the study's seeds."""
-    initial_weights: str = ""
-    """Arm with whose weights this arm begins, as with `checkpoint.initial_weights`. Each seed begins with the same
-    seed's weights and continues in the text. It is trained first, once for all arms that name it. Empty: none."""
-    initial_step: int = 0
-    """Step of that arm: its last step, or a step that its `checkpoint.keep_every_steps` keeps. 0: its last step."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     name: str = ""
     """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
-    of the run's folder. If lengths or budgets are listed, the name ends with `-L<length>` and `-k<k_base>`."""
+    of the run's folder. If lengths are listed, the name ends with `-L<length>`."""
     arms: list[str] = field(default_factory=list)
     """Arms that are evaluated, each in a start of its own. Empty: all."""
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
@@ -36,23 +31,14 @@ class EvaluationConfig:
     """Also score the run's validation sets if there are `tasks` or `ruler`."""
     context_lengths: list[int] = field(default_factory=list)
     """Context lengths in tokens, each in its own evaluation. Empty: as in training."""
-    k_base: list[int] = field(default_factory=list)
-    """Values of `gsa.k_base`, each in its own evaluation. `gsa.k_min` and `gsa.k_max` change as far as needed. Arms
-    without an indexer are evaluated once. Empty: as in training."""
     max_tokens: int = 0
     """Tokens of each text. 0: all of it, or for validation sets the same number as in training."""
     tasks: list[str] = field(default_factory=list)
     """Request files and tasks of lm-evaluation-harness, as for `--tasks`. A FILE.yaml runs the code that it names."""
-    task_examples: int = 0
-    """Examples of each task. 0: all."""
     ruler: list[int] = field(default_factory=list)
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
-    ruler_tasks: list[str] = field(default_factory=list)
-    """Tasks of RULER. Empty: all tasks without questions."""
     ruler_samples: int = 50
     """Samples of each of its tasks and lengths."""
-    ruler_gold: bool = False
-    """Score RULER's expected answers in bits per byte instead of answers that the model writes."""
     settings: list[str] = field(default_factory=list)
     """`key=value`, as for `launch/evaluate.py`."""
 
@@ -73,9 +59,8 @@ class MetricConfig:
     """How the training records are reduced. `value`: the value at one point. `max`, `median`, `last`: the largest, the
     median or the last value of the run's own records. `last` is for scores of tasks at the end."""
     at_tokens: list[int] = field(default_factory=list)
-    """Trained tokens at which the value is read, interpolated linearly between two records. They include the training
-    of an arm whose weights it begins with. Empty: the largest number that every finished run has, except runs that
-    only provide weights."""
+    """Trained tokens at which the value is read, interpolated linearly between two records. Empty: the
+    largest number that every finished run has."""
     equal_time: bool = False
     """Also read the value at equal time, the longest training time that all finished runs have. Each step counts with
     the median time of its phase, without compilation, validation, saves and restarts."""
@@ -128,7 +113,5 @@ class StudyConfig:
     """Selections saved for the benches of kernels."""
 
 
-AT_LEAST_ZERO = frozenset(
-    ["arms.initial_step", "evaluations.max_tokens", "evaluations.task_examples", "selections.seq_len_tokens"]
-)
+AT_LEAST_ZERO = frozenset(["evaluations.max_tokens", "selections.seq_len_tokens"])
 """Integers that may be 0; the others are at least 1."""

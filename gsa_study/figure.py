@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
 
-from gsa_eval.report.run_series import shown_range
 from gsa_study.columns import Column
 from gsa_study.run_record import RunRecord
 from gsa_study.tables import Results
@@ -105,3 +105,30 @@ def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], by_
     ax.set_xlabel("minutes of training" if by_time else "tokens")
     of_another = "train loss (nats per token) of the\nfirst seed that has recorded ones"
     ax.set_ylabel("train loss of the first seed (nats per token)" if is_first else of_another)
+
+
+def shown_range(
+    lines: Sequence[tuple[Sequence[float], Sequence[float | None]]],
+) -> tuple[float, float] | None:
+    """Returns bounds of a linear y axis that ignore the first steps and outliers, or None for the range of all values.
+
+    The bounds cover the values after the first tenth of the x axis, except outliers. The spread is the
+    distance from the 2nd to the 98th percentile. An outlier lies more than half the spread below the 2nd or
+    above the 98th percentile.
+
+    Args:
+        lines: x and y of each.
+    """
+    points = [
+        (x, y) for xs, ys in lines for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)
+    ]
+    if len(points) < 10:
+        return None
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    later = [y for x, y in points if x >= first + (last - first) / 10]
+    low, high = np.quantile(later, [0.02, 0.98])
+    reach = (high - low) / 2
+    low, high = max(low - reach, min(later)), min(high + reach, max(later))
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    bounds = float(low - margin), float(high + margin)
+    return bounds if all(map(math.isfinite, bounds)) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -64,14 +63,13 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Yield name and arguments of the evaluation for each length and key budget. Arms without evaluation yield none."""
+    """Return name and arguments of the evaluation for each length. Arms without evaluation have none."""
     if evaluation.arms and run.arm not in evaluation.arms:
         return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]
-    budgets: Sequence[int | None] = (has_indexer(run) and evaluation.k_base) or [None]
     found = []
-    for length, budget in product(lengths, budgets):
-        name = evaluation.name + (f"-L{length}" if length else "") + (f"-k{budget}" if budget else "")
+    for length in lengths:
+        name = evaluation.name + (f"-L{length}" if length else "")
         words = ["--run", str(run.folder), "--name", name]
         for text, place in evaluation.data.items():
             words += ["--data", f"{text}={place}"]
@@ -80,18 +78,12 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
         for option, value in (
             ("--context-length", length),
             ("--max-tokens", evaluation.max_tokens),
-            ("--limit", evaluation.task_examples),
             ("--ruler", ",".join(map(str, evaluation.ruler))),
-            ("--ruler-tasks", ",".join(evaluation.ruler_tasks)),
             ("--ruler-samples", evaluation.ruler and evaluation.ruler_samples),
         ):
             words += [option, str(value)] if value else []
-        words += ["--validation"] * evaluation.validation + ["--ruler-gold"] * evaluation.ruler_gold
+        words += ["--validation"] * evaluation.validation
         words += evaluation.settings
-        if budget:
-            gsa = run.config.gsa
-            words += [f"gsa.k_base={budget}", f"gsa.k_min={min(gsa.k_min, budget)}"]
-            words += [f"gsa.k_max={max(gsa.k_max, budget)}"]
         found.append((name, tuple(words)))
     return found
 

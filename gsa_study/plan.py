@@ -69,7 +69,7 @@ def plan_study(
         state.job.run.name
         for state in states
         if state.job.kind == "train" and not state.finished
-        and (state.lacks_checkpoint or (state.job.key in failures and not retry_failed))
+        and state.job.key in failures and not retry_failed
     }  # fmt: skip
     for state in states:
         job, reason = state.job, failures.get(state.job.key)
@@ -79,7 +79,7 @@ def plan_study(
             lacking.append(job)
         elif reason is not None and not retry_failed:
             failed.append((job, reason))
-        elif without_training.intersection(needed_trainings(job)):
+        elif job.kind != "train" and job.run.name in without_training:
             blocked.append(job)
         else:
             due.append(job)
@@ -92,17 +92,10 @@ def in_words(folders: Sequence[Path]) -> str:
     return f"{folders[0]} and {more} more" if more else str(folders[0])
 
 
-def needed_trainings(job: Job) -> list[str]:
-    """Return the names of the runs that must be trained before the job. They are the runs with whose weights its run
-    begins, and its own run unless the job is that training."""
-    own = [] if job.kind == "train" else [job.run]
-    return [run.name for run in (*own, *job.run.before)]
-
-
 def chosen(
     states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
 ) -> list[JobState]:
-    """Return the states of some arms and seeds (None: all), and of the trainings with whose weights they begin.
+    """Return the states of some arms and seeds (None: all).
 
     Raises:
         StudyError: the study has no such arm or seed.
@@ -117,16 +110,10 @@ def chosen(
     for seed in seeds or ():
         if seed not in known_seeds:
             raise StudyError(f"--seeds {seed}: the study has {', '.join(map(str, known_seeds))}")
-    asked = [
-        state
-        for state in states
-        if (arms is None or state.job.run.arm in arms) and (seeds is None or state.job.run.seed in seeds)
-    ]
-    needed = {name for state in asked for name in needed_trainings(state.job)}
     return [
         state
         for state in states
-        if state in asked or (state.job.kind == "train" and state.job.run.name in needed)
+        if (arms is None or state.job.run.arm in arms) and (seeds is None or state.job.run.seed in seeds)
     ]
 
 
@@ -136,7 +123,7 @@ def next_job(
     free_devices: int | None,
     fits: Callable[[Job], bool] = lambda job: True,
 ) -> Job | None:
-    """Returns the first due job that can start: its trainings are finished, enough devices are free, and it fits.
+    """Returns the first due job that can start: its training is finished, enough devices are free, and it fits.
 
     Args:
         free_devices: None on CPUs, where one job runs at a time.
@@ -146,7 +133,7 @@ def next_job(
         return None
     unfinished = {job.run.name for job in (*due, *running) if job.kind == "train"}
     for job in due:
-        if unfinished.intersection(needed_trainings(job)):
+        if job.kind != "train" and job.run.name in unfinished:
             continue
         if (free_devices is None or job.devices <= free_devices) and fits(job):
             return job

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gsa_eval.report.charts import thin
 from gsa_study.columns import Equal, columns_of, equal_of
 from gsa_study.run_metrics import LossPoint, RunMetrics
 from gsa_study.run_record import RunRecord, record_of_run
@@ -24,11 +24,10 @@ from gsa_train.config import ConfigError
 from gsa_train.files import write_atomically
 
 RUNS_HEAD = (
-    "arm", "seed", "tokens", "seconds", "seconds_before", "devices", "folder", "commits", "data_fingerprint",
+    "arm", "seed", "tokens", "seconds", "devices", "folder", "commits", "data_fingerprint",
     "equal_tokens", "equal_seconds",
 )  # fmt: skip
-"""Tokens and seconds count the run's own training. `before` counts the training of the runs with whose weights it
-began. `equal` is the point at which the study's runs are compared, the same in each row. An empty cell is unknown."""
+"""`equal` is the point at which the study's runs are compared, the same in each row. An empty cell is unknown."""
 CURVES_HEAD = ("run", "tokens", "seconds", "loss")
 MOST_POINTS = 100
 """Approximate number of points of a curve. A figure has no pixels for more."""
@@ -72,7 +71,7 @@ def recorded_results(study: Study, out: Path) -> Results:
         replace(column, values={run: record.values.get((run, column.key, column.at)) for run in record.runs})
         for column in columns_of(study, record.equal)
     )
-    others = (RunRecord(run, False, "", run.folder, seconds_before=None) for run in study.runs)
+    others = (RunRecord(run, False, "", run.folder) for run in study.runs)
     runs = tuple(record.runs.get(each.run.name, each) for each in others)
     return Results(study, runs, tuple(columns), {})
 
@@ -124,8 +123,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list[str]]:
     """Return the usable runs, and a line for each run left out. A usable run has records up to its last step, and began
-    with the config that the study now has. If the run begins with another run's weights, the other run must also have
-    the study's config. Only the paths of texts may differ."""
+    with the config that the study now has. Only the paths of texts may differ."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:
@@ -134,13 +132,12 @@ def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list
                 f"{values.run.steps}; copy its whole metrics.jsonl, or train it again"
             )
             continue
-        began = ((run, list(changed_fields(run, TEXT_FIELDS))) for run in (values.run, *values.run.before))
-        run, changes = next((each for each in began if each[1]), (values.run, []))
+        changes = list(changed_fields(values.run, TEXT_FIELDS))
         if not changes:
             kept[name] = values
             continue
         left_out.append(
-            f"left out {values.run.folder}, as {run.folder} began with another config than the study asks for: "
+            f"left out {values.run.folder}, as it began with another config than the study asks for: "
             f"{'; '.join(changes)}; put the study file back, give the arm another name, or give the overrides "
             "(key=value) with which the study was started"
         )
@@ -152,9 +149,26 @@ def _thinned(run: RunRecord) -> RunRecord:
     return replace(run, losses=tuple(run.losses[place] for place in places))
 
 
+def thin(values: list[float], most: int) -> list[int]:
+    """Returns the indices to keep: all, or the least and the largest value in each section, so that no spike is
+    lost."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    kept: set[int] = {0, len(values) - 1}
+    parts = most // 2
+    for part in range(parts):
+        places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
+        finite = [at for at in places if math.isfinite(values[at])]
+        if len(finite) < len(places):
+            kept.add(next(at for at in places if not math.isfinite(values[at])))  # keep gaps
+        if finite:
+            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+    return sorted(kept)
+
+
 def _run_row(run: RunRecord, equal: Equal | None) -> Sequence[object]:
     points = (equal.tokens, equal.seconds) if equal else (None, None)
-    numbers = (run.tokens, run.seconds, run.seconds_before)
+    numbers = (run.tokens, run.seconds)
     where = (BETWEEN.join(run.devices), run.folder.as_posix(), " ".join(run.commits), run.text)
     return (run.run.arm, run.run.seed, *map(_cell, numbers), *where, *map(_cell, points))
 
@@ -221,7 +235,6 @@ def _run_record(run: StudyRun, row: Mapping[str, str]) -> RunRecord:
         folder=Path(row["folder"]),
         tokens=int(row["tokens"]),
         seconds=_number(row["seconds"]),
-        seconds_before=_number(row["seconds_before"]),
         devices=tuple(filter(None, row["devices"].split(BETWEEN))),
         commits=tuple(row["commits"].split()),
         text=row["data_fingerprint"],

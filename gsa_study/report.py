@@ -16,7 +16,6 @@ from gsa_study.tables import (
     bullets,
     markdown_table,
     narrow,
-    relative,
     run_rows,
     seed_rows,
     value_rows,
@@ -60,6 +59,4 @@ def _linked_runs(results: Results, folder: Path) -> Rows:
             path, is_there = row[place], (each.folder / name).exists()
             if path != "–":
                 row[place] = f"[{head[place]}]({quote(path)})" if is_there else f"`{path}`"
-        report = each.folder / "report.html"
-        row.append(f"[report]({quote(relative(report, folder))})" if report.exists() else "")
-    return [[*head, "report"], *rows]
+    return [head, *rows]

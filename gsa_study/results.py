@@ -77,7 +77,7 @@ def page_parts(results: Results) -> list[str]:
 
 def setup(results: Results) -> str:
     finished = results.finished
-    tokens = sorted({each.all_tokens for each in finished})
+    tokens = sorted({each.tokens or 0 for each in finished})
     of_each = " to ".join(
         compact(count) for count in (tokens if len(tokens) < 3 else (tokens[0], tokens[-1]))
     )
@@ -85,8 +85,6 @@ def setup(results: Results) -> str:
     unrecorded = sum(not each.losses for each in finished)
     said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each run trained on"
     said += f" {of_each} tokens on {devices}." if devices else f" {of_each} tokens."
-    if any(each.run.source for each in finished):
-        said += " If an arm begins with another arm's weights, its tokens include that training."
     if unrecorded == len(finished):
         said += " The figure was drawn from the run folders, because [records](records) lack the losses."
     elif unrecorded:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from gsa_eval.report.run_series import flat, phase_starts, records_of, token_knots
+from gsa_eval.run_records import records_of
 from gsa_study.states import is_complete, read_json
 from gsa_study.study_file import StudyRun
 from gsa_train.metrics.record_format import Record, numbers_back
@@ -28,12 +28,10 @@ class LossPoint(NamedTuple):
 
 
 class RunMetrics:
-    """Holds values that a run has logged so far. If it begins with another run's weights, its tokens, time and curves
-    continue from that run."""
+    """Holds values that a run has logged so far."""
 
     def __init__(self, run: StudyRun) -> None:
         self.run = run
-        self.before = RunMetrics(run.source.run) if run.source else None
         records = records_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
         self.records = [with_means(record) for record in records]
         self.complete = is_complete(run)
@@ -51,60 +49,35 @@ class RunMetrics:
         return last if self.complete and last < self.run.steps else None
 
     @cached_property
-    def own_tokens(self) -> Points:
-        """Return (step, tokens trained on) of this run alone."""
+    def tokens(self) -> Points:
+        """Return (step, tokens trained on)."""
         return token_knots(self.records)
 
     @cached_property
-    def own_seconds(self) -> Points:
-        """Return (step, seconds of training) of this run alone."""
-        return time_knots(self.records)
-
-    @cached_property
-    def tokens(self) -> Points:
-        """Return (step, tokens trained on)."""
-        return raised(self.tokens_before, self.own_tokens)
-
-    @cached_property
     def seconds(self) -> Points:
-        """Return (step, seconds of training), or nothing if the time of an earlier run is unknown."""
-        return raised(self.seconds_before, self.own_seconds)
-
-    @property
-    def tokens_before(self) -> float:
-        return self.run.source.tokens if self.run.source else 0
-
-    @cached_property
-    def seconds_before(self) -> float | None:
-        if self.run.source is None or self.before is None:
-            return 0.0
-        return interpolate(self.before.seconds, self.run.source.step)
+        """Return (step, seconds of training)."""
+        return time_knots(self.records)
 
     def curve(self, key: str, over: Over) -> list[tuple[float, float]]:
         """Return (tokens or seconds, value) of each record with the key."""
-        knots, start = self.tokens, self.tokens_before
-        if over == "seconds":
-            knots, start = self.seconds, self.seconds_before or 0.0
+        knots = self.seconds if over == "seconds" else self.tokens
         points = [
             (interpolate(knots, record["step"]), float(record[key]))
             for record in self.records
             if is_number(record.get(key))
         ]
-        before = self.before.curve(key, over) if self.before and points else []
-        return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
+        return [(x, y) for x, y in points if x is not None]
 
     def losses(self) -> list[LossPoint]:
-        own = [
+        return [
             LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
             for record in self.records
             if is_number(record.get("loss"))
             and (tokens := interpolate(self.tokens, record["step"])) is not None
         ]
-        before = self.before.losses() if self.before and own else []
-        return [point for point in before if point.tokens <= self.tokens_before] + own
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """Return the largest, the median or the last value that this run itself has logged. Largest and median are NaN
+        """Return the largest, the median or the last logged value. Largest and median are NaN
         if any step is NaN."""
         records = self.records
         if statistic != "last":
@@ -143,6 +116,35 @@ def with_means(record: Record) -> Record:
     return {**flat(record), **means}
 
 
+def flat(record: Record) -> Record:
+    """Returns the record with entries of dicts as separate keys: `lrs: base`, `validation_loss_by_source:
+    Wikipedia`."""
+    flat: Record = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}: {name}": number for name, number in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def token_knots(records: list[Record]) -> list[tuple[int, int]]:
+    """Returns (step, tokens) between which tokens grow linearly, or an empty list if unknown. They are the ends, and
+    the steps where the batch size changed at a resume or batches were skipped."""
+    counted = {
+        record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
+    }
+    knots: list[tuple[int, int]] = []
+    for point in sorted(counted.items()):
+        knots = knots or [(0, 0)]
+        if len(knots) > 1:
+            (step_0, tokens_0), (step_1, tokens_1) = knots[-2:]
+            if (tokens_1 - tokens_0) * (point[0] - step_1) == (point[1] - tokens_1) * (step_1 - step_0):
+                knots.pop()
+        knots.append(point)
+    return knots
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -163,18 +165,14 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []
-    starts = [(0, steps[0]["phase"]), *phase_starts(steps)[1:]]
+    changes = ((before, after) for before, after in pairwise(steps) if before["phase"] != after["phase"])
+    starts = [(0, steps[0]["phase"]), *((before["step"], after["phase"]) for before, after in changes)]
     ends = [start for start, _ in starts[1:]] + [steps[-1]["step"]]
     knots = [(0.0, 0.0)]
     for (start, name), end in zip(starts, ends, strict=True):
         seconds = statistics.median(record["step_seconds"] for record in steps if record["phase"] == name)
         knots.append((float(end), knots[-1][1] + (end - start) * seconds))
     return knots
-
-
-def raised(start: float | None, points: Points) -> Points:
-    """Return the points, raised by the value at their start, or nothing if that value is unknown."""
-    return [] if start is None else [(x, start + y) for x, y in points]
 
 
 def interpolate(points: Points, x: float) -> float | None:

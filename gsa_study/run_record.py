@@ -19,31 +19,15 @@ class RunRecord:
     folder: Path
     """Present or former run folder."""
     tokens: int | None = None
-    """Tokens of the run's own training; None: nothing is logged."""
+    """Trained tokens; None: nothing is logged."""
     seconds: float | None = None
-    """The run's own training time."""
-    seconds_before: float | None = 0.0
-    """Training time of the runs that its initial weights come from; None: not known."""
+    """Training time."""
     devices: tuple[str, ...] = ()
     commits: tuple[str, ...] = ()
     """Commits of the run's starts, each once. `+` marks uncommitted changes. Empty: the run never began."""
     text: str = ""
     """Fingerprint of the training text; empty: not known."""
     losses: Sequence[LossPoint] = ()
-
-    @property
-    def tokens_before(self) -> int:
-        return self.run.source.tokens if self.run.source else 0
-
-    @property
-    def all_tokens(self) -> int:
-        return self.tokens_before + (self.tokens or 0)
-
-    @property
-    def all_seconds(self) -> float | None:
-        """Return the time of all parts, or None if the time of a part is not known."""
-        known = self.seconds is not None and self.seconds_before is not None
-        return (self.seconds_before or 0.0) + (self.seconds or 0.0) if known else None
 
 
 def record_of_run(values: RunMetrics, failures: Mapping[str, str]) -> RunRecord:
@@ -58,9 +42,8 @@ def record_of_run(values: RunMetrics, failures: Mapping[str, str]) -> RunRecord:
         finished=values.complete,
         state=_state(values, failures),
         folder=values.run.folder,
-        tokens=int(values.own_tokens[-1][1]) if values.own_tokens else None,
-        seconds=values.own_seconds[-1][1] if values.own_seconds else None,
-        seconds_before=values.seconds_before,
+        tokens=int(values.tokens[-1][1]) if values.tokens else None,
+        seconds=values.seconds[-1][1] if values.seconds else None,
         devices=tuple(dict.fromkeys(str(start.get("device") or "unknown") for start in starts)),
         commits=tuple(dict.fromkeys(str(start.get("commit") or "unknown") for start in starts)),
         text=text if isinstance(text, str) else "",

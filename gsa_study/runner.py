@@ -16,7 +16,7 @@ from typing import IO
 
 from gsa_study import processes
 from gsa_study.jobs import Job
-from gsa_study.plan import Ended, StudyError, judge, needed_trainings, next_job
+from gsa_study.plan import Ended, StudyError, judge, next_job
 from gsa_study.processes import Running, child_environment
 from gsa_study.states import newest_checkpoint, note_failure, read_state
 from gsa_study.times import expected_time, note_time, read_times
@@ -152,7 +152,7 @@ class StudyRunner:
 
     def _leave_out(self, job: Job) -> None:
         if job.kind == "train":
-            self._due = [each for each in self._due if job.run.name not in needed_trainings(each)]
+            self._due = [each for each in self._due if each.kind == "train" or each.run.name != job.run.name]
 
     @property
     def left(self) -> list[Job]:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gsa_data.whole_files import parse_json
-from gsa_study.checks import FIELD
 from gsa_study.jobs import Job
 from gsa_study.study_file import StudyRun
-from gsa_train.checkpoint.files import is_complete as is_saved
 from gsa_train.config import ConfigError, config_from_yaml
 from gsa_train.config.load import flat_fields
 from gsa_train.files import append_line
@@ -23,8 +21,7 @@ from gsa_train.files import append_line
 FAILURES = "failures.jsonl"
 """File of the study's folder with each failure of a job and each retry."""
 PLACE_FIELDS = ("run.dir",)
-"""Fields that do not change a run's results, but differ if the study starts from another folder. If
-`checkpoint.initial_weights` names another run of the study, its prefix differs too."""
+"""Fields that do not change a run's results, but differ if the study starts from another folder."""
 TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
 """Paths of texts, which differ between machines. A fingerprint tells whether the text is the same."""
 
@@ -36,24 +33,16 @@ class JobState:
     changed: tuple[str, ...] = ()
     """Fields that the study has changed since the job began, `field: before -> now`."""
     lacks_checkpoint: bool = False
-    """True if the unfinished job needs a finished run's checkpoint that was removed or is on another machine. A
-    training needs the source of its initial weights, and other jobs need the checkpoint of their own run."""
+    """True if the unfinished job needs the finished run's checkpoint, which was removed or is on another machine."""
 
 
 def read_state(job: Job) -> JobState:
     if job.kind == "train":
-        finished = is_complete(job.run)
-        lacks = not finished and newest_checkpoint(job.run.folder) == "" and _lacks_source(job.run)
-        return JobState(job, finished, tuple(changed_fields(job.run)), lacks)
+        return JobState(job, is_complete(job.run), tuple(changed_fields(job.run)))
     finished = job.result.is_file()
     lacks = not finished and is_complete(job.run) and newest_checkpoint(job.run.folder) == ""
     changed = _changed_evaluation(job) if job.kind == "evaluate" else ()
     return JobState(job, finished, tuple(changed), lacks)
-
-
-def _lacks_source(run: StudyRun) -> bool:
-    source = run.source
-    return source is not None and is_complete(source.run) and not is_saved(source.checkpoint)
 
 
 def is_complete(run: StudyRun) -> bool:
@@ -72,9 +61,6 @@ def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[st
         yield f"config.yaml cannot be read ({' '.join(str(error).split())})"
         return
     before, now = (dict(flat_fields(dataclasses.asdict(config))) for config in (began, run.config))
-    if run.source is not None:
-        for fields in (before, now):
-            fields[FIELD] = str(fields[FIELD]).removeprefix(f"{fields['run.dir']}/")
     for field in {**before, **now}:
         if field not in (*PLACE_FIELDS, *apart_from) and before.get(field) != now.get(field):
             yield f"{field}: {before.get(field)} -> {now.get(field)}"

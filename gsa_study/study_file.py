@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gsa_study.checks import FIELD, in_order_of_weights, missing_texts, mistakes, seeds_of
+from gsa_study.checks import missing_texts, mistakes, seeds_of
 from gsa_study.config import ArmConfig, StudyConfig
-from gsa_train.checkpoint.files import step_folder
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.batch_ramp import tokens_before
 from gsa_train.config.checks import check_config, check_packages
-from gsa_train.config.file_checks import check_data, check_files, check_tasks
+from gsa_train.config.file_checks import check_files
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
 from gsa_train.planning.choices import unknown_choices
 
@@ -32,8 +31,6 @@ class StudyRun:
     config: Config
     """The loaded config."""
     ranks: int
-    source: RunSource | None = None
-    """The run of the study that its initial weights come from, or None."""
 
     @property
     def name(self) -> str:
@@ -50,29 +47,6 @@ class StudyRun:
     @property
     def tokens(self) -> int:
         return tokens_before(self.config.train, self.steps)
-
-    @property
-    def before(self) -> list[StudyRun]:
-        """Returns the chain of runs that its initial weights come from, newest first."""
-        return [] if self.source is None else [self.source.run, *self.source.run.before]
-
-
-@dataclass(frozen=True)
-class RunSource:
-    """A run and a step that provide the initial weights of another run."""
-
-    run: StudyRun
-    step: int
-
-    @property
-    def checkpoint(self) -> Path:
-        return step_folder(self.run.folder / "checkpoints", self.step)
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of all runs up to here."""
-        before = self.run.source.tokens if self.run.source else 0
-        return before + tokens_before(self.run.config.train, self.step)
 
 
 @dataclass(frozen=True)
@@ -115,12 +89,9 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     config_path = base_config(path, study.config)
     runs: dict[str, list[StudyRun]] = {}
     wrong: dict[str, list[str]] = {}
-    for arm in in_order_of_weights(study.arms):
-        if arm.initial_weights and arm.initial_weights not in runs:
-            continue  # Report the mistakes of that arm first.
+    for arm in study.arms:
         try:
-            sources = _sources_of(arm, runs, config_path)
-            runs[arm.name] = _runs_of(arm, study, (config_path, *overrides), need_data, sources)
+            runs[arm.name] = _runs_of(arm, study, (config_path, *overrides), need_data)
         except ConfigError as error:
             for line in error.problems:
                 wrong.setdefault(line, []).append(arm.name)
@@ -173,72 +144,34 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _sources_of(
-    arm: ArmConfig, runs: Mapping[str, Sequence[StudyRun]], config_path: str
-) -> dict[int, RunSource]:
-    """Returns a dict seed -> source of the initial weights, empty if they come from no other arm.
-
-    Raises:
-        ConfigError: that arm never saves this step.
-    """
-    found = {
-        run.seed: RunSource(run, arm.initial_step or run.steps) for run in runs.get(arm.initial_weights, ())
-    }
-    for source in list(found.values())[:1]:
-        step, steps, every = source.step, source.run.steps, source.run.config.checkpoint.keep_every_steps
-        if step != steps and (step > steps or every == 0 or step % every):
-            kept = f"keeps its last one, {steps}, and {f'each {every}th' if every else 'no other'}"
-            remedy = f"give one of these, or set checkpoint.keep_every_steps of {source.run.arm}"
-            line = problem_line("initial_step", step, f"{source.run.arm} {kept}", remedy)
-            raise ConfigError(config_path, [line])
-    return found
-
-
-def _runs_of(
-    arm: ArmConfig,
-    study: StudyConfig,
-    base: Sequence[str],
-    need_data: bool,
-    sources: Mapping[int, RunSource],
-) -> list[StudyRun]:
+def _runs_of(arm: ArmConfig, study: StudyConfig, base: Sequence[str], need_data: bool) -> list[StudyRun]:
     """Return a run for each seed. The configs differ in nothing else, so only one is read and checked.
 
     Args:
         base: path of the base config, and fields of all arms.
-        sources: seed -> source of the run's initial weights.
     """
     config_path, *of_all_arms = base
-    if sources:
-        of_all_arms.append("checkpoint.initial_text=continue")
     of_study, of_arm = (
         [f"{key}={value}" for key, value in fields.items()] for fields in (study.set, arm.set)
     )
     fields = (*of_study, *of_all_arms, *of_arm)
     folder = str(Path(study.dir) / study.name)
-    weights = {seed: (f"{FIELD}={source.checkpoint}",) for seed, source in sources.items()}
-    first = weights.get(seeds_of(arm, study)[0], ())
-    config = load_config(config_path, [*fields, f"run.dir={folder}", *first])
+    config = load_config(config_path, [*fields, f"run.dir={folder}"])
     parallel = config.parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
     found = [*check_config(config, max(ranks, 1)), *unknown_choices(config), *_wrong_layers(config, study)]
     if need_data:
-        # Another arm's checkpoint exists only after that arm has been trained.
-        files = [*check_data(config.data), *check_tasks(config)] if sources else check_files(config)
-        found += [*files, *check_packages(config)]
+        found += [*check_files(config), *check_packages(config)]
     if found:
         raise ConfigError(config_path, found)
     runs = []
     for seed in seeds_of(arm, study):
-        name, source = f"{arm.name}-seed{seed}", sources.get(seed)
+        name = f"{arm.name}-seed{seed}"
         of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
         own = replace(
             config, run=replace(config.run, seed=seed, name=name), data=replace(config.data, seed=seed)
         )
-        if source is not None:
-            saved = str(source.checkpoint)
-            own = replace(own, checkpoint=replace(own.checkpoint, initial_weights=saved))
-        overrides = (*fields, *of_seed, *weights.get(seed, ()))
-        runs.append(StudyRun(arm.name, seed, config_path, overrides, own, ranks, source))
+        runs.append(StudyRun(arm.name, seed, config_path, (*fields, *of_seed), own, ranks))
     return runs
 
 

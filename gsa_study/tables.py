@@ -92,8 +92,6 @@ def value_rows(results: Results) -> Rows:
 def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
     """Return a row per run, with its place and its settings.
 
-    Tokens and time of a run that begins with another run's weights are written as `the other's + its own`.
-
     Args:
         folder_of: folders are relative to this folder; None: as the study has them.
     """
@@ -103,10 +101,6 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
         folder = relative(each.folder, folder_of) if folder_of else str(each.folder)
         tokens = compact(each.tokens) if each.tokens is not None else "–"
         seconds = duration(each.seconds) if each.seconds is not None else "–"
-        if each.run.source is not None:
-            tokens = f"{compact(each.tokens_before)} + {tokens}"
-            known = each.seconds_before is not None
-            seconds = f"{duration(each.seconds_before or 0.0) if known else '?'} + {seconds}"
         config = f"{folder}/config.yaml" if each.commits else "–"
         rows.append([
             each.run.name, each.state or "not finished", tokens, seconds, ", ".join(each.devices) or "–", folder,

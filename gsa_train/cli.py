@@ -165,11 +165,11 @@ def announced_world_size(needs_rank: bool = True) -> int:
 def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
-    Usually all ranks find the same error. Rank 0 reports the error, and torchrun ends the others. A rank that is still
+    Usually all ranks find the same error. Rank 0 reports it, and torchrun ends the others. A rank that is still
     alive after HEAD_START_SECONDS reports its own error, such as a tokenizer that is missing on its node.
 
     Args:
-        request: if it has recorded a signal, this rank prints nothing. Without it, a signal ends this process.
+        request: if it has recorded a signal, this rank prints nothing.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":

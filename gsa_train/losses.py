@@ -1,8 +1,8 @@
 """Compute the loss of a training step: the objective over the scored tokens, plus lambda times the indexer loss.
 
-To add an objective, write a function and add a row to OBJECTIVES; `train.objective` chooses. `train.z_loss_coeff` adds
-a z-loss to any objective. Validation always uses cross-entropy alone. Each layer injects its indexer loss into the
-backward pass (distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
+To add an objective, add a function to OBJECTIVES, from which `train.objective` chooses. `train.z_loss_coeff` adds a
+z-loss. Validation uses cross-entropy alone. Each layer injects its indexer loss into the backward pass
+(distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
 
 This module does not import torch, so a config's objective is checked before torch is loaded.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Objective: TypeAlias = (
     "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool, TrainConfig], torch.Tensor]"
 )
-"""Maps to losses of the tokens [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
+"""Returns the tokens' losses [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
 logits [L, B, V / tp], labels [B, L], the group of these ranks, whether `train.fused_ops` asks for kernels, and the
 settings. The logits are consumed, because `cross_entropy` overwrites them in its forward or backward pass. Compute
 other terms first, from `logits.clone()` (`logits.float()` does not copy fp32 logits)."""
@@ -107,8 +107,8 @@ def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -
     """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
 
     megatron-core's schedule divides the loss by `count`, the number of micro-batches, and multiplies it by the
-    context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes all
-    three.
+    context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes these
+    three operations.
     """
     return count * data_parallel_size / loss_tokens
 
@@ -118,13 +118,13 @@ def indexer_kl_grad_scale(
 ) -> torch.Tensor:
     """Return the factor of a layer's KL sum in the loss: fp32, 0-d.
 
-    The scaled sums add up to lambda times the mean KL over tokens and layers. The mean excludes queries with one
-    causal key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
+    The scaled sums add up to lambda (`kl_coeff`) times the mean KL over tokens and layers. The mean excludes queries
+    with one causal key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
 
     Args:
         kl_coeff: lambda of eq. 15.
         num_indexers: layers of the whole model that have an indexer.
-        rows_per_step: 0-d, at least 1: counted rows of the global batch.
+        rows_per_step: 0-d, at least 1: queries of the global batch that count.
         data_parallel_size: ranks over which gradients are averaged, data x context.
     """
     return (kl_coeff * data_parallel_size / num_indexers) / rows_per_step.float()

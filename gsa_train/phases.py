@@ -46,7 +46,7 @@ def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> t
     that schedules follow the tokens. Without a ramp these are the phase and its step, counted from 0.
 
     Args:
-        step: steps of the run before this one.
+        step: number of earlier steps of the run.
     """
     phase, start = phase_range.phase, phase_range.start
     if not train.batch_ramp:

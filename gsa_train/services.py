@@ -58,7 +58,7 @@ class Service:
         """Called after the step's list of `data.batches.MicroBatch` was read. The read took `wait_seconds`."""
 
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
-        """Called before a logged step's record is written; a service may add values. On GPUs the next step is already
+        """Called before a logged step's record is written. Services may add values. On GPUs the next step is already
         launched.
 
         Args:
@@ -83,6 +83,3 @@ class Service:
 
     def on_stop(self) -> None:
         """Called when training ends, after an error too."""
-
-    def on_complete(self) -> None:
-        """Called when the run is complete and this process has left its process group."""

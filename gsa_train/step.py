@@ -88,9 +88,9 @@ def train_step(
     - experts that are sharded or have a capacity, because their all-to-all needs token counts.
 
     Args:
-        step: optimizer steps of the whole run before this one; seeds the sampled rows.
+        step: number of earlier steps of the run, which seeds the sampled queries.
         saves: the weights after this step will be saved.
-        measures: this step is logged: record the attention statistics.
+        measures: record attention statistics, because this step is logged.
     """
     model, optimizer, config = training.model, training.optimizer, training.config
     detector, check, groups = training.detector, training.check, training.parallel.groups
@@ -230,12 +230,12 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return this rank's share of the loss that each owner's labels sum to, fp64 [count]. An all-reduce gives the
-    totals.
+    """Return this rank's share of the summed loss of each owner's labels (such as a request's), fp64 [count]. An
+    all-reduce gives the totals.
 
     Args:
-        batches: micro-batches of one shape, not necessarily the training shape. With each comes the owner of every
-            label: int64 [B, L] from 0 to count - 1, or negative for no owner.
+        batches: micro-batches of one shape, each with the owner of every label: int64 [B, L] from 0 to count - 1, or
+            negative for no owner.
     """
     micro_batch_size, seq_len_tokens = batches[0][0].tokens.shape
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
@@ -309,18 +309,25 @@ def _run_graph(
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
     """Replay the CUDA graph for each micro-batch, then reduce the gradients. The schedule without pipelining does the
-    same."""
+    same. With `parallel.overlap_grad_reduce` the last micro-batch runs without the graph, because its backward pass
+    starts the reductions."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
     # Graphs exclude sampled rows (`check_graphs`, config/train.py).
     of_all = replace(attention_pass, kl_grad_scale=0.0, row_key="")
-    run_pass, losses = partial(_pass_over_one, training, count, of_all), []
-    for batch in micro_batches:
-        inputs = PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
-        losses.append({"loss_sum": graph.run(run_pass, inputs, (count, of_all))})
+    run_pass = partial(_pass_over_one, training, count, of_all)
+    inputs = [
+        PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
+        for batch in micro_batches
+    ]
+    no_sync = training.model.mcore_config.no_sync_func  # None without `parallel.overlap_grad_reduce`
+    replayed = count if no_sync is None else count - 1
+    with nullcontext() if no_sync is None else no_sync():
+        losses = [graph.run(run_pass, each, (count, of_all)) for each in inputs[:replayed]]
+    losses += [run_pass(each) for each in inputs[replayed:]]
     training.optimizer.reduce_gradients()
-    return losses
+    return [{"loss_sum": loss} for loss in losses]
 
 
 def _pass_over_one(
@@ -359,8 +366,8 @@ def _forward_step(
 def _sum_of(
     losses: list[dict[str, torch.Tensor]], parallel: Parallel, name: str = "loss_sum"
 ) -> torch.Tensor:
-    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere: each token counts
-    once."""
+    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere, so that each token
+    counts once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry[name] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

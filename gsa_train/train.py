@@ -27,7 +27,6 @@ from gsa_train.reliability.monitor.monitor import MonitorStop, NotFinite, SpikeF
 from gsa_train.reliability.stop_signals import Stopped, StopRequest
 from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.run.open import go_back, open_run
-from gsa_train.run.report import Report
 from gsa_train.run.saves import save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run.validate import Samples, Tasks
@@ -95,8 +94,6 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
             service.on_stop()
     run.services.stop_vote.close()
     leave_world(run.services.watchdog)
-    for service in run.listening:
-        service.on_complete()
     lock.close()
 
 
@@ -111,7 +108,6 @@ def services_of(run: Run) -> list[Service]:
         *(warnings if run.parallel.is_main else []),
         Samples(run),
         Tasks(run),
-        Report(run),
     ]
 
 

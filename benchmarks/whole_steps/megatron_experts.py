@@ -1,8 +1,8 @@
 """Puts megatron-core's own mixture of experts in place of ours into our model, with the same weights.
 
-Without Transformer Engine it has its router, its token dispatchers, its shared expert, and two kinds of experts.
-SequentialMLP runs them one after the other. GroupedMLP needs the package grouped_gemm, which torch's grouped product
-replaces here. Fusions that need neither library are on, as in Megatron-LM.
+Without Transformer Engine it has its router, its token dispatchers, its shared expert, and GroupedMLP. GroupedMLP needs
+the package grouped_gemm, which torch's grouped product replaces here. Fusions that need neither library are on, as in
+Megatron-LM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
@@ -29,7 +29,6 @@ from gsa_train.model.mcore.grouped_experts import GROUPED_MM
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.profiling.trace_spans import trace_span
 
-EXPERTS = ("sequential", "grouped")
 COMPARED_TOKENS = 256
 
 
@@ -44,15 +43,9 @@ def unsupported_by_megatron_experts(config: Config) -> str:
     return ""
 
 
-def take_megatron_experts(model: Model, experts: str) -> float:
-    """Replace our mixture in all layers that have one, before the optimizer is built.
-
-    Args:
-        experts: one of EXPERTS.
-
-    Returns:
-        The largest difference over the layers of its outputs for random tokens from ours, ||theirs - ours|| / ||ours||.
-    """
+def take_megatron_experts(model: Model) -> float:
+    """Replace our mixture in all layers that have one, before the optimizer is built. Return the largest difference
+    over the layers of its outputs for random tokens from ours, ||theirs - ours|| / ||ours||."""
     worst = 0.0
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:
@@ -61,7 +54,7 @@ def take_megatron_experts(model: Model, experts: str) -> float:
     for layer in (layer for chunk in model.chunks for layer in chunk.decoder.layers):
         ours = layer.mlp
         if isinstance(ours, MixtureOfExperts):
-            layer.mlp = _layer_like(ours, transformer, experts, model.parallel.groups)
+            layer.mlp = _layer_like(ours, transformer, model.parallel.groups)
             layer.mlp.set_layer_number(layer.layer_number)
             layer.is_moe_layer = True
             worst = max(worst, _difference(ours, layer.mlp))
@@ -90,13 +83,11 @@ def _transformer_config(ours: GSATransformerConfig) -> TransformerConfig:
 
 
 def _layer_like(
-    ours: MixtureOfExperts, transformer: TransformerConfig, experts: str, groups: ProcessGroupCollection
+    ours: MixtureOfExperts, transformer: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoELayer:
     parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     submodules = MoESubmodules(
-        experts=NamedGroupedMLP
-        if experts == "grouped"
-        else ModuleSpec(module=NamedSequentialMLP, submodules=parts),
+        experts=NamedGroupedMLP,
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=parts),
     )
     with patch.object(megatron_experts.gg, "assert_grouped_gemm_is_available", lambda: None):
@@ -110,14 +101,10 @@ def _layer_like(
 def _copy_weights(ours: MixtureOfExperts, theirs: MoELayer) -> None:
     theirs.router.weight.copy_(ours.router.weight)
     inner, outer = ours.experts.linear_fc1.weight, ours.experts.linear_fc2.weight
-    if isinstance(theirs.experts, GroupedMLP):  # [in, experts x out], in the order of [experts, in, out]
-        transposed = inner.transpose(1, 2), outer.transpose(1, 2)
-        for weight, value in zip((theirs.experts.weight1, theirs.experts.weight2), transposed, strict=True):
-            weight.view(value.shape).copy_(value)
-    else:
-        for number, expert in enumerate(theirs.experts.local_experts):
-            expert.linear_fc1.weight.copy_(inner[number])
-            expert.linear_fc2.weight.copy_(outer[number])
+    # megatron-core has [in, experts x out], in the order of [experts, in, out].
+    transposed = inner.transpose(1, 2), outer.transpose(1, 2)
+    for weight, value in zip((theirs.experts.weight1, theirs.experts.weight2), transposed, strict=True):
+        weight.view(value.shape).copy_(value)
     if ours.shared_experts is not None:
         theirs.shared_experts.linear_fc1.weight.copy_(ours.shared_experts.linear_fc1.weight)
         theirs.shared_experts.linear_fc2.weight.copy_(ours.shared_experts.linear_fc2.weight)
@@ -155,12 +142,6 @@ class NamedMoELayer(MoELayer):
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("exchange"):
             return super().combine(*args, **kwargs)
-
-
-class NamedSequentialMLP(SequentialMLP):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with trace_span("experts"):
-            return super().forward(*args, **kwargs)
 
 
 class NamedGroupedMLP(GroupedMLP):

@@ -1,10 +1,8 @@
 """Trains megatron-core's own GPT model with its data-parallel wrapper, optimizer and schedule.
 
 Only the loop, and the names of the parts in traces, are ours. The model uses megatron-core's local layer specification,
-which runs without Transformer Engine and Apex. Attention therefore has L x L matrices (`local`) or is torch's
-scaled_dot_product_attention (`sdpa`). With `local` the backward pass recomputes attention, as Megatron-LM recommends,
-because the matrices of all layers do not fit. Norms are torch's, which do not support sequence parallelism, and AdamW
-is torch's. Fusions that need neither library are on, as in Megatron-LM.
+which runs without Transformer Engine and Apex. Attention is torch's scaled_dot_product_attention. Norms and AdamW are
+torch's; the norms do not support sequence parallelism. Fusions that need neither library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from gsa_train.data.batches import MicroBatch
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.named_parts import NamedGPTModel, NamedTransformerLayer
 from gsa_train.profiling.trace_spans import trace_span
-from whole_steps.variants import ATTENTIONS
 
 
 def unsupported_by_megatron(config: Config) -> str:
@@ -71,13 +68,12 @@ class _PeerModel(NamedGPTModel):
 class MegatronTrainee:
     """Implements `Trainee` for a plain model with the config's sizes, without gates and indexer."""
 
-    def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel, attention: str) -> None:
-        assert attention in ATTENTIONS
+    def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel) -> None:
         assert not unsupported_by_megatron(config)
         self.config, self.parallel = config, parallel
-        self.transformer = _transformer_config(config, attention, parallel)
+        self.transformer = _transformer_config(config, parallel)
         chunks = [
-            _chunk(number, config, self.transformer, attention, parallel)
+            _chunk(number, config, self.transformer, parallel)
             for number in range(config.parallel.virtual_pipeline)
         ]
         modules = [
@@ -157,14 +153,12 @@ class MegatronTrainee:
         del self.ddps, self.optimizer, self.losses
 
 
-def _transformer_config(config: Config, attention: str, parallel: Parallel) -> TransformerConfig:
+def _transformer_config(config: Config, parallel: Parallel) -> TransformerConfig:
     model, on_gpu = config.model, parallel.device.type == "cuda"
     bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and on_gpu)
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = config.parallel.virtual_pipeline > 1
-    # This is off on CPUs, because the causal mask in the backward pass is on "cuda".
-    unasked = "selective" if attention == "local" and on_gpu else None
-    recompute = {"none": unasked, "selective": "selective", "full": "full"}[config.train.recompute]
+    recompute = {"none": None, "selective": "selective", "full": "full"}[config.train.recompute]
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -203,14 +197,11 @@ def _transformer_config(config: Config, attention: str, parallel: Parallel) -> T
     )
 
 
-def _chunk(
-    number: int, config: Config, transformer: TransformerConfig, attention: str, parallel: Parallel
-) -> NamedGPTModel:
+def _chunk(number: int, config: Config, transformer: TransformerConfig, parallel: Parallel) -> NamedGPTModel:
     count = config.parallel.virtual_pipeline
     vp_stage = number if count > 1 else None
     layer = get_gpt_layer_local_spec(qk_layernorm=config.model.qk_norm, normalization="RMSNorm")
-    if attention == "sdpa":
-        layer.submodules.self_attention.submodules.core_attention = SdpaCore
+    layer.submodules.self_attention.submodules.core_attention = SdpaCore
     layer.module = NamedTransformerLayer
     layers = [layer] * get_num_layers_to_build(transformer, vp_stage)
     chunk = _PeerModel(

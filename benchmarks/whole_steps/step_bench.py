@@ -7,16 +7,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.data.batches import MicroBatch, TrainBatches, to_micro_batch
-from gsa_train.data.tokenizer import load_tokenizer
+from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -36,15 +33,6 @@ def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
     blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
     mine = blocks.chunk(parallel.data_size)[parallel.data_rank]
     return [to_micro_batch(part, NO_TOKEN, True) for part in mine.split(train.micro_batch_size)]
-
-
-def text_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """Read the first step of the config's training text. Collective."""
-    batches = TrainBatches(config, parallel, load_tokenizer(config), None)
-    try:
-        return batches.next_step()
-    finally:
-        batches.close()
 
 
 class Trainee(Protocol):
@@ -97,10 +85,6 @@ class OurTrainee:
     @property
     def phase(self) -> PhaseConfig:
         return self.optimizer.phase
-
-    def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint's weights, of any layout."""
-        load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
 
     def step(
         self,

@@ -6,27 +6,22 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
-from gsa_train.data.batches import MicroBatch
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
-from gsa_train.model.flops import flops_per_token, mean_selected_keys, peak_flops_per_second
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.planning.memory.estimate import estimate_memory
 from gsa_train.profiling.step_breakdown import Breakdown
-from whole_steps.failures import RankFailed, agree, give_up
 from whole_steps.megatron_peer import MegatronTrainee, unsupported_by_megatron
-from whole_steps.results import Result, VariantFailed
+from whole_steps.results import Result
 from whole_steps.step_bench import (
     OurTrainee,
-    Trainee,
     over_ranks,
     peak_memory,
     random_batches,
     release_memory,
     reset_peak_memory,
-    text_batches,
     time_steps,
 )
 from whole_steps.step_trace import in_columns, trace_steps
@@ -41,24 +36,19 @@ LEFT_OVER_BYTES = 64 * 2**20
 def run_variants(
     plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
 ) -> Iterator[Result]:
-    """Measure one variant after the other on all ranks. Each is released before the next begins.
-
-    A variant that runs out of memory on all ranks, or that megatron-core cannot run, gives a result that says so.
+    """Measure one variant after the other on all ranks. Each is released before the next begins. A variant that
+    megatron-core cannot run gives a result that says so.
 
     Args:
         traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.
-
-    Raises:
-        VariantFailed: this rank or another one failed in a way that leaves ranks waiting.
     """
     for number, variant in enumerate(plan):
         parallel = init_parallel(variant.config.parallel, seed)
         result = _result_of(variant, parallel)
-        try:
-            _measure(result, variant, number, parallel, steps, warmup_steps, traced_steps)
-        except RankFailed as failure:
-            result.failed = str(failure)
-            raise VariantFailed(result, failure.speaks) from failure
+        if variant.is_megatrons and (reason := unsupported_by_megatron(variant.config)):
+            result.failed = reason
+        else:
+            _measure(result, variant, parallel, steps, warmup_steps, traced_steps)
         yield result
         left = release_memory(parallel.device)
         if left > LEFT_OVER_BYTES:
@@ -81,39 +71,14 @@ def _result_of(variant: Variant, parallel: Parallel) -> Result:
 
 
 def _measure(
-    result: Result,
-    variant: Variant,
-    number: int,
-    parallel: Parallel,
-    steps: int,
-    warmup_steps: int,
-    traced_steps: int,
-) -> None:
-    if variant.attention and (reason := unsupported_by_megatron(variant.config)):
-        result.failed = reason
-        return
-    if not variant.attention:
-        memory = estimate_memory(variant.config, variant.phase, parallel.world_size, parallel.pipeline_rank)
-        result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
-    release_memory(parallel.device)
-    reset_peak_memory(parallel.device)
-    out_of_memory = ""
-    try:
-        _fill(result, variant, parallel, steps, warmup_steps, traced_steps)
-    except torch.OutOfMemoryError as error:
-        out_of_memory = f"out of memory: {str(error).splitlines()[0]}"
-    except RuntimeError as error:
-        raise give_up(f"{type(error).__name__}: {error}", number, parallel) from error
-    if out_of_memory:  # after the handler, because its error holds references to the tensors
-        result.failed = agree(out_of_memory, number, parallel)
-
-
-def _fill(
     result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
 ) -> None:
-    device = parallel.device
-    batches = batches_of(variant, parallel)
-    trainee = build(variant, parallel)
+    device, config = parallel.device, variant.config
+    if not variant.is_megatrons:
+        memory = estimate_memory(config, variant.phase, parallel.world_size, parallel.pipeline_rank)
+        result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
+    batches = random_batches(config, parallel)
+    trainee = (MegatronTrainee if variant.is_megatrons else OurTrainee)(config, variant.phase, parallel)
     try:
         for _ in range(warmup_steps):
             trainee.step(batches)
@@ -121,45 +86,16 @@ def _fill(
         seconds = time_steps(lambda: trainee.step(batches), steps, device)
         peak = peak_memory(device)
         result.loss = trainee.loss()
-        memory = (peak.allocated / 2**30, peak.reserved / 2**30)
-        every = over_ranks([*memory, *mean_keys(variant, batches), *seconds], parallel)
+        every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
-        # All replicas have the same number of queries.
-        result.causal_keys = statistics.fmean(row[2] for row in every)
-        result.attended_keys = statistics.fmean(row[3] for row in every)
-        _add_speed(result, variant, parallel, [row[4:] for row in every])
+        _add_speed(result, variant, parallel, [row[2:] for row in every])
         if traced_steps:
             _add_breakdown(
                 result, trace_steps(lambda: trainee.step(batches), traced_steps), traced_steps, parallel
             )
     finally:
         trainee.close()
-
-
-def build(variant: Variant, parallel: Parallel) -> Trainee:
-    if variant.attention:
-        return MegatronTrainee(variant.config, variant.phase, parallel, variant.attention)
-    trainee = OurTrainee(variant.config, variant.phase, parallel)
-    if variant.checkpoint is not None:
-        trainee.load(variant.checkpoint)
-    return trainee
-
-
-def batches_of(variant: Variant, parallel: Parallel) -> list[MicroBatch]:
-    """Return the micro-batches of a step, on the device and equal for every step."""
-    return (text_batches if variant.text else random_batches)(variant.config, parallel)
-
-
-def mean_keys(variant: Variant, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-    """Return the mean number of causal keys per query, and of attended keys with a budget of k_base."""
-    if variant.attention:  # this model ignores documents
-        batches = [replace(batch, document_ids=None) for batch in batches]
-    visible = torch.cat([batch.causal_keys() for batch in batches])
-    mean_visible = float(visible.sum()) / visible.numel()
-    if variant.phase.attention == "dense":
-        return mean_visible, mean_visible
-    return mean_visible, mean_selected_keys(variant.config.gsa, visible.tolist())
 
 
 def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
@@ -173,15 +109,8 @@ def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: li
     if device.type == "cuda":
         precision = "fp32" if config.train.precision == "fp32" else "bf16"
         rate = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
-        flops = flops_per_token(
-            config.model,
-            config.gsa,
-            config.moe,
-            variant.phase,
-            config.train.seq_len_tokens,
-            result.attended_keys,
-            result.causal_keys,
-        )
+        length = config.train.seq_len_tokens
+        flops = flops_per_token(config.model, config.gsa, config.moe, variant.phase, length)
         if rate is not None:
             result.mfu = result.tokens_per_second_per_device * flops.total / rate
 

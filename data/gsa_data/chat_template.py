@@ -222,21 +222,12 @@ class ChatEncoder:
             parts.append((len(before), len(through)))
         return text, parts
 
-    def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
-        """Returns the prompt for a model. The prompt ends with the start of an answer, or within the last message.
-
-        Raises:
-            TemplateRefused: the template cannot format the messages
-        """
-        return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
-
     def _render(
         self,
         messages: Messages,
         tools: Sequence[Any] | None,
         prompts: bool = False,
         tracks: bool = False,
-        open_end: bool = False,
     ) -> tuple[str, list[Part]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -252,7 +243,6 @@ class ChatEncoder:
                 chat_template=self.template.source,
                 return_assistant_tokens_mask=tracks,
                 add_generation_prompt=prompts,
-                continue_final_message=open_end,
                 **self._variables,
             )
         except OverLimit as limit:

@@ -3,8 +3,8 @@
     python launch/analyze.py --run RUN_DIR [--step N] --name NAME [--layer N] [--head N] [--text TEXT | --file FILE]
     python launch/analyze.py --checkpoint DIR | --hf DIR --name NAME --out DIR --text TEXT [key=value ...]
 
-Pictures and numbers go to RUN_DIR/analysis/NAME, or to DIR/NAME with --out. The run's report shows them. No other file
-of the run is changed. key=value works as in evaluate.py. Exit code 2 means wrong use, or an unreadable model or text.
+Pictures and numbers go to RUN_DIR/analysis/NAME, or to DIR/NAME with --out. No other file of the run is changed.
+key=value works as in evaluate.py. Exit code 2 means wrong use, or an unreadable model or text.
 """
 
 from __future__ import annotations

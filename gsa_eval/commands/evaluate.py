@@ -56,7 +56,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="[NAME=]PLACE",
-        help="a folder that training can read, also of C4's *.json.gz, or wikitext:PATH; may be given several times "
+        help="a folder that training can read, also of C4's *.json.gz; may be given several times "
         "(default, without tasks: the run's validation sets)",
     )
     text.add_argument(
@@ -75,7 +75,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         type=positive,
         metavar="TOKENS",
         help="score each document by itself, in windows whose last TOKENS tokens count (default: documents "
-        "packed as in training; wikitext: the context length)",
+        "packed as in training)",
     )
     text.add_argument("--max-tokens", type=positive, metavar="N", help="of each text (default: all)")
     tasks = parser.add_argument_group("tasks: request files, and lm-evaluation-harness (extra `eval`)")
@@ -100,12 +100,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     ruler.add_argument(
         "--ruler-samples", type=samples, default=50, metavar="N", help="of each task (default: 50)"
-    )
-    ruler.add_argument(
-        "--ruler-gold",
-        action="store_true",
-        help="score the expected answers in bits per byte, instead of answers that the model writes: one forward pass "
-        "for each sample, and a score also where a model is too small to answer",
     )
     ruler.add_argument(
         "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
@@ -137,8 +131,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)
     check_step(parser, arguments)
-    if arguments.ruler_gold and not arguments.ruler:
-        parser.error("--ruler-gold: give the lengths, --ruler TOKENS[,TOKENS...]")
     if arguments.validation and (arguments.data or arguments.hf is not None):
         parser.error("--validation: the run's sets are scored without --data, and an exported model has none")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):

@@ -3,9 +3,9 @@ installation.
 
     python launch/import_hf.py --hf DIR --out DIR [--gates none|open] [--seq-len-tokens L]
 
---hf is a folder that export_hf.py wrote, or a dense model: Llama, Mistral, Qwen2, Qwen3, or layers of Qwen3-Next and
-Qwen3.5 with full attention. --out receives the weights for `checkpoint.initial_weights`, the tokenizer, and a first
-config.yaml. Exit code 2 means wrong use, or a model that the config cannot represent.
+--hf is a folder that export_hf.py wrote, or a dense model: Llama, Mistral, Qwen2 or Qwen3. --out receives the weights
+for `checkpoint.initial_weights`, the tokenizer, and a first config.yaml. Exit code 2 means wrong use, or a model that
+the config cannot represent.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gsa_eval.commands.evaluate import lengths, positive, samples
+from gsa_eval.commands.evaluate import lengths, samples
 from gsa_eval.model_options import require_packages
 from gsa_train.process.as_command import as_command
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
 FORMS = "q1k1,q1k16,q1k64,q2k1,q4k1,q32k1"
+SELECTED = 16
+"""The length divided by this number is the number of selected keys."""
 
 
 @as_command()
@@ -51,17 +53,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=samples, default=100, metavar="N", help="of each task (default: 100)"
     )
-    parser.add_argument(
-        "--share",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="an Nth of the length is selected (default: 16)",
-    )
-    parser.add_argument(
-        "--window", type=int, default=64, metavar="N", help="latest keys beside it (default: 64)"
-    )
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="first keys beside it (default: 0)")
     parser.add_argument("--dtype", default="fp32", choices=("bf16", "fp32"), help="(default: fp32)")
     parser.add_argument(
         "--attention",
@@ -99,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", READING)
     rows = []
     for length in arguments.lengths:
-        budget = Budget(length // arguments.share, arguments.window, arguments.first)
+        budget = Budget(length // SELECTED)
         for task in arguments.tasks.split(","):
             made = ruler.samples(task, length, arguments.samples, 0, tokenizer, ruler.Material(essay))
             prompts = [

@@ -18,10 +18,7 @@ from gsa_train.config import GSAConfig as GSASection
 
 Gates = Literal["none", "open"]
 
-OUTPUT_GATED = ("qwen3_next", "qwen3_5_text")
-"""Architectures with an output gate in q_proj, norms of weight 1 + w, and a rotary embedding of part of the
-channels."""
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *OUTPUT_GATED)
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 OPEN_BIAS = 20.0
 """sigmoid(20) rounds to 1 in fp32, in which gates are calculated, and bf16 represents 20 exactly."""
@@ -55,7 +52,6 @@ def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
     if problems:
         raise ValueError("; ".join(problems))
     kind, rope = found.model_type, found.rope_parameters
-    gated = kind in OUTPUT_GATED
     return Config(
         model=ModelConfig(
             num_layers=found.num_hidden_layers,
@@ -67,9 +63,8 @@ def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
             vocab_size=found.vocab_size,
             rope_base=float(rope["rope_theta"]),
             rope_scaling=rope_scaling(rope),
-            rotary_percent=float(rope.get("partial_rotary_factor") or 1.0),
             qkv_bias=kind == "qwen2",
-            qk_norm=gated or kind == "qwen3",
+            qk_norm=kind == "qwen3",
             norm_epsilon=found.rms_norm_eps,
             init_std=found.initializer_range,
             tie_embeddings=found.tie_word_embeddings,
@@ -77,7 +72,7 @@ def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
         gsa=GSASection(
             attention="dense",
             value_gate=gates == "open",
-            output_gate=gated or gates == "open",
+            output_gate=gates == "open",
             gate_bias_init=OPEN_BIAS if gates == "open" else 0.0,
         ),
         train=dataclasses.replace(
@@ -100,7 +95,7 @@ def _problems(found: Any, length: int) -> list[str]:
     if problem := other_rope(found.rope_parameters or {}):
         lines.append(problem)
     part = (found.rope_parameters or {}).get("partial_rotary_factor") or 1.0
-    if part != 1 and kind not in OUTPUT_GATED:
+    if part != 1:
         lines.append(
             f"rope_parameters.partial_rotary_factor = {part}: {kind} of transformers turns all channels all the same; "
             "give a model without"
@@ -115,15 +110,7 @@ def _problems(found: Any, length: int) -> list[str]:
         )
     for other in sorted(kinds - {"full_attention", "sliding_attention"}):
         lines.append(f"layer_types has {other}: a GSA model has full attention in each layer")
-    if getattr(found, "num_experts", 0) and _has_experts(found):
-        lines.append(f"num_experts = {found.num_experts}: only a GSA model may come with experts")
     return lines
-
-
-def _has_experts(found: Any) -> bool:
-    layers = set(range(found.num_hidden_layers)) - set(getattr(found, "mlp_only_layers", None) or ())
-    every = getattr(found, "decoder_sparse_step", 1)
-    return any((layer + 1) % every == 0 for layer in layers)
 
 
 def _head_dim(found: Any) -> int:
@@ -137,28 +124,11 @@ def _short(value: Any) -> str:
 def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
     if model_type not in ARCHITECTURES:  # already a GSA model
         return Recipe(name, lambda weight: weight)
-    if model_type in OUTPUT_GATED:
-        if name.endswith("norm.weight"):
-            return Recipe(name, lambda weight: 1 + weight.float())
-        head = config.model.head_dim
-        if name.endswith("self_attn.q_proj.weight"):
-            return Recipe(name, lambda weight: _half_of_heads(weight, head, 0))
-        if name.endswith("self_attn.output_gate_proj.weight"):
-            source = name.replace("output_gate_proj", "q_proj")
-            return Recipe(source, lambda weight: _half_of_heads(weight, head, 1))
-        if name.endswith("self_attn.output_gate_proj.bias"):
-            return Recipe(None, lambda empty: empty.new_zeros(shape))
     if name.endswith("_gate_proj.weight") and "self_attn" in name:
         return Recipe(None, lambda empty: empty.new_zeros(shape))
     if name.endswith("_gate_proj.bias") and "self_attn" in name:
         return Recipe(None, lambda empty: empty.new_full(shape, OPEN_BIAS))
     return Recipe(name, lambda weight: weight)
-
-
-def _half_of_heads(weight: torch.Tensor, head_dim: int, half: int) -> torch.Tensor:
-    """Take the query or gate half of q_proj: [2 n_h d_k, d] -> [n_h d_k, d]. Each head's gate rows follow its query
-    rows."""
-    return weight.unflatten(0, (-1, 2, head_dim))[:, half].flatten(0, 1)
 
 
 def unused(names: set[str], config: Config) -> set[str]:

@@ -12,7 +12,7 @@ from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from gsa_train.config import Config, ModelConfig, MoEConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
 from gsa_train.config.gates import FORM, POSITIONS
-from gsa_train.config.load import as_written, problem_line
+from gsa_train.config.load import problem_line
 from gsa_train.config.moe import layers_with_experts
 
 MODEL_FIELDS = {
@@ -31,10 +31,8 @@ MODEL_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """Field of `model` -> field of the same meaning. The rotary embedding's fields are in `rope_parameters`."""
-NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
-"""Fields that `gsa_hf` lacks. A model with a value other than the default cannot be exported."""
 GSA_FIELDS = {
-    **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
+    **{f"{position}_gate": f"{position}_gate" for position in POSITIONS},
     **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
     "local_window": "local_window",
     **{f"indexer_{name}": f"indexer_{name}" for name in ("activation", "norm", "rope", "temperature")},
@@ -65,8 +63,9 @@ def to_hf_config(config: Config) -> GSAConfig:
         ValueError: the model has features that `gsa_hf` lacks.
     """
     model, gsa = config.model, config.gsa
-    if problems := not_in_hf(config):
-        raise ValueError("; ".join(problems))
+    if dropping := config.moe.capacity_factor:
+        wrong = "the model of transformers (gsa_hf) does not have it"
+        raise ValueError(problem_line("moe.capacity_factor", dropping, wrong, "train with 0"))
     kind = INDEXED_LAYER if gsa.attention == "sparse" else DENSE_LAYER
     try:
         return GSAConfig(
@@ -91,20 +90,6 @@ def _experts(config: Config) -> dict[str, Any]:
         "router_bias": moe.balancing == "aux_free",
         "mlp_only_layers": dense,
     }
-
-
-def not_in_hf(config: Config) -> list[str]:
-    """Returns the fields of a config that `gsa_hf` cannot express, as `field = value: reason; remedy`."""
-    lines = []
-    for section, names in NOT_IN_HF.items():
-        part = getattr(config, section)
-        for name in names:
-            value, default = getattr(part, name), getattr(type(part)(), name)
-            if value != default:
-                wrong = "the model of transformers (gsa_hf) does not have it"
-                remedy = f"launch/evaluate.py scores it all the same; train with {section}.{name}={as_written(default)}"
-                lines.append(problem_line(f"{section}.{name}", value, wrong, remedy))
-    return lines
 
 
 def from_hf_config(found: GSAConfig) -> Config:

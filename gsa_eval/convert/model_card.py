@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gsa_eval.report.run_files import RunFiles
+from gsa_eval.run_records import events_of, records_of
 from gsa_train.checkpoint.load import RunState
 from gsa_train.config import Config, ModelConfig
 from gsa_train.config.batch_ramp import batch_in_words
 from gsa_train.config.moe import layers_with_experts
 from gsa_train.metrics.progress import compact
+from gsa_train.metrics.record_format import Record
 from gsa_train.model.flops import count_parameters
+from gsa_train.run_folder.starts import read_starts
 
-QUIET = ("restart",)
-"""Kinds of events that do not matter for the model."""
 MOST_EVENTS = 20
 
 HEAD = """---
@@ -51,11 +51,7 @@ def model_card(
     Args:
         run_dir: folder of the run that trained it; None for imported weights.
     """
-    run = (
-        RunFiles(run_dir.name, run_dir)
-        if run_dir is not None and (run_dir / "metrics.jsonl").is_file()
-        else None
-    )
+    run = run_dir if run_dir is not None and (run_dir / "metrics.jsonl").is_file() else None
     parts = [HEAD, f"# {name}\n", _table(_facts(config, dtype))]
     if state.step == 0:
         parts.append(
@@ -65,7 +61,8 @@ def model_card(
         parts.append("## Training\n")
         parts.append(_table(_training(config, state, run)))
     if run is not None:
-        parts += [_validation(run, state.step), _events(run, state.step)]
+        records = records_of(run)
+        parts += [_validation(records, state.step), _events(run, records, state.step)]
     if warnings:
         parts.append("## Warnings\n\n" + "".join(f"- {line}\n" for line in warnings))
     parts.append(LOAD.format(folder=name))
@@ -111,8 +108,9 @@ def _rotary(model: ModelConfig) -> str:
     return f"base {model.rope_base:g}{yarn if scaling.rope_type == 'yarn' else ''}"
 
 
-def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str, Any]:
-    starts = [start for start in run.starts if start["step"] < state.step] if run is not None else []
+def _training(config: Config, state: RunState, run: Path | None) -> dict[str, Any]:
+    known = read_starts(run, needed=("step", "layout", "host")) if run is not None else []
+    starts = [start for start in known if start["step"] < state.step]
     commits = dict.fromkeys(start.get("commit") or "unknown" for start in starts)
     phases = [
         f"{each.name} ({each.attention}, trains {each.train}): {each.steps} steps" for each in config.phases
@@ -134,9 +132,9 @@ def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str
     }
 
 
-def _validation(run: RunFiles, step: int) -> str:
+def _validation(records: list[Record], step: int) -> str:
     newest: dict[str, Any] = {}
-    for record in run.records:
+    for record in records:
         if record.get("event") == "validation" and record["step"] <= step:
             newest[record.get("validation_set", "validation")] = record
     rows = [
@@ -152,11 +150,11 @@ def _validation(run: RunFiles, step: int) -> str:
     )
 
 
-def _events(run: RunFiles, step: int) -> str:
+def _events(run: Path, records: list[Record], step: int) -> str:
     found = [
         f"- step {event.step}: {event.kind}: {' '.join(event.text.split())}\n"
-        for event in run.events
-        if event.kind not in QUIET and event.step is not None and event.step <= step
+        for event in events_of(run, records)
+        if event.step <= step
     ]
     if not found:
         return ""

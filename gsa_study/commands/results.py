@@ -1,12 +1,11 @@
 """Write the pages of results: launch/results.py of a checkout.
 
-    python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
+    python launch/results.py [--studies DIR] [--out DIR] [key=value ...]
 
 First the records (`<study>.csv` and `records/`) take the runs that are finished in folders here. Then it writes a page
-for each study file in `--studies` that has a `question` and a finished run, a page of time and memory from what the
-benches wrote, and README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no
-losses are recorded. Exit code 2 means wrong use, a mistake in a study file, a damaged file of a record or a bench, or
-no room.
+for each study file in `--studies` that has a `question` and a finished run, and README.md, the table of all pages.
+Verdicts in the pages are kept. A figure stays as it is where no losses are recorded. Exit code 2 means wrong use, a
+mistake in a study file, a damaged file of a record, or no room.
 """
 
 from __future__ import annotations
@@ -14,25 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from gsa_study.efficiency import (
-    efficiency_tables,
-    read_benches,
-    write_efficiency,
-    write_efficiency_values,
-)
 from gsa_study.record import recorded_results, update_record
 from gsa_study.results import write_figure, write_overview, write_page
 from gsa_study.study_file import Study, load_study
-from gsa_train.config import ConfigError, load_config
+from gsa_train.config import ConfigError
 from gsa_train.config.load import problem_line, read_yaml
 from gsa_train.process.as_command import as_command
-
-SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
-"""The benches' name of a model shape -> a shipped config of that shape. The benches have the selection of PAPER."""
-PAPER = "paper_gsa_1.7b"
 
 
 @as_command()
@@ -43,13 +31,6 @@ def main() -> int:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
         check_names(studies)
-        paper = load_config(PAPER, need_data=False).gsa
-        shapes = {
-            name: replace(load_config(each, need_data=False), gsa=paper) for name, each in SHAPES.items()
-        }
-        benches = read_benches(arguments.benches)
-        tables = efficiency_tables(benches, shapes)
-        written += write_efficiency_values(tables, benches, arguments.out)
         for study in studies:
             files_of_record, left_out = update_record(study, arguments.out)
             print("".join(f"{line}\n" for line in left_out), end="")
@@ -65,9 +46,7 @@ def main() -> int:
                 print(
                     f"kept {arguments.out / study.config.name}.png: the losses of its runs are not recorded"
                 )
-        standing, page = write_efficiency(tables, benches, arguments.out)
-        written.append(page)
-        written.append(write_overview([*standings, standing], arguments.out))
+        written.append(write_overview(standings, arguments.out))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -101,7 +80,6 @@ def parse() -> argparse.Namespace:
     for name, default, meaning in (
         ("studies", "studies", "folder of study files"),
         ("out", "docs/results", "folder of the pages"),
-        ("benches", "benchmarks/results", "folder of what the benches wrote with --out"),
     ):
         parser.add_argument(
             f"--{name}", type=Path, default=Path(default), metavar="DIR", help=f"{meaning} ({default})"
@@ -113,10 +91,8 @@ def parse() -> argparse.Namespace:
         help="as launch/study.py had them: fields of the configs of all runs that are here",
     )
     arguments = parser.parse_intermixed_args()
-    for name in ("studies", "benches"):  # Without the folder the pages would say that nothing has run.
-        folder = getattr(arguments, name)
-        if not folder.is_dir():
-            parser.error(
-                f"--{name} {folder}: no such folder; start in the checkout, or give the one of the {name}"
-            )
+    if not arguments.studies.is_dir():  # Without the folder the pages would say that nothing has run.
+        parser.error(
+            f"--studies {arguments.studies}: no such folder; start in the checkout, or give the one of the studies"
+        )
     return arguments

@@ -1,7 +1,7 @@
 """Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
 
     python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N | --within-seconds N] [--retry-failed]
-        [--arms A,B] [--seeds 1,2] [--pack FILE [--pack-weights FILE]] [key=value ...]
+        [--arms A,B] [--seeds 1,2] [--pack FILE] [key=value ...]
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [key=value ...]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from gsa_study.cost import describe_cost
 from gsa_study.jobs import jobs_of
-from gsa_study.pack import pack_study, pack_weights
+from gsa_study.pack import pack_study
 from gsa_study.plan import StudyError, StudyPlan, check_unchanged, chosen, plan_study
 from gsa_study.processes import check_devices, find_gpus
 from gsa_study.report import write_study_report
@@ -138,11 +138,8 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
     for key in sorted(failed):
         print(f"  failed: {key}: {failures[key]}")
     for job in plan.without_checkpoint:
-        source, run, step = job.run.source, job.run, ""
-        if job.kind == "train" and source is not None:
-            run, step = source.run, f" of step {source.step}"
-        print(f"  cannot be done: {job.key}: {run.name} is finished, and its checkpoint{step} is not here;")
-        print(f"    to train it again, remove {run.folder}")
+        print(f"  cannot be done: {job.key}: {job.run.name} is finished, and its checkpoint is not here;")
+        print(f"    to train it again, remove {job.run.folder}")
     for job, reason in runner.interrupted:
         print(f"  interrupted: {job.key}: {reason}")
     if failed:
@@ -180,17 +177,12 @@ def report(study: Study) -> None:
 
 
 def pack(study: Study, arguments: argparse.Namespace) -> None:
-    """Write the packs that the user asked for. They come before the report, because they keep the work of GPUs and a
+    """Write the pack that the user asked for. It comes before the report, because it keeps the work of GPUs and a
     report can be repeated."""
-    failures = read_failures(study.folder)
     if arguments.pack is not None:
-        runs = pack_study(study, failures, arguments.pack)
+        runs = pack_study(study, read_failures(study.folder), arguments.pack)
         size = arguments.pack.stat().st_size / 2**20
         print(f"wrote {arguments.pack}: {runs} runs, {size:.1f} MiB")
-    if arguments.pack_weights is not None:
-        whose = pack_weights(study, failures, arguments.pack_weights)
-        size = arguments.pack_weights.stat().st_size / 2**20
-        print(f"wrote {arguments.pack_weights}: weights of {', '.join(whose) or 'no run'}, {size:.1f} MiB")
 
 
 def gpus_at_hand(asked: str | None) -> list[str] | None:
@@ -244,12 +236,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="write what another machine needs to go on into this .tar.gz",
     )
-    parser.add_argument(
-        "--pack-weights",
-        type=Path,
-        metavar="FILE",
-        help="beside --pack: checkpoints with which arms begin that are still to do, into this .tar, which is large",
-    )
     parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
@@ -261,13 +247,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="fields of all arms' configs, such as data.train_dir",
     )
     arguments = parser.parse_intermixed_args(words)
-    if arguments.pack_weights is not None and arguments.pack is None:
-        parser.error(
-            "--pack-weights needs --pack: without the results of their runs, these are trained again"
-        )
-    for option, path in (("--pack", arguments.pack), ("--pack-weights", arguments.pack_weights)):
-        if path is not None and path.is_dir():
-            parser.error(f"{option} {path}: a folder; give a file")
+    if arguments.pack is not None and arguments.pack.is_dir():
+        parser.error(f"--pack {arguments.pack}: a folder; give a file")
     if arguments.mfu is not None and not arguments.dry_run:
         parser.error("--mfu needs --dry-run; a real study measures its time")
     return arguments

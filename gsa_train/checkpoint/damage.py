@@ -37,8 +37,8 @@ def find_damage(
 ) -> str | None:
     """Returns one line about the fault in a checkpoint's files, or None if they are intact. Collective.
 
-    The ranks divide the files, so that together they read the checkpoint once. The main rank also looks for files that
-    were made to harm, which checksums cannot detect.
+    The ranks divide the files among them. The main rank also looks for manipulated files, which checksums cannot
+    detect.
 
     Args:
         checksums: read the files; otherwise only check that all exist with their sizes.

@@ -109,10 +109,10 @@ def newer_than(checkpoint: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint that `folder` refers to: itself, or the one that `latest` names in it or in its
+    """Returns `folder` if it is a complete checkpoint, else the checkpoint that `latest` names in it or in its
     `checkpoints`.
 
-    If `latest` names none, returns the newest complete checkpoint, or None without any.
+    Without `latest`, returns the newest complete checkpoint, or None.
 
     Raises:
         FileNotFoundError: `latest` names a checkpoint that is missing or incomplete.
@@ -147,11 +147,11 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def resume_candidates(checkpoints: Path) -> list[Path]:
-    """Returns the checkpoints that a resume may load, best first: the one that `latest` names, then older ones.
+    """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    Checkpoints newer than `latest` are left out with a warning, because a user or a killed rewind may have set
-    `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the first
-    save.
+    Checkpoints newer than the one that `latest` names are left out with a warning. A user or a killed rewind may have
+    set `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the
+    first save.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -340,13 +340,13 @@ def prune(
 ) -> list[str]:
     """Delete all complete checkpoints up to `newest` except the last `keep_last`, and return the failures.
 
-    Call while no save is under way. If a user set `latest` back by hand, newer checkpoints do not count, because a
-    resume could not fall back on them.
+    Call while no save is under way. Checkpoints after `newest` (a user may set `latest` back) do not count towards
+    `keep_last`.
 
     Args:
-        every_steps: interval of regular saves, which excludes saves at a stop and retries of failed saves.
-        reach_steps: also keep the newest checkpoint that is at least this much older than `newest`, and the regular
-            checkpoints since then.
+        every_steps: interval of regular saves. Saves at a stop and retries are not regular.
+        reach_steps: also keep the newest checkpoint that is at least this many steps older than `newest`, and the
+            regular checkpoints since then.
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
     """
     failures: list[str] = []

@@ -79,7 +79,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     """Read torch's metadata file, which says where each tensor is.
 
     Raises:
-        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points out of the folder or of a
+        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points outside the folder or a
             file.
     """
     with (checkpoint / TORCH_METADATA).open("rb") as file:

@@ -15,13 +15,13 @@ MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
 """Block size of reserving before a save. The CUDA driver is locked while a block is pinned."""
 PAUSE_OVER_BLOCK = 4.0
-"""Pause after each block, as a multiple of the time that the block took. A start's first step needs the driver to load
-its kernels. Without pauses the step would wait for all blocks."""
+"""Pause after each block, as a multiple of the time that pinning it took. Without pauses, a run's first step could load
+its kernels only after the last block."""
 
 
 class HostMemory:
-    """Holds pinned memory, because pinning takes much longer than copying. A thread allocates it before the first
-    save."""
+    """Keeps pinned memory between saves, because pinning takes much longer than copying. A thread allocates the memory
+    before the first save."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -32,8 +32,8 @@ class HostMemory:
         self._is_awaited = Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Begin to allocate memory for tensors of about these sizes in bytes, block by block with pauses. Existing
-        blocks count. A request in the meantime waits until the rest is allocated, then without pauses."""
+        """Begin to pin memory for tensors of about these sizes in bytes, block by block with pauses. `pinned_like` ends
+        the pauses and waits for the rest."""
         self._end_reserving()
         self._is_awaited.clear()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -1,7 +1,7 @@
 """Define the content of a checkpoint and load it, in megatron-core's sharded format.
 
-A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else that a run needs to continue as if
-it had never stopped. It loads into any layout. `files.py` lists the files; `save.py` writes them.
+A checkpoint holds the model, the phase's optimizer, and all other state that a run needs to continue (`RunState`). A
+checkpoint loads into any layout.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the next phase, whose optimizer starts with fresh moments and with the
-            fp32 weights that both phases train. True within the checkpoint's phase. parallel.distributed_optimizer,
-            parallel.strategy, train.precision and the phase's learning-rate multipliers may then have changed.
-        unchecked: the checkpoint's files with tensors, to be checked while they are read; None if they were checked.
+        with_optimizer: False at the start of the next phase, whose optimizer starts with fresh moments and loads only
+            the fp32 weights that both phases train. True within a phase, also if parallel.distributed_optimizer,
+            parallel.strategy, train.precision or the phase's learning-rate multipliers have changed.
+        unchecked: files with tensors to check while they are read; None if they were checked.
 
     Raises:
         DamagedCheckpoint: the files are not what was written.
@@ -153,7 +153,7 @@ def load_main_weights(
 ) -> list[str]:
     """Load the checkpoint's separate fp32 weights into the optimizer, or into an fp32 model. Collective.
 
-    Call it after `load_weights` has filled the model.
+    Call this after `load_weights` has filled the model.
 
     Returns:
         Parameters whose weights differ from the model's weights. If there are any, the optimizer starts
@@ -181,7 +181,7 @@ def _fill(
         weights: also fill the model; otherwise it has the checkpoint's weights already.
 
     Returns:
-        Parameters for which some rank found other weights in the optimizer's state than in the model.
+        Parameters whose fp32 weights differ from the model's weights on some rank.
     """
     metadata = _loading_metadata(checkpoint, parallel)
     saved = _saved_tensors(checkpoint)
@@ -224,7 +224,7 @@ def _fill_in_fp32(
     Collective.
 
     Args:
-        from_mains: result of `from_main_weights`, when the model has the checkpoint's weights.
+        from_mains: result of `from_main_weights`. The model must already have the checkpoint's weights.
         names: the names of these weights on disk.
 
     Returns:

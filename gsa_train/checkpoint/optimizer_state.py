@@ -1,11 +1,11 @@
 """Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads its own shards in place (`StatePart`), so no host or device memory is added. megatron-core
-0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them in the host memory of every data-parallel
-rank: 12 bytes per parameter. Its other formats do not load into other tensor or pipeline sizes.
+Each rank writes and reads its own shards in place (`StatePart`), without more memory. megatron-core 0.16.1 gathers
+all shards in the host memory of every data-parallel rank (`fully_reshardable`). Its other formats do not load into
+other tensor or pipeline sizes.
 
-megatron-core's planner describes a rank's shard of a tensor as a box: an offset and a shape. A range of a flattened
-matrix consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
+megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). A shard here is a range
+of the flattened matrix. It consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Saved: TypeAlias = Mapping[str, ShardedTensor]
 
 
 def main_weight_key(name: str, saved: Collection[str]) -> str | None:
-    """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`; None if there is none."""
+    """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`, or None."""
     key = f"{PREFIX}.{SAVED_MAIN_WEIGHT}.{name}"
     return key if key in saved else None
 
@@ -72,7 +72,7 @@ def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) ->
 def wanted_state(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved, moments: bool
 ) -> dict[str, ShardedTensor]:
-    """Returns the entries that this rank reads from a checkpoint. Its own tensors are to be filled.
+    """Returns the entries that this rank reads from a checkpoint, with this rank's tensors as their targets.
 
     Args:
         model_state: the model's sharded state dict.
@@ -130,8 +130,8 @@ def parts_with_main_weights(
 def names_of_others(
     names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
 ) -> list[str]:
-    """Returns the parameters whose fp32 weights differ from the model's weights, after both are rounded as in the
-    checkpoint and here.
+    """Returns the parameters whose fp32 weights differ from the model's weights. The fp32 weights are first rounded to
+    the checkpoint's dtype, then to the model's dtype.
 
     Args:
         weights: the model's weights of the same elements.

@@ -1,8 +1,8 @@
 """Read a checkpoint's tensors with several threads, and check the files at the same time.
 
-Every rank records the checksum of each part that it reads. The ranks then read the parts that no rank has
-read, for their checksums alone. The checksums of a file's parts combine to the checksum of the file, which
-the manifest lists. A start therefore reads a checkpoint only once.
+Every rank records the checksum of each file part that it reads. The ranks then read all other parts, for their
+checksums alone. The checksums of a file's parts combine to the checksum of the file, which the manifest lists. A
+start therefore reads a checkpoint only once.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ParallelReader(FileSystemReader):
 
 class _ThreadMemory(threading.local):
     """Holds one thread's read buffer, which is reused and grows to the largest part. Allocating a buffer takes longer
-    than reading, because the system clears new memory page by page and threads of a process wait for each other."""
+    than reading. The system clears new memory page by page, and threads of a process wait for each other."""
 
     buffer = bytearray()
 

@@ -3,12 +3,12 @@
 Training waits only for the plan: a few small collectives that decide which rank writes what. Each rank's share is
 copied to host memory while the next step computes. The update of that step waits for the rest of the copy
 (staging.py). A thread of each rank then writes and fsyncs the rank's files. The threads exchange their results over a
-separate gloo group. The main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
-checkpoints, in this order. Only one save runs at a time; the next save waits for it.
+separate gloo group. The main rank's thread then writes metadata and manifest, renames the folder, updates `latest`,
+and deletes old checkpoints. Only one save runs at a time.
 
-Plan, file format and metadata come from megatron-core. Its asynchronous save is not used, because it forks the trainer,
-waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread ends with
-its process, and torch releases the interpreter's lock while the thread writes.
+Plan, file format and metadata come from megatron-core. Its asynchronous save is not used. That save forks the
+trainer, waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread
+ends with its process, and torch releases the interpreter's lock while the thread writes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LONGEST_SAVE = timedelta(hours=2)
 """Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Size and number of a rank's files. Several threads write faster than one, and a thousand ranks should write only
-thousands of files."""
+"""Bytes of a rank's file, and limits of its number of files. Several threads write faster than one, but a thousand
+ranks must not write too many files."""
 
 
 class CheckpointError(RuntimeError):
@@ -58,7 +58,7 @@ class CheckpointError(RuntimeError):
 
 
 class SaveLost(RuntimeError):
-    """A rank's thread could not tell the others how its save ended, so the ranks may disagree about the save."""
+    """A rank's thread could not tell the other ranks how its save ended, so the ranks may disagree about the save."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class CheckpointSaver:
         """
         Args:
             durable_step: step of the checkpoint from which the run resumed.
-            reach_steps: also keep a checkpoint that is this much older than the newest, however often the run is
-                stopped.
+            reach_steps: also keep a checkpoint that is at least this many steps older than the newest.
             small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
                 checkpoint is complete.
         """
@@ -143,8 +142,8 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Hold an update until the copies are done. Call this between the save and any work that changes or frees
-        weights and optimizer state. Such work then runs after the copies, on the device and on the host."""
+        """Make later work that changes or frees weights and optimizer state wait for the copies, on the device and on
+        the host. Call this before such work."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
 
@@ -165,8 +164,8 @@ class CheckpointSaver:
         """Start a save of the current state. Returns the saves that have ended by then.
 
         The call first waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save.
-        No save starts after the last permitted try has failed, because `check` then stops the run. State that is not
-        finite on any rank counts as a failed save, which is the last in the list.
+        No save starts after the last permitted try has failed, because `check` then stops the run. If the state of
+        some rank is not finite, the list ends with a failed save.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -199,7 +198,7 @@ class CheckpointSaver:
     def ended(self, now: int, wait: bool = False) -> list[SaveResult]:
         """Returns the save in progress if it has ended on every rank.
 
-        Asks the other ranks, and waits for the device, only while a save is in progress.
+        While a save is in progress, the call is collective and waits for the device.
 
         Args:
             now: the step that the run has reached.
@@ -274,8 +273,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies in progress, or by filled copies if `waits`. Returns the cause if
-        there is no memory for the copies."""
+        """Replace the tensors of the plan by copies that are still being filled, or by filled copies if `waits`.
+        Returns the cause if there is no memory for the copies."""
         try:
             save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
             if waits:
@@ -397,8 +396,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns approximately the tensors that this rank writes. Ranks need not communicate, because tensors of several
-    replicas are divided by number."""
+    """Returns approximately the tensors that this rank writes. A tensor with copies on several ranks belongs to one
+    of them by its index, so no communication is needed."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

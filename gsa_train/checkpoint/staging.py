@@ -35,9 +35,8 @@ class Copies:
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """Let the update run only after the copies of this save. Later work on the device waits for the copies on the
-        device. This thread waits only for copies of host memory. A second call does nothing. This method does not
-        report failed copies; `wait` does."""
+        """Let the update run only after the copies of this save. Work that is queued later on the device waits there.
+        This thread waits only for copies from host memory. Only `wait` reports failed copies."""
         if not self._sources:
             return
         if self._filled is not None:

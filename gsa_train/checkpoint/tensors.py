@@ -1,4 +1,4 @@
-"""Read and write a checkpoint's tensors by one, in one process without process groups, for converters.
+"""Read and write a checkpoint's tensors one by one, in a process without process groups.
 
 `checkpoint.initial_weights` loads the written weights in any layout.
 """

@@ -3,14 +3,14 @@
     python launch/check_node.py [--seconds 10]                            # all GPUs of this node, one by one
     torchrun --nproc_per_node=8 launch/check_node.py [--seconds 10]       # all at once, and the links between them
 
-The checks equal those before a run's first step (`run.health_check_seconds`):
+A run makes these checks before its first step (`run.health_check_seconds`):
 - matrix products whose results are known bit for bit;
 - a pattern in the free memory;
 - ECC errors, remapped rows and XIDs, read by NVML;
-- known numbers that are sent over the links.
+- known numbers, sent over the links.
 
-Without a GPU the CPU is checked. Exit code 0: all devices are healthy. 15: a device is not healthy; the output names
-it.
+Without a GPU the CPU is checked. Exit code 0 means that all devices are healthy. With exit code 15, the output names
+a bad device.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def export_indexer(
     The sequence counts as one document, because few documents have this length.
 
     Args:
-        config: the run's config from its folder; this runs on one rank, for any layout.
+        config: the run's config from its folder. Its layout is ignored.
         checkpoint_folder: a step_* folder, or the run folder.
         seq_len_tokens: L, which may differ from the training length.
         layers: from 0; each must have an indexer.
@@ -43,8 +43,8 @@ def export_indexer(
             `weight_bias` [H_I] or None, and `variance_ema`, 0-d.
 
     Raises:
-        ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no indexer,
-            the model differs from the config's model, or there is too little validation text.
+        ValueError: there is no checkpoint, a layer has no indexer, the model differs from the config's model, or there
+            is too little validation text.
         OSError: `out` cannot be written.
     """
     checkpoint = find_checkpoint(checkpoint_folder)

@@ -7,7 +7,7 @@ installation.
 The first form prints a run's account: ETTR, the cost of each part, and every start with its fault. The second form
 simulates runs of --gpus GPUs, where each GPU has a fault every --mtbf-hours on average. It prints ETTR and the best
 interval between checkpoints, next to Young's and Daly's formulas. Missing options come from --run if that run measured
-them, otherwise from the defaults; the output names the source. Exit code 2 means wrong use, or no run in the folder.
+them, otherwise from the defaults. The output names the source. Exit code 2 means wrong use or no run.
 """
 
 from __future__ import annotations

@@ -118,8 +118,7 @@ def run_command() -> int:
     prepare_connections([config.parallel], os.environ, capability)
     if capability is not None:  # on CPUs nothing is compiled
         prepare_kernel_cache(config.run, os.environ)
-    # W&B's telemetry delays a process's end if the server hangs. It reads this variable when it is
-    # imported.
+    # W&B reads this variable at import. Its telemetry delays a process's end if the server hangs.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import_megatron()
     # Imported here, so that a wrong config is reported before torch and megatron-core are loaded.

@@ -64,8 +64,8 @@ def load_config(
 
     Args:
         overrides: `section.field=value`, or `phases.0.field=value` for an item of a list; the last one wins.
-        world_size: ranks of the run, which turns on checks between fields. None only reads and types the file, as for
-            the saved config of a finished run.
+        world_size: number of ranks, with which fields are checked against each other. None: only read the file and
+            check types, as for the saved config of a finished run.
         need_data: with a world size, also check that the local data files and the packages exist that the run needs.
 
     Raises:
@@ -87,7 +87,7 @@ def load_config(
 
 
 def config_from_yaml(content: str, path: str | Path) -> Config:
-    """Load a config that `config_to_yaml` wrote, as in checkpoints. Fields that are newer have their defaults.
+    """Load a config that `config_to_yaml` wrote, as in checkpoints. Missing fields get their defaults.
 
     Args:
         path: of the checkpoint, for the message.

@@ -1,6 +1,6 @@
 """Compute the batch size of a step (`train.batch_ramp`) from the step number alone, so that a resumed run repeats it.
 
-Steps count from 0 at the start of the run. Steps that are read and skipped count, too.
+Steps count from 0 at the start of the run. Steps of `train.iterations_to_skip` count, too.
 """
 
 from __future__ import annotations

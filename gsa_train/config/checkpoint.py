@@ -12,7 +12,7 @@ class CheckpointConfig:
     """Steps between checkpoints. The end of the run always writes one."""
     keep_last: int = 3
     """Number of checkpoints that are kept. Older checkpoints are deleted once a newer one is on the disk. With
-    monitor.action=rewind the checkpoint to which a spike would go back also stays."""
+    monitor.action=rewind, the checkpoint that a rewind would load also stays."""
     keep_every_steps: int = 0
     """Checkpoints at multiples of this number of steps are kept permanently, in addition to `keep_last`. It must be a
     multiple of `every_steps`. 0: none."""
@@ -20,18 +20,16 @@ class CheckpointConfig:
     """True: copies in host memory (pinned on GPUs) are filled while the next step computes, and threads write them.
     False: training waits until the checkpoint is on the disk."""
     save_retries: int = 3
-    """Number of retries in a row of a failed save, with the state of a later step. Then the run stops with exit code
-    3."""
+    """Number of consecutive retries of a failed save, each with the state of a later step. Then the run stops with
+    exit code 3."""
     retry_after_steps: int = 10
     """Steps until the first retry. Each following retry waits twice the number. A regular save counts as a retry."""
     verify: Literal["full", "sizes"] = "full"
-    """What a resume checks of a checkpoint. `full`: size and checksum of every file, files with tensors while they
-    load. `sizes`: sizes only."""
+    """What a resume checks of a checkpoint. `full`: size and checksum of every file. `sizes`: sizes only."""
     initial_weights: str = ""
-    """Folder of a checkpoint, or of a run for its newest checkpoint, whose weights the run has at step 0. Schedules
-    start again, and so do optimizer and text, unless `initial_state` or `initial_text` says otherwise. Sequence
-    length, rotary base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random
-    weights."""
+    """Folder of a checkpoint, or of a run for its newest checkpoint, which gives the weights at step 0. Schedules start
+    again. Optimizer and text also do, unless `initial_state` or `initial_text` says otherwise. Sequence length, rotary
+    base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random weights."""
     initial_text: Literal["fresh", "continue"] = "fresh"
     """With `initial_weights`, where the text begins. `continue`: where that checkpoint stopped reading. Text,
     tokenizer and `data.seed` must then be the same."""

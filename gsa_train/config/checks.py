@@ -97,7 +97,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_selection(config),
         *check_gates(config.gsa),
         *check_kernels(config),
-        *check_graphs(config),
+        *check_graphs(config, data_parallel_size(config, world_size)),
         *check_muon(config),
         *check_qk_clip(config),
         *check_layout(config, world_size),

@@ -9,9 +9,9 @@ from typing import Literal
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text and conversations are all
-    `*.jsonl`, `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it, or C4's `*.json.gz` if there are none. It may
-    instead have tokens of `prepare.py tokens`, or megatron-core's `*.bin` and `*.idx`."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
+    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. It may instead hold tokens
+    of `prepare.py tokens`, or megatron-core's `*.bin` and `*.idx`."""
     validation_dir: str = "data/sample/validation"
     """The same for validation: one set, named `validation`. It is not read if `validation_sets` names any set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -34,8 +34,8 @@ class DataConfig:
     seed: int = 0
     """Seed of the order of shards and documents, and of the choice of documents that a source weight leaves out."""
     num_lanes: int = 8
-    """Interleaved streams of documents that fix the global order, at any number of ranks. Fixed for a run. Reading is
-    cheapest at a multiple of ranks x workers. Otherwise readers share lanes, and each reads a shared lane whole."""
+    """Number of lanes: interleaved streams of documents, which fix the global order at any number of ranks. Fixed for a
+    run. Reading is cheapest at a multiple of ranks x workers. Otherwise several readers read each shared lane."""
     shuffle_documents: bool = True
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
@@ -58,7 +58,7 @@ class DataConfig:
     on_bad_shard: Literal["fail", "skip"] = "fail"
     """What to do with a shard that is missing, unreadable, damaged, a copy of another shard, or has too many bad
     lines. `fail`: stop the run. `skip`: leave out the bad part, log it, and count it in `data_skipped_shards`.
-    Validation always fails."""
+    Validation always uses `fail`."""
     max_bad_line_fraction: float = 0.01
     """Largest share of lines without readable text. These lines are left out and counted. A shard with a larger share
     is bad."""

@@ -1,4 +1,4 @@
-"""Check that the folders and files exist that a config names. Plain Python, as checks.py.
+"""Check that the folders and files that a config names exist, in plain Python.
 
 A file system whose server is gone never answers, and a call to it cannot be ended. Threads therefore make these calls.
 A thread without an answer is abandoned, and ends with the process.
@@ -36,8 +36,8 @@ def check_files(config: Config) -> list[str]:
 
 
 def check_data(data: DataConfig) -> list[str]:
-    """Return local files that a run needs and that are missing, or whose file system does not answer within the read
-    limit. The reader checks addresses with `://`."""
+    """Return a problem for each needed local file that is missing, or whose file system does not answer within the
+    read limit. The reader checks addresses with `://`."""
     questions = [
         _Question(field, folder, partial(_folder_problems, field, folder))
         for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()
@@ -195,8 +195,8 @@ LEFT_TO_A_SHELL = "only a shell fills in ~ and $"
 
 
 def left_to_a_shell(path: str) -> bool:
-    """Whether a path such as `~/runs` or `$SCRATCH/runs` still needs a shell. No shell expands such a path in a YAML
-    file, after `run.dir=`, or in quotes. It would name a folder in the current one."""
+    """Return whether a path contains `~` or `$NAME`, which only a shell expands. No shell expands a path in a YAML
+    file, after `run.dir=`, or in quotes."""
     return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)
 
 

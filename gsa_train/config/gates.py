@@ -18,12 +18,12 @@ ON_HEADS = ("value", "output", "key", "query")
 POSITIONS = (*ON_HEADS, "projection")
 """These and G5, which acts where there are no heads, with a module of its own."""
 COMPATIBLE_WITH_FUSED = ("value", "output", "projection")
-"""Gates that do not prevent the fused split and rotary embedding: it applies G2 and splits off the
-logits of G1; G5 acts after attention."""
+"""Gates that allow the fused kernel for split and rotary embedding. The kernel applies G2 and splits off G1's logits.
+G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
-    """Return the gates of a token at each of `POSITIONS`, which equal the rows of their weights; 0 without a gate.
+    """Return the number of gates per token at each position (0: no gate). A gate's weight has this number of rows.
 
     Args:
         heads: query heads n_h

@@ -41,7 +41,7 @@ class GSAConfig:
     """Initial bias b of all gates. With 0 their mean value is 0.5 (section 3.5 of the paper)."""
     output_transform: Literal["none", "rms_norm", "silu"] = "none"
     """Replaces G1. `rms_norm`: RMSNorm of each head's attention output with one weight for all heads. `silu`: SiLU of
-    it."""
+    the attention output."""
     indexer_heads: int = 4
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
@@ -56,9 +56,9 @@ class GSAConfig:
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
     """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. The paper has 1."""
     indexer_loss_row_fraction: float = 1.0
-    """Share of the queries, 1 / n, on which training computes the indexer loss. Every n-th stretch of 128 queries
-    counts, from an offset drawn for each micro-batch and layer. With key lists a stretch is 32 queries. The estimate is
-    unbiased. Below 1 it is cheaper and noisier. Validation uses all queries. The paper has 1."""
+    """Share 1 / n of the queries on which training computes the indexer loss. The loss uses every n-th group of 128
+    queries (32 with key lists), from an offset drawn for each micro-batch and layer. The estimate is unbiased. Below 1
+    the loss is cheaper and noisier. Validation uses all queries. The paper has 1."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """How a query's budget of keys is computed (eq. 8), with var the variance of its scores and ema the moving average
     of var. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""
@@ -75,7 +75,7 @@ class GSAConfig:
     local_window: int = 0
     """Number of latest keys that are always selected, in addition to the budget. The paper has 0."""
     key_group_size: int = 1
-    """Number of neighbouring keys, aligned in the sequence, that are selected together: each key counts with the
+    """Number of neighbouring keys, aligned in the sequence, that are selected together. Each key counts with the
     highest score in its group. The budget counts keys. The kernels support powers of two up to 64. The paper has 1."""
     selection_reuse: int = 1
     """Number of neighbouring layers that share the selection of the first of them. The paper has 1."""
@@ -87,7 +87,7 @@ class GSAConfig:
     only the keys that any of 32 neighbouring queries selects, from key lists. `auto`: `masked` below 16384 tokens,
     `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
-    """Kernel for dense attention from which no indexer learns, if the fused kernels are in use: our kernel (`triton`),
+    """Kernel for dense attention without an indexer loss, if the fused kernels are in use: our kernel (`triton`),
     torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
     others may not repeat bit for bit. `auto` is `triton`."""
 

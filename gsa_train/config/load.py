@@ -115,8 +115,8 @@ SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "c
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the file. A bare name such as `demo` means the project's config of that name, unless a file has the
-    name."""
+    """Return the config's file. A bare name such as `demo` means the project's config of that name, unless a file has
+    the name."""
     bare = Path(path).name == str(path) and not Path(path).exists()
     named = [folder / f"{path}.yaml" for folder in SHIPPED if bare]
     return next((file for file in named if file.is_file()), Path(path))
@@ -126,7 +126,7 @@ def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
     """Read the tree of a YAML file, or of a config of the project by its name.
 
     Args:
-        kind: `config`, or the kind of file; other kinds get no names of configs as suggestions.
+        kind: `config`, or another kind of file, for which an error suggests no names of configs.
 
     Raises:
         ConfigError: the file cannot be read, or is not a YAML mapping.
@@ -262,7 +262,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
         if field in REMOVED:
-            if as_written(value) != as_written(REMOVED[field]):
+            if as_written(value) not in map(as_written, REMOVED[field]):
                 problems.add(field, value, REMOVED_AFTER, "use that release, or remove the field")
         elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)
@@ -327,8 +327,8 @@ PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 def _build_dict(
     value_hint: Any, value: object, problems: Problems, field: str, any_names: bool
 ) -> dict[str, Any]:
-    """Build values of one type under names of the user's choice. An entry with a mistake is left out. Names are plain,
-    unless the field's metadata allow any name, because the names come from the data."""
+    """Build values of one type under names of the user's choice. An entry with a mistake is left out. Names must match
+    PLAIN_NAME, unless the field's metadata allow any name."""
     if value is None:
         problems.add(field, value, "no value", f"write {field}={{}} for none, or {field}.NAME=VALUE for each")
         return {}
@@ -418,7 +418,7 @@ def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -
 
 
 def fields_named(key: str, root: type) -> list[str]:
-    """Return fields of a config of class `root` that have this name without their section, here or in another
+    """Return the fields of a config of class `root` that are named `key` without their section, here or in another
     framework."""
     names = field_names(root)
     if FIELD_OF.get(key) in names:

@@ -1,4 +1,4 @@
-"""`logging.*`: metrics, TensorBoard, W&B, plots."""
+"""`logging.*`: metrics, TensorBoard, W&B."""
 
 from __future__ import annotations
 
@@ -26,5 +26,3 @@ class LoggingConfig:
     straggler_ratio: float = 1.5
     """Warn when a rank works this many times as long as the median rank. Time spent waiting for other ranks does not
     count."""
-    plots: bool = True
-    """Write report.html at the end of the run."""

@@ -51,7 +51,7 @@ class ModelConfig:
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Rotary embedding for longer sequences."""
     rotary_percent: float = 1.0
-    """Share of each head's channels, the first ones, that the rotary embedding rotates, rounded down to whole
+    """Share of each head's channels that the rotary embedding rotates: the first ones, rounded down to whole
     channels. Qwen3-Next has 0.25."""
     qkv_bias: bool = False
     """The projections of Q, K and V have biases, as in Qwen2. They start at 0."""

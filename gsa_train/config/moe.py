@@ -50,7 +50,7 @@ class MoEConfig:
     """Coefficient of the mean squared log-sum-exp of the router's logits, which each layer adds to the loss. ST-MoE
     has 1e-3. 0: none."""
     capacity_factor: float = 0.0
-    """An expert takes at most this multiple of its even share, tokens x top_k / experts, of each sequence, and drops
+    """An expert takes at most this multiple of its even share (tokens x top_k / experts) of each sequence. It drops
     later tokens. 0: nothing is dropped."""
     experts_impl: Literal["grouped", "sequential"] = "grouped"
     """`grouped`: one grouped matrix product computes the experts of a rank. `sequential`: megatron-core's

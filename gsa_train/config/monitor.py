@@ -28,8 +28,8 @@ class MonitorConfig:
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
-    """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. Loss and norm must
-    rise by at least half of the rise that a single step needs."""
+    """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. The rise must also
+    reach half of `loss_min_rise_nats`, or of the log of `grad_norm_min_ratio`."""
     lasting_steps: int = 8
     """Steps in a row above `lasting_sigmas` that make the last step a spike. The text alone can raise the loss of up
     to 6 steps in a row, because neighbouring batches come from the same shards."""
@@ -69,7 +69,7 @@ class MonitorConfig:
 
     @property
     def reach_steps(self) -> int | None:
-        """With `rewind`, return the minimum age in steps of a checkpoint that a spike may go back to, else None. Age
+        """With `rewind`, return the minimum age in steps of a checkpoint that a rewind may load, else None. Age
         counts from the newest checkpoint, because a save may happen within a spike's first steps."""
         if self.action != "rewind":
             return None
@@ -81,7 +81,7 @@ UNREPEATABLE = ("cudnn", "flash_sdpa")
 
 
 def check_monitor(config: Config, replicas: int) -> list[str]:
-    """Return mistakes in the fields of `monitor` and what they need of other fields.
+    """Return mistakes in the fields of `monitor`, and in other fields that they need.
 
     Args:
         replicas: data-parallel size; 0 if the layout itself is wrong.

@@ -1,6 +1,6 @@
 """Lists names of settings in Megatron-LM, torchtitan, nanochat and transformers, and names of removed fields.
 
-A config with such a name is refused. The message has the name of our field if there is one.
+A config with one of them is refused. The message names our field if there is one.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ OTHER_NAMES = {
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
 """Name elsewhere -> the field. For a phase the field is in the first phase."""
 
-REMOVED = {
-    "gsa.selection_query": "first",
-    "gsa.reuse_teacher": "leader",
-    "gsa.selection_block": 1,
-    "gsa.indexer_pool": 1,
+REMOVED: dict[str, tuple[object, ...]] = {
+    "gsa.selection_query": ("first",),
+    "gsa.reuse_teacher": ("leader",),
+    "gsa.selection_block": (1,),
+    "gsa.indexer_pool": (1,),
+    "logging.plots": (True, False),
 }
-"""Removed field -> its default. A config with this value loads, so that earlier runs and checkpoints stay usable."""
+"""Removed field -> the values with which a config still loads, so that earlier runs and checkpoints stay usable."""
 REMOVED_AFTER = "removed after release studies-0.1"
 """What is wrong with another value."""
 

@@ -42,7 +42,8 @@ class TrainConfig:
     cuda_graphs: bool = False
     """Run the forward and backward pass of a micro-batch as a CUDA graph, so that the host's launches do not limit the
     speed. The bits stay the same. Logged steps, validation and phases that train only the indexer run without a graph,
-    and need the memory of a pass in addition to the graph's memory. Tensor, context, pipeline and expert parallelism
+    and need the memory of a pass in addition to the graph's memory. With `parallel.overlap_grad_reduce` the last
+    micro-batch of a step also runs without it. Tensor, context, pipeline and expert parallelism
     and recomputation are excluded."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, attention after its projections
@@ -133,11 +134,19 @@ def check_qk_clip(config: Config) -> list[str]:
     return [problem_line("train.qk_clip", threshold, *reason) for reason in reasons]
 
 
-def check_graphs(config: Config) -> list[str]:
-    """Return the reasons why a pass over a micro-batch cannot be a CUDA graph, a line each."""
+def check_graphs(config: Config, replicas: int) -> list[str]:
+    """Return the reasons why a pass over a micro-batch cannot be a CUDA graph, a line each.
+
+    Args:
+        replicas: number of data-parallel ranks
+    """
     if not config.train.cuda_graphs:
         return []
     reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config), *_of_experts(config)]
+    train = config.train
+    if config.parallel.overlap_grad_reduce and train.micro_batch_size * replicas == train.global_batch_size:
+        wrong = "parallel.overlap_grad_reduce = true reduces gradients in a step's only micro-batch"
+        reasons.append((wrong, "set that to false"))
     if config.logging.every_steps == 1:
         reasons.append(
             ("logging.every_steps = 1, and logged steps run without graphs", "set that to 2 or more")
@@ -162,9 +171,9 @@ def _of_layout(config: Config) -> list[Reason]:
     if parallel.strategy != "megatron":
         wrong = f"parallel.strategy = {parallel.strategy} moves gradients inside a pass"
         reasons.append((wrong, "set that to megatron"))
-    if parallel.overlap_grad_reduce:
-        wrong = "parallel.overlap_grad_reduce = true reduces gradients inside a pass"
-        reasons.append((wrong, "set that and parallel.overlap_param_gather to false"))
+    if parallel.overlap_param_gather:
+        wrong = "parallel.overlap_param_gather = true gathers weights inside a pass"
+        reasons.append((wrong, "set that to false"))
     return reasons
 
 
@@ -209,9 +218,9 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons that come from experts, because their token counts differ between passes. On one rank and
-    without a capacity no shape depends on the counts. torch's grouped products in bf16 read the counts on the device
-    (on Hopper and later)."""
+    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. The
+    counts stay on the device only in torch's grouped products in bf16 (on Hopper and later), on one rank, without a
+    capacity."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

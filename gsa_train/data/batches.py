@@ -70,15 +70,15 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Returns the number of queries that select among at least two keys: fp32, 0-d, on the device. The others, first
-    tokens of documents and filler, have no choice, and count in no mean of the indexer."""
+    """Returns the number of queries that select among at least two keys: fp32, 0-d, on the device. Other queries
+    (first tokens of documents, filler) have no choice, and count in no mean of the indexer."""
     return torch.stack([(batch.causal_keys() >= 2).sum() for batch in micro_batches]).sum().float()
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """Derive inputs, labels, documents and loss mask from int32 [B, L + 1], the same on every rank. Each FILLER
-    becomes an EOS and a separate document without loss, which no other query sees. The marks of conversations become
-    the loss mask. An EOS inside a conversation is marked, so that it does not end the document."""
+    """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank. Each FILLER
+    becomes an EOS and a separate document without loss, which no other query sees. Tokens marked UNSCORED get no
+    loss. A marked EOS, as inside a conversation, does not end the document."""
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
     ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS only where a document ends
@@ -244,7 +244,7 @@ class TrainBatches:
         """Returns the micro-batches of one optimizer step, with whole sequences. Collective over the replica.
 
         Args:
-            step: steps of the run before this one, which decide the batch size of a ramp.
+            step: number of earlier steps of the run, which decides the batch size of a ramp.
         """
         train = self._config.train
         per_rank = batch_size(train, step) // self._parallel.data_size
@@ -407,6 +407,6 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
 def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields the sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1]. Raises
+    """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1]. Raises
     StateMismatch after the last sequence if the run has read other sequences."""
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

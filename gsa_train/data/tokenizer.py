@@ -51,8 +51,7 @@ def chat_template_of(config: Config) -> ChatTemplate:
 def companions_of(config: Config) -> Companions:
     """Returns the files that checkpoints keep in addition to the tokenizer's files.
 
-    They serve conversations, and weights that may have been trained on conversations, such as the weights of an
-    imported model.
+    Runs on conversations need these files. Initial weights may also come from such a run.
 
     Raises TokenizerError if a file is damaged, or a run on conversations has no template.
     """

@@ -7,13 +7,13 @@ each replacement and the code that needs it:
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
     Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
     pin_memory=True                      checkpoints
-    ShardedTensor.init_data              loading, where ranks want different tensors: it keeps torch.empty as a default
+    ShardedTensor.init_data              loading, where ranks want different tensors (its default is torch.empty)
     torch.cuda.synchronize()             pipeline sends, checkpoints
-    torch.cuda.Stream(), current_stream  gradient buffers, of several optimizer instances and in 0.19
+    torch.cuda.Stream(), current_stream  gradient buffers with several optimizer instances or 0.19
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 
-Gloo's process groups (megatron-core makes about twenty) also share one network device here. By default each group
-opens its own device, whose thread wakes up a hundred times a second.
+Gloo's process groups (megatron-core makes about twenty) share one network device here. By default each group opens
+its own device, whose thread wakes up a hundred times a second.
 """
 
 from __future__ import annotations

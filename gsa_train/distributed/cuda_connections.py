@@ -1,12 +1,12 @@
 """Set CUDA_DEVICE_MAX_CONNECTIONS, the number of work queues between the host and a CUDA device (CUDA's default is 8).
 
-With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. A single queue
-makes sure that the collective is scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run with more
-than one queue, with two exceptions (its training/arguments.py): Blackwell and later GPUs no longer need a single
-queue, and weights gathered layer by layer need several.
+With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. A single work
+queue makes sure that the collective is scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses more than
+one queue, with two exceptions (its training/arguments.py). Blackwell and later GPUs no longer need a single queue.
+Weights gathered layer by layer need several.
 
-CUDA reads the variable when the program first asks for devices, as in `torch.cuda.is_available()`. Launchers therefore
-set the variable before they import torch.
+CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when the program first asks for devices, as in `torch.cuda.is_available()`.
+Launchers therefore set the variable before they import torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BLACKWELL = 10
 def prepare_connections(
     layouts: Iterable[ParallelConfig], environment: MutableMapping[str, str], capability: int | None
 ) -> None:
-    """Set the variable to 1 if it is unset and one of the layouts needs it. Rank 0 logs this. Call before importing
-    torch.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 if it is unset and a layout needs it. Rank 0 logs this. Call before
+    importing torch.
 
     Args:
-        layouts: layouts of this process; CUDA's context sees only the first.
+        layouts: all of this process, because CUDA reads the variable once.
     """
     if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return

@@ -25,8 +25,8 @@ class _InjectLoss(torch.autograd.Function):
 def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:
     """Return `activations` unchanged. Their backward pass also differentiates `grad_scale * loss`.
 
-    The loss thus reaches its parameters on every pipeline stage, without being sent to the last stage. megatron-core
-    does the same for the auxiliary loss of mixtures of experts.
+    Each pipeline stage thus differentiates its own losses. megatron-core does the same for the auxiliary loss of
+    experts.
 
     Args:
         activations: any tensor on the path to the main loss.
@@ -39,8 +39,8 @@ def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale
 def differentiate_indexer_loss(
     out: torch.Tensor, loss: torch.Tensor, grad_scale: Scale, base_has_graph: bool
 ) -> torch.Tensor:
-    """Return `out`, whose backward pass also differentiates a layer's summed KL. In the indexer warm-up the base has
-    no graph, and the KL is differentiated at once.
+    """Return `out`, whose backward pass also differentiates a layer's summed KL. In the indexer warm-up the base model
+    has no graph, so the KL is differentiated at once.
 
     Args:
         out: the layer's attention.

@@ -1,7 +1,7 @@
-"""The differences between megatron-core 0.16.1 and 0.19.2, the two supported versions, in one place.
+"""Hold the differences between megatron-core 0.16.1 and 0.19.2, the two supported versions.
 
-0.19 needs Python 3.12. `NEW` is true from 0.19 on. Other files call the functions below, and accept the arguments that
-0.19 adds to methods which it calls.
+megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. Other files call the functions below. Their
+overrides of megatron-core's methods accept the arguments that 0.19 adds.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main_grads(optimizer: Any) -> list[torch.Tensor]:
 def replace_readers(
     reader: Callable[..., Any], planner: type, read_common: Callable[[Path], dict[str, Any]]
 ) -> None:
-    """Replace the readers that unpickle files. megatron-core has no argument for them, except for the common file in
-    0.16 (`load_sharded`)."""
+    """Replace the readers that unpickle files. megatron-core has no argument for them, except for the reader of the
+    common file in 0.16 (`load_sharded`)."""
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner
     if NEW:
@@ -61,7 +61,7 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Load a checkpoint and raise an error for tensors that it lacks. `replace_readers` must have been called.
 
-    In 0.19 the fourth argument of `load` is a flag, and a strategy in its place would silently be taken as True.
+    In megatron-core 0.19 the fourth argument of `load` is a flag. A strategy in its place would be taken as True.
     """
     strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
     content: dict[str, Any]

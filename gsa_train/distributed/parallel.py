@@ -78,8 +78,7 @@ class Parallel:
 
 
 def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
-    """Join the process group of this job, and split it into megatron-core's groups. A process that has joined stays in
-    it.
+    """Join the process group of this job, unless this process has joined it, and split it into megatron-core's groups.
 
     Args:
         config: sizes, already checked against the world size.

@@ -24,7 +24,7 @@ class Outage:
         """First and last step of the lost records."""
 
     def go_on(self, record: Mapping[str, Any], error: OSError) -> dict[str, Any] | None:
-        """Count a record that could not be written. Returns an event for the other logs if this is the first."""
+        """Count a record that could not be written. Returns an event for the other logs at the first failure."""
         if self._lasts:
             return None
         self._lasts = True
@@ -45,7 +45,7 @@ class Outage:
 
     def end(self, record: Mapping[str, Any], waited: int) -> dict[str, Any] | None:
         """Note that `record` and `waited` earlier records were written. If the file had failed, returns an event for
-        the other logs. An event with `lost_records` also belongs into the file."""
+        the other logs. An event with `lost_records` must also enter the file."""
         if not self._lasts and not self._lost:
             return None
         said = f"step {record['step']}: {self.name} is written again, with {waited} records that waited"

@@ -150,8 +150,8 @@ class MetricsFile:
         return count
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or raise OSError and remove what was written. If that also fails, the next call removes
-        it."""
+        """Write a whole line, or raise OSError and remove what was written. If the removal fails, the next call
+        repeats it."""
         self._take_back_cut()
         self._cut = True
         try:

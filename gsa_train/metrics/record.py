@@ -147,7 +147,7 @@ def send_step(
 ) -> Callable[[], Reduced]:
     """Reduce a step's statistics over the ranks, send them to the host, and reset them. Collective.
 
-    The returned function waits until they have arrived, and is not collective.
+    The returned function waits until the statistics have arrived, and is not collective.
 
     Args:
         loss_sum: this rank's share of the summed loss.
@@ -229,9 +229,9 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
 
-    The overall value is the mean over the layers with a value, or the extreme. NaN in a layer, as after a skipped
-    step, makes it NaN. A vector becomes a dict label -> mean over the layers. The vector of heads becomes a list by
-    layer of lists by head, and the spread over a layer's heads. The vector of experts becomes `expert_metrics`.
+    The overall value is the mean over layers with a value, or for some metrics the maximum or minimum. NaN in a layer
+    makes it NaN. Names with a label (`name/label`) become a dict label -> overall value. Values of heads become a
+    list by layer of lists by head, and the spread over a layer's heads. Values of experts go to `expert_metrics`.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []
@@ -262,7 +262,7 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
 
 
 def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Returns loads by layer and expert, relative to the even share 1, and the largest and smallest per layer and
+    """Returns the experts' loads by layer, as multiples of the even share, and the largest and smallest per layer and
     overall.
 
     Args:

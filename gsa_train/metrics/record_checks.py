@@ -25,13 +25,12 @@ COMPARED = frozenset(["value", "threshold"])
 NEEDED: dict[str, tuple[str, ...]] = {
     "spike": ("signal", "value", "threshold", "action"),
     "skipped_batches": ("last_step",),
-    "samples": ("samples",),
 }
 """Event -> its keys, without step and phase."""
 
 
 def fault_of_record(record: Record) -> str:
-    """Returns the fault of a record of metrics.jsonl or samples.jsonl after `numbers_back`, or "". A changed digit is
+    """Returns the fault of a record of metrics.jsonl after `numbers_back`, or "". A changed digit is
     not detected."""
     if not isinstance(record.get("phase"), str):
         return "has no phase"
@@ -45,10 +44,6 @@ def fault_of_record(record: Record) -> str:
         if value is not None and not _fits(name, value, bool(event)):
             return f"has {name:.40} = {value!r:.40}"
     return ""
-
-
-def fault_of_samples(record: Record) -> str:
-    return fault_of_record(record) or ("" if record.get("samples") else "has no samples")
 
 
 def is_number(value: Any) -> bool:
@@ -96,8 +91,6 @@ def _fits(name: str, value: Any, of_event: bool) -> bool:
         return isinstance(value, list) and all(map(_is_row, value))
     if name.startswith("layer_"):
         return _is_row(value)
-    if name == "samples":
-        return isinstance(value, list) and all(map(_is_sample, value))
     if isinstance(value, dict):
         return name not in NUMBERS | COMPARED and _is_row(list(value.values()))
     if name in NUMBERS | COMPARED or name.startswith("validation_"):
@@ -107,12 +100,3 @@ def _fits(name: str, value: Any, of_event: bool) -> bool:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, list) and all(each is None or is_number(each) for each in value)
-
-
-def _is_sample(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("prompt"), str)
-        and isinstance(value.get("text"), str)
-        and isinstance(value.get("ended"), bool)
-    )

@@ -6,13 +6,13 @@ number, a string, None (not applicable), or one of:
 - a dict of numbers (`lrs`: group -> learning rate; `sink_by_position`: positions -> share);
 - a list by layer of lists by head (keys `head_*`) or by expert (`expert_loads`).
 
-Other events have separate records with the key `event`:
+Other events have records with the key `event`:
 - spikes and the reaction to them (gsa_train/reliability/monitor/);
 - `validation`: results. Sets after the first have their name in their keys (`validation_<name>_loss`); `*_by_source`
   are dicts source -> value;
 - `tasks`: scores, where `eval_<score>` are dicts task -> value;
 - `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, a checkpoint found damaged.
-  `step` is the step of the checkpoint. They are logged up to `logging.every_steps` later;
+  `step` is the step of the checkpoint. They are logged up to `logging.every_steps` steps later;
 - `log_failed`, `log_written` (not in the file concerned): a file cannot be written, or can be written again;
 - `log_lost`: the records that a file lacks (lost_records.py).
 
@@ -153,7 +153,7 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    All ranks wait, so the file is read once, and written only where it changes. Lines stay as they are, so that floats
+    All ranks wait, so the file is read once, and written only if it changes. Lines stay as they are, so that floats
     stay bit-equal. A file with damaged lines is kept as `*.damaged`.
 
     Args:

@@ -125,7 +125,7 @@ class Sinks:
         return self._metrics.folder_was_gone
 
     def tell_of_hang(self, step: int, report: str) -> None:
-        """Report a hang only to W&B, whose run ends as failed. The main thread may hang in one of the files."""
+        """Report a hang only to W&B, whose run ends as failed. The main thread may hang in a file."""
         record = {"event": "hang", "step": step, "reason": report}
         if self._wandb:
             self._wandb.log(record, to_scalars(record))
@@ -204,7 +204,7 @@ FILES = (
     "starts.jsonl",
     "goodput.jsonl",
     "alive.json",
-    "report.html",
+    "report.html",  # of earlier versions
 )
 OUTPUTS = (
     *FILES,
@@ -216,8 +216,7 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Output files of a run. The last two describe its checkpoints. If they stayed, the next report would show them as its
-own."""
+"""Output files of a run. The last two describe the run's checkpoints."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")

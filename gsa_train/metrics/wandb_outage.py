@@ -1,7 +1,7 @@
 """Handle outages of W&B's server: how long a run waits, and what the run does then.
 
 Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. A start whose
-records have reached the server is marked as `wandb sync` would mark it. One `wandb sync` then sends only the others.
+records have reached the server is marked as sent, so that `wandb sync` skips it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
     Args:
         init: `wandb.init` with everything but the mode.
-        has_begun: the training run has begun. A restart must not end it, so it continues even if the server refuses
-            it, as with an expired key.
+        has_begun: whether the training run has begun. If so, it continues even if the server refuses the W&B run, as
+            with an expired key.
 
     Raises:
         wandb.Error: the server refuses a new run.

@@ -55,8 +55,7 @@ class WandbSink:
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
         """Log one record, as in `metrics.jsonl` and by tags."""
-        # W&B's own step only grows, but steps after a checkpoint run again. The step is therefore a metric like the
-        # others.
+        # W&B's own step only grows, but a restart repeats steps. The step is therefore logged as a metric.
         place = {key: record[key] for key in ("step", "tokens", "phase") if key in record}
         self._tell("log", {**scalars, **place})
         for alert in self._alerts.of(dict(record)):

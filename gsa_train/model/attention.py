@@ -1,4 +1,4 @@
-"""Selection, attention and indexer loss of one layer, by `gsa_kernels.api`: fused kernels, or plain torch.
+"""Compute selection, attention and indexer loss of one layer by `gsa_kernels.api` (fused kernels, or plain torch).
 
 A rank has one chunk of queries, or several under context parallelism. Tensors are batch first: q [B, L, n_h, d_k],
 k and v [B, L_k, n_kv, d_k], with this tensor-parallel rank's heads. A chunk's keys end with its last query.
@@ -119,9 +119,9 @@ class AttentionOverChunks:
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
     ) -> list[Selection]:
-        """Select k_t and S_t of each chunk.
+        """Compute the budgets k_t and the selected keys S_t of each chunk.
 
-        Call it outside recomputation: a second selection could differ from the selection of the forward pass.
+        Call this outside recomputation. A second selection could differ from the selection of the forward pass.
 
         Args:
             indexed: queries of this rank's tokens, keys of all tokens of the sequence.
@@ -173,7 +173,7 @@ class AttentionOverChunks:
         selections: list[Selection] | None,
         attention_pass: AttentionPass,
     ) -> torch.Tensor:
-        """Compute softmax over S_t and G1: [B, L, n_h, d_k]. The indexer loss is injected into its gradient.
+        """Compute attention over S_t and the gate G1: [B, L, n_h, d_k]. The backward pass includes the indexer loss.
 
         Recomputation repeats the all-gathers of this method instead of keeping their results."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
@@ -276,8 +276,8 @@ class AttentionOverChunks:
     def _fuses_loss(
         self, inputs: ChunkInputs, attended: Selection, loss: LossInputs, attention_pass: AttentionPass
     ) -> bool:
-        """Whether attention's backward pass also computes the indexer's gradients. It has the target if this rank holds
-        all heads and the loss uses all rows."""
+        """Whether attention's backward pass also computes the indexer's gradients. This needs all heads on this rank,
+        and a loss over all queries."""
         num_rows = loss.indexer.queries.shape[1]
         fuses = (
             self.implementation == "triton"
@@ -300,13 +300,14 @@ class AttentionOverChunks:
         loss: LossInputs,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and a second
-        value for the log. The second value is the KL of each row [B, L]. If the rows are sampled or sharded, it is
-        the sum over all rows, estimated from the sampled rows.
+        """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log. I_t are the
+        indexer scores of the attended keys. The value for the log is each query's KL [B, L], or an estimate of the
+        sum if queries are sampled or sharded.
 
-        The target averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and log-sum-exps,
-        which grow with L. Probabilities would grow with L^2. Each rank computes a share of the rows. The sum of a rank
-        is multiplied by the number of ranks, because the indexer's gradients are averaged over the ranks (indexer.py).
+        The target p_t averages attention over the heads of all tensor-parallel ranks. The ranks all-gather queries,
+        keys and log-sum-exps, which grow with L. Probabilities would grow with L^2. Each rank computes a share of the
+        queries. A rank's sum is multiplied by the number of ranks, because the indexer's gradients are averaged over
+        them (indexer.py).
         """
         tp = self.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 
 class VarianceTracker(torch.nn.Module):
-    """Holds V̄ of one layer, and the variance sum of the current step.
+    """Holds V̄ of one layer, the moving average of the score variance, and the variance sum of the current step.
 
-    V̄ is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the optimizer step.
-    All micro-batches of a step and their recomputation thus use the same value, and no token influences an earlier
-    token. Queries with one causal key have variance 0 and do not count.
+    The average V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step and
+    their recomputation thus use the same value, and no token influences an earlier token. Queries with one causal key
+    have variance 0 and do not count.
     """
 
     ema: torch.Tensor
@@ -66,16 +66,15 @@ def update_variance_emas(
     applied: torch.Tensor,
     counted_rows: torch.Tensor,
 ) -> None:
-    """Update V̄ <- decay * V̄ + (1 - decay) * the step's mean variance, over all micro-batches and data-parallel
-    ranks.
+    """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
-    Call it after each step that ran the indexers. The first step's mean initializes V̄. V̄ stays unchanged in layers
-    whose mean is not finite, and in all layers if the step is not `applied` (0-d bool) or no row counts. The host does
-    not wait for the device.
+    Call this after each step that ran the indexers. The first step's mean initializes V̄. Layers whose mean is not
+    finite keep V̄. All layers keep V̄ if the step is not `applied` (0-d bool) or no query counts. The host does not
+    wait for the device.
 
     Args:
         data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.
-        counted_rows: 0-d, rows of the global batch whose query has at least two causal keys.
+        counted_rows: 0-d, number of queries in the global batch with at least two causal keys.
     """
     if not trackers:
         return

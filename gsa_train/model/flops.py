@@ -90,7 +90,7 @@ def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Count W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta if it is learned."""
+    """Count the projections W_q, W_k and w, the biases b and c of sigmoid scores, two norms, and a learned beta."""
     heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
     matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
     biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads
@@ -121,8 +121,7 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Target of the indexer loss, the head-averaged probabilities: Q K^T again over the attended keys, for the rows of
-    the loss."""
+    """Target of the indexer loss (head-averaged probabilities): Q K^T over the attended keys of the loss's queries."""
     dense_equivalent: float
     """The same model with dense attention, no indexer, and all parameters trained. The total does not include it."""
 
@@ -144,7 +143,7 @@ def flops_per_token(
     """Count operations per token in a phase, averaged over the positions of a sequence.
 
     Only matrix products count, without recomputation. A backward pass costs twice the forward pass of the trained
-    parameters. The indexer's scores have gradients only on the attended keys of the rows in its loss. The indexer's
+    parameters. The indexer's scores have gradients only on the attended keys of the queries in its loss. The indexer's
     projections always run over all queries.
 
     Args:
@@ -214,8 +213,8 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    Each query adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a
-    window the result is an upper bound.
+    Each query adds its local window. The estimate treats selection and window as disjoint, so with a window the
+    result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:
@@ -251,7 +250,7 @@ _MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle and ar
 
 def measured_mfu(device_name: str, count: ParameterCount) -> float | None:
     """Return the measured MFU of GSA training on this device, or None if unknown. MoE models are excluded, because
-    only one was measured."""
+    only one of them was measured."""
     measured = count.experts == 0 and count.total >= _MEASURED_FROM_PARAMETERS
     return _MEASURED_MFU.get(device_name) if measured else None
 

@@ -19,9 +19,9 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 class GateProjection(ColumnParallelLinear):
     """Runs first among several linear layers with the same input, and communicates for all of them.
 
-    It returns the gathered input for the other layers. Their summed input gradient arrives in one tensor, and this
-    layer adds its own gradient to that tensor. All layers together then need one all-gather and one reduction over the
-    tensor-parallel ranks, and no separate sum.
+    This layer returns the gathered input for the other layers. Their summed input gradient arrives in one tensor, and
+    this layer adds its own gradient to that tensor. All layers together then need one all-gather and one reduction
+    over the tensor-parallel ranks.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,9 +107,9 @@ class GateLogits(NamedTuple):
 def build_gate_projection(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> GateProjection | None:
-    """Build one matrix for all per-head gates, or return None without such gates. Rows per key-value head: d_k for the
-    value gate, (n_h / n_kv) * d_k for the output gate, then G3 and G4. Headwise gates have one row instead of d_k.
-    Each tensor-parallel rank thus holds the gates of its own heads."""
+    """Build one matrix for all per-head gates, or return None without such gates. A key-value head has d_k rows for
+    the value gate, (n_h / n_kv) * d_k for the output gate, then rows of G3 and G4. Headwise gates have one row
+    instead of d_k. Each tensor-parallel rank holds its heads' gates."""
     if not has_gate_projection(config):
         return None
     projection = GateProjection(

@@ -64,10 +64,10 @@ class AttentionContext:
 class GSASelfAttention(MegatronModule):
     """Runs one layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    `AttentionOverChunks` applies G1 in the paper's form; other forms are applied to its result.
+    `AttentionOverChunks` applies G1 in the paper's form. This class applies other forms.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout, so that its checkpoint tools
-    apply. `linear_qkv` holds for each key-value head its query heads, the key and the value.
+    apply. `linear_qkv` holds, for each key-value head, its query heads, the key and the value.
     """
 
     def __init__(
@@ -282,10 +282,10 @@ class GSASelfAttention(MegatronModule):
 
 
 class _RecomputedAttention:
-    """`attend` for activation checkpointing: called without a graph in the forward pass, again in the backward pass.
+    """Calls `attend` for activation checkpointing: in the forward pass without a graph, then in the backward pass.
 
-    The second call drops the selections, because the checkpoint's autograd node lives until the schedule drops the
-    micro-batch's loss.
+    The second call drops the selections. The autograd node would keep them until the schedule drops the micro-batch's
+    loss.
     """
 
     def __init__(

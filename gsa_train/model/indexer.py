@@ -38,8 +38,8 @@ class IndexerProjections(NamedTuple):
 
 
 class Indexer(MegatronModule):
-    """Computes the projections. The tensor-parallel ranks hold replicas, and process the same tokens. Call the indexer
-    as a module: with `overlap_param_gather`, forward-pre-hooks all-gather its parameters."""
+    """Computes queries, keys and head weights. The tensor-parallel ranks hold replicas, and process the same tokens.
+    Call the indexer as a module, because `overlap_param_gather` needs forward-pre-hooks."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Indexer(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
-        # In plain torch all ranks compute the same gradient. With the kernels each rank computes its share of the
-        # rows, and scales it by the number of ranks. The average is correct in both cases, and keeps the replicas
-        # bitwise equal.
+        # In plain torch all ranks compute the same gradient. With the kernels each rank computes the gradient of its
+        # share of the queries, times the number of ranks. The average is correct in both cases, and keeps
+        # replicas bitwise equal.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 

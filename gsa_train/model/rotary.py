@@ -15,7 +15,7 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 
 
 class LocalRotaryEmbedding(RotaryEmbedding):
-    """megatron-core's rotary embedding with any context sharding, not only zig-zag, and with YaRN.
+    """Extends megatron-core's rotary embedding to any context sharding and to YaRN.
 
     megatron-core's YarnRotaryEmbedding ignores `rotary_percent`, has no attention factor and does not run on CPUs.
     """

@@ -58,10 +58,10 @@ class AttentionRuntime:
         return current
 
     def draw_rows(self, attention_pass: AttentionPass, layer: int) -> RowSample:
-        """Sample the rows of this layer's next loss.
+        """Sample the queries of this layer's next indexer loss.
 
-        Call it once per loss, in the order of the micro-batches, and never in the first run of a recomputed pass. The
-        sample is the same on all tensor-parallel ranks and after a resume.
+        Call this once per loss, in the order of the micro-batches, and never in the first run of a recomputed pass. All
+        tensor-parallel ranks draw the same sample, also after a resume.
         """
         if attention_pass.row_fraction == 1:
             return RowSample()
@@ -102,8 +102,8 @@ class AttentionRuntime:
         Args:
             magnitude: factor of both tables, the same in all layers.
         """
-        # Recomputation detaches the angles: the new tensor has the same memory. The address is therefore the key. The
-        # cache holds the first tensor so that its address is not reused.
+        # Recomputation passes a new tensor with the same memory, so the address is the key. The cache holds the first
+        # tensor, so that its address is not reused.
         key = (angles.data_ptr(), angles.shape, magnitude)
         if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()

@@ -1,10 +1,9 @@
-"""Build the optimizers. To add an optimizer, write two functions and add a row to OPTIMIZERS; `train.optimizer`
-chooses.
+"""Build the optimizer that `train.optimizer` chooses. To add one, write two functions and add a row to OPTIMIZERS.
 
-A row declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the handover between
-phases and the dry run's memory estimate read this declaration.
+A row of OPTIMIZERS declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the
+handover between phases and the dry run read this declaration.
 
-This module does not import torch, because dry runs and config checks use it before torch is loaded.
+Dry runs and config checks use this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.O
 def adamw_change(
     states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the sum of squares of w' - w, where w' = (1 - lr decay) w - lr u. The old weight w is not needed: w' - w
-    = -lr (u + decay w') / (1 - lr decay)."""
+    """Return the sum of squares of w' - w, where w' = (1 - lr decay) w - lr u with Adam's update u. The old weight w is
+    not needed: w' - w = -lr (u + decay w') / (1 - lr decay)."""
     import torch
 
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states

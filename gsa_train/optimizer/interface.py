@@ -110,8 +110,8 @@ class PhaseOptimizer(ABC):
 
     @torch.no_grad()
     def average_weights(self, decay: float, applied: torch.Tensor) -> None:
-        """Move the average to the updated weights, if `applied`. The rate corrects the bias of the start, as in Adam:
-        after n updates, the weights of update i count in proportion to decay^(n - i)."""
+        """Move the average towards the updated weights, if `applied`. The rate corrects the bias of the start: after n
+        updates, the weights of update i count in proportion to decay^(n - i)."""
         rate = (1 - decay) / (1 - decay ** self.updates.double())
         rate = torch.where(applied, rate, 0).float()
         for updater in self.updaters:

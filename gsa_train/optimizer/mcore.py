@@ -1,5 +1,5 @@
-"""Implement a phase's optimizer with `parallel.strategy: megatron`: megatron-core's data-parallel wrapper and sharding
-around torch's optimizer (build.py). zero.py implements `parallel.strategy: deepspeed`.
+"""Implement a phase's optimizer for `parallel.strategy: megatron`. megatron-core's data-parallel wrapper and sharding
+surround torch's optimizer (build.py). zero.py implements `parallel.strategy: deepspeed`.
 
 Each phase builds its own optimizer and closes it at the end. A frozen base therefore needs no gradient buffers or
 optimizer state, and the sparse phase starts with fresh state.
@@ -50,7 +50,7 @@ class PhaseDataParallel(DistributedDataParallel):
     megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. A node lives as
     long as any tensor whose graph contains the parameter. If a module holds such a tensor, as megatron-core's token
     dispatchers do, Python cannot collect the reference cycle through autograd. The next phase's wrapper would then get
-    nodes with old hooks. Hooks here therefore hold a weak reference.
+    nodes with old hooks. Hooks here therefore hold a weak reference to the wrapper.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]
@@ -256,8 +256,8 @@ def _qk_clip(model: Model, optimizer: MegatronOptimizer, threshold: float) -> QK
 def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConfig) -> None:
     """Replace megatron-core's AdamW, the only optimizer that it shards, with the config's optimizer.
 
-    State is created before the first step, so that a checkpoint can fill it. On GPUs the optimizer uses torch's fused
-    kernels if it has any, because unfused updates read the weights several times.
+    The optimizer's state is created before the first step, so that a checkpoint can fill it. On GPUs the optimizer
+    uses torch's fused kernels if there are any.
     """
     for inner in inner_optimizers(optimizer):
         made = inner.optimizer

@@ -4,13 +4,13 @@
     direction = beta momentum + (1 - beta) gradient            (Nesterov)
     W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonalize(direction) + weight_decay W)
 
-The scale gives an update the root mean square of AdamW's updates (Moonlight, arXiv 2502.16982: `match_rms_adamw`), so
-AdamW's learning rate and weight decay carry over. All other parameters have AdamW.
+The scale 0.2 sqrt(...) gives an update the root mean square of AdamW's updates (Moonlight, arXiv 2502.16982:
+`match_rms_adamw`), so AdamW's learning rate and weight decay carry over. All other parameters have AdamW.
 
 Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
-shard of a matrix gathers the whole matrix, first over data-parallel and then over tensor-parallel ranks, and
-orthogonalizes it. It then updates its shard. Shards are ranges of a buffer, so most matrices lie on one data-parallel
-rank, and only the matrices at the borders of ranges are sent.
+shard of a matrix gathers the whole matrix, first over data-parallel and then over tensor-parallel ranks. The rank
+orthogonalizes the matrix and updates its shard. Shards are ranges of a buffer, so only matrices that cross a border
+of ranges are sent between data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Matrices:
         return sorted(found, key=lambda at: self.shards[at].number)
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole flat tensors from this rank's flat shards of `shared`. Collective over `data_group`, also for a
-        rank that shares nothing."""
+        """Return whole flat tensors from this rank's flat shards of the parameters in `shared`. Collective over
+        `data_group`, also if `shared` is empty."""
         if self.data_group is None or self.data_group.size() == 1:
             return tensors
         ranks = range(self.data_group.size())

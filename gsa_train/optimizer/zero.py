@@ -70,8 +70,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 
 def _announce(model: Model) -> None:
     """Register the parameters that attention reads outside the indexer's forward pass, so that ZeRO-3 gathers them.
-    DeepSpeed detects such parameters only in forward passes. Recomputation first reads the temperature in the backward
-    pass."""
+    DeepSpeed detects such parameters only in forward passes, but recomputation first reads the temperature in the
+    backward pass."""
     for attention in model.attentions:
         if attention.indexer is not None:
             for name in ("score_bias", "weight_bias", "log_inverse_temperature"):
@@ -213,8 +213,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce the gradients of parameters that are replicated over the tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. The shards are reduced directly, because these ranks shard identically."""
+        """Reduce the gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
+        finalize_model_grads does. These ranks shard identically, so the shards can be reduced."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

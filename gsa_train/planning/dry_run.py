@@ -1,8 +1,8 @@
 """Report a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
 
-Layout, parameters and tokens are exact. Operations per token follow a formula (model/flops.py): they count matrix
-products only, with budget k_base, and ignore document boundaries. Memory of a training step follows a formula that has
-stated limits (memory/). Its column `total` is the peak, because `working` and `logits` are not in use at once. Time
+Layout, parameters and tokens are exact. Operations per token follow model/flops.py, which counts only matrix products
+with budget k_base, and ignores document boundaries. The memory of a training step follows memory/, which states its
+limits. In the memory table `total` is the peak, because `working` and `logits` are not in use at once. Time
 follows from the operations, a device's peak rate and an MFU, which is given or measured.
 """
 

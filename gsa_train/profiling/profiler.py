@@ -52,7 +52,7 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start the trace at the first step of the window, or at a resume inside the window. The profiler warms up in
+        """Start the trace at the first profiled step, or at a resume between profiled steps. The profiler warms up in
         the step before."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:

@@ -1,8 +1,8 @@
 """Assign a torch profiler's events, on the host and on the device, to trace spans.
 
 A kernel belongs to the span around its launch. In the backward pass it belongs to the span of its forward operation.
-Kernel and launch have one correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's
-launch, and so count to the span that replays the graph.
+Kernel and launch share a correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's
+launch, so they count to the span that replays the graph.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Detect a hang, report the rank that caused it, and end all ranks.
 
 A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
-thread. Rank 0 reads the heartbeats; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
-(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that still runs writes its stacks. Then
-all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start repeats the
-alert, because rank 0, which holds W&B, may have hung.
+thread. Rank 0 reads the heartbeats, or the last rank if rank 0 is frozen. If no rank makes progress within the limit
+(hang_limit.py), the reader writes a report, and W&B sends an alert. Every rank that still runs writes its stacks.
+Then all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start
+repeats the alert, because rank 0, which holds W&B, may have hung.
 
-When a run ends, the exit of any rank may end the store, so each rank then uses only its own clock. A rank that cannot
-leave its process group in time, for example because a peer died, ends with the run's exit code.
+At the end of a run, each rank uses only its own clock, because the exit of any rank may end the store. A rank that
+cannot leave its process group in time, for example because a peer died, ends with the run's exit code.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
     """Returns a report with the ranks that hold up the run and the place of every rank, or None if there is no hang.
-    Once one rank has made no progress within the limit, all ranks are judged. A rank may have begun to wait before the
-    other rank hung. While a heartbeat is late, the report waits until it arrives or the process counts as frozen."""
+    Once one rank exceeds the limit, all ranks are judged, because a rank may wait before another rank hangs. While a
+    heartbeat is late, returns None until the heartbeat arrives or its process counts as frozen."""
     longest = max(age.of_progress for age in ages)
     if longest < timeout_seconds:
         return None
@@ -169,10 +169,10 @@ class HangWatchdog(Service):
         """Called with step and short report if this rank finds a hang; in its own thread, for ALERT_SECONDS at most."""
         self.on_beat: Callable[[int, float], None] | None = None
         """Called at each heartbeat with the steps done and the time of the main thread's last progress
-        (`time.monotonic`). Runs in its own thread, one call at a time: a slow file system delays no heartbeat."""
+        (`time.monotonic`). Runs in its own thread, one call at a time, so a slow file system delays no heartbeat."""
         self.on_orphaned: Callable[[], None] | None = None
-        """Called if torchrun has ended, as by a signal that it does not handle. It requests a stop: the ranks save and
-        end within the time that torchrun would give them."""
+        """Called if torchrun has ended, as by a signal that it does not handle. The function requests a stop, so that
+        the ranks save and end."""
         self.exit_code = FAILED
         """Exit code of a rank that the watchdog ends."""
         self._last_stretch: threading.Timer | None = None

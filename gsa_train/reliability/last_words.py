@@ -1,6 +1,6 @@
 """Report why a process ends: on stderr, or in the summary that torchrun prints last.
 
-The summary shows the content of TORCHELASTIC_ERROR_FILE of each rank. The format is defined by
+torchrun's summary shows the content of TORCHELASTIC_ERROR_FILE of each rank. The format is defined by
 torch.distributed.elastic.multiprocessing.errors.ErrorHandler. This module writes the file without importing torch.
 """
 

@@ -166,9 +166,9 @@ def launchers_patience() -> float:
 
 @contextmanager
 def children_keep_running() -> Iterator[None]:
-    """Block stop signals in processes that are started inside, because torchrun and Slurm also send them to children.
-    Children inherit this thread's signal mask even if they lose the handlers. End such children by other means than
-    SIGTERM. This process receives blocked signals at the end of the block."""
+    """Block stop signals in child processes that are started inside the `with` block, because torchrun and Slurm also
+    signal children. Children inherit this thread's signal mask even if they lose the handlers. SIGTERM does not end
+    such children. This process receives blocked signals at the end of the block."""
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -15,11 +15,11 @@ SLOW_SECONDS = 1.0
 
 
 class StopVote:
-    """Takes the maximum of all ranks' stop reasons by all-reduces of two numbers on CPUs (gloo).
+    """Takes the maximum of all ranks' stop reasons by gloo all-reduces of two numbers.
 
-    A result is read at the next call of `ask`, so that hosts do not wait for each other. If steps are slow, the result
-    is read at once, because the next call would be a step too late. The ranks also reduce the time between two calls,
-    so that all of them agree whether steps are slow.
+    The result of an all-reduce is read at the next call of `ask`, so that hosts do not wait for each other. If steps
+    are slow, the result is read at once, because the next call would be a step too late. The ranks also reduce the
+    time between two calls, so that they agree whether steps are slow.
     """
 
     def __init__(self, request: StopRequest, timeout: timedelta) -> None:

@@ -276,8 +276,8 @@ def _start_before(
     )
     start = run.start = start_from(checkpoint, config, ranges, damaged)
     phase_range = ranges[start.phase_index]
-    # This comes first because loading takes long. A run that is killed while it loads restarts from this checkpoint
-    # and drops later records.
+    # Go back in the logs before the load, which takes long. A run that is killed while it loads restarts from this
+    # checkpoint.
     services.log.go_back(start.step)
     services.goodput.go_back(start.step)
     facts = {"signal": spike.signal, "value": spike.value, "threshold": spike.threshold, "action": "rewind"}

@@ -27,8 +27,8 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
             self._move(error)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Write a file with fsync and return its path. Triton's own manager calls no fsync. After a crash of the node
-        a kernel file may then be empty, and every restart fails."""
+        """Write a file with fsync and return its path. Without fsync, a crash of the node may leave an empty kernel
+        file, with which every restart fails."""
         content = data if isinstance(data, bytes) else str(data).encode()
         try:
             return self._write(content, filename)

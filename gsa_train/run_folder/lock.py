@@ -1,6 +1,6 @@
 """Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save.
 
-The lock is a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and
+The lock is a POSIX lock. The system releases it when the process dies, and forked readers do not inherit it. NFS and
 Lustre apply it across nodes. On a file system without locks, the run logs a warning and continues.
 """
 
@@ -36,8 +36,8 @@ class RunFolderError(ValueError):
 
 
 class RunLock:
-    """Locks the folder on the main rank until its process ends. Read the folder only with the lock held, above all the
-    step to resume from. Another run may otherwise write to it."""
+    """Locks the folder on the main rank until its process ends. Read the folder, above all the step to resume from,
+    only with the lock held. Another run may otherwise write to it."""
 
     def __init__(self, folder: Path, parallel: Parallel) -> None:
         self._folder, self._parallel = folder, parallel

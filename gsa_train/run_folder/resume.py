@@ -284,8 +284,8 @@ def first_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints, and set `latest` to the chosen checkpoint in their folder. The next start finds
-    it there. Call this on the main rank."""
+    """Rename the damaged checkpoints, and set `latest` to the chosen checkpoint in their folder for the next start.
+    Call this on the main rank."""
     if not damaged:
         return
     renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
@@ -358,10 +358,10 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
             before = saved.get(section, {}).get(name, younger[name])
             if before != value and name not in may_change:
                 lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
-    for field, default in REMOVED.items():
+    for field, values in REMOVED.items():
         section, name = field.split(".")
-        before = saved.get(section, {}).get(name, default)
-        if before != default:
+        before = saved.get(section, {}).get(name, values[0])
+        if before not in values:
             lines.append(f"  {field} = {before} in the checkpoint: {REMOVED_AFTER}")
     if lines:
         raise ResumeError(

@@ -1,7 +1,7 @@
 """Refuse to restart a run that the monitor stopped, until the user changes something.
 
 The same command would train the same batches from the same checkpoint and meet the same spike. torchrun and Slurm
-restart by themselves. A file in the run folder therefore records the stop.
+restart runs automatically. A file in the run folder therefore records the stop.
 """
 
 from __future__ import annotations

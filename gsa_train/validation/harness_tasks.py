@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from gsa_data.chat_template import ChatEncoder, ChatTemplate, TemplateRefused
-from gsa_data.faults import warn_once
 from gsa_data.tokenize import Tokenizer
 from gsa_data.whole_files import MOST_LEVELS, read_whole
 from gsa_train.config.load import MOST_YAML_BYTES
@@ -164,15 +161,12 @@ def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit
 
 
 class EncodingLM(TemplateLM):  # type: ignore[misc]
-    """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty context.
+    """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty
+    context."""
 
-    Args:
-        template: a chat model's template. Text that spells a special token becomes that token, as in training.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
 
     @property
     def eot_token_id(self) -> int:
@@ -205,53 +199,6 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
                 "joins the two, or has none for it; set the task's target_delimiter to a space"
             )
         return before, after
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self._tokenizer.fingerprint
-
-    def chat_template(self, chat_template: bool | str = False) -> str:
-        """
-        Raises:
-            ValueError: there is no template, or one is requested by name.
-        """
-        if not chat_template:
-            return ""
-        if self._template is None:
-            raise ValueError(
-                "--apply_chat_template: the model has no chat template; leave the option out, or give hf=DIR with a "
-                "chat_template.jinja in it"
-            )
-        if isinstance(chat_template, str):
-            raise ValueError(
-                f"--apply_chat_template {chat_template}: the model has one template, without a name; leave the name out"
-            )
-        return self._template.source
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """Write the conversation. The last message stays open unless it begins an answer.
-
-        Raises:
-            ValueError: there is no template, or it cannot write such a conversation.
-        """
-        self.chat_template(chat_template=True)
-        encoder = self._chat_encoder
-        try:
-            return encoder.prompt(chat_history, add_generation_prompt)
-        except TemplateRefused as error:
-            others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
-                raise ValueError(f"--apply_chat_template: {error}; leave the option out") from error
-            # The harness' own class does the same.
-            warn_once("the chat template refuses a system message; it is left out")
-            return encoder.prompt(others, add_generation_prompt)
-
-    @cached_property
-    def _chat_encoder(self) -> ChatEncoder:
-        assert self._template is not None
-        return ChatEncoder(self._template, self._tokenizer, trains=False)
 
 
 class _Encoder(EncodingLM):

@@ -103,8 +103,8 @@ def _forward_to_logits(
 def _most_probable(
     logits: torch.Tensor, non_loss_data: bool, place: _Place, vocab_size: int, parallel: Parallel
 ) -> torch.Tensor:
-    """Returns the argmax of this rank's logits [1, shards, V / tp]: int64, 0-d. If logits are equal, it is the
-    lower token. If another context-parallel rank has the position, returns -1."""
+    """Returns the most probable token by the logits [1, shards, V / tp] of all tensor-parallel ranks: int64, 0-d. If
+    another context-parallel rank has the position, returns -1."""
     logits = logits[0, place.shard].float()
     first = len(logits) * parallel.tensor_rank
     logits = logits.masked_fill(

@@ -23,8 +23,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
-"""Micro-batches per replica and pass through the pipeline, rounded down to whole groups. A long validation can thus be
-stopped within seconds."""
+"""Most micro-batches per replica and call of the pipeline schedule, rounded down to whole groups. A long validation
+can thus be stopped within seconds."""
 
 SCORES = ("loss", "perplexity", "bits_per_byte")
 
@@ -37,7 +37,7 @@ def evaluate(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Score every validation set, whose sequences are dealt over the replicas. Every rank gets the result. Collective.
+    """Score every validation set, distributed over the replicas. Every rank gets the result. Collective.
 
     The training state does not change: no random number is drawn, and no moving average is updated.
 
@@ -48,8 +48,8 @@ def evaluate(
         The first set has `validation_loss` (nats per scored token), `validation_perplexity` and
         `validation_bits_per_byte`. Bits per byte divide the nats of all scored labels, EOS included, by the bytes of
         their text, where an EOS has no bytes. The first set also has overall attention statistics
-        (model/probes/stats.py): `validation_recall`, ... They include sequences that only fill up the last round.
-        Each other set has `validation_<name>_loss` and so on. A set that was split by source also has
+        (model/probes/stats.py): `validation_recall`, ... The statistics include sequences that only fill up the last
+        round. Each other set has `validation_<name>_loss` and so on. A set that was split by source also has
         `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}

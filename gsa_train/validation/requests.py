@@ -29,8 +29,7 @@ def encode_requests(
     Context and continuation are encoded separately, as in `ai2-olmo-eval`. Some tokenizers, such as sentencepiece's,
     put a space in front of each text, and would put a space between context and continuation. For these tokenizers the
     whole text is encoded. If the encoded text begins with the context's tokens, the continuation has the tokens after
-    them. Otherwise the context ends in white
-    space that becomes part of the next token, and that white space belongs to the continuation.
+    them. White space at the context's end that the whole text merges into the next token belongs to the continuation.
 
     Args:
         max_tokens: number of inputs of a forward pass, one less than tokens.

@@ -123,11 +123,11 @@ class PackedRequests:
 def pack_requests(
     requests: Sequence[Request], eos_id: int, seq_len_tokens: int, unit: int = 1
 ) -> PackedRequests:
-    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next is another
-    document.
+    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next request is
+    another document.
 
     Args:
-        unit: each begins at a multiple of it
+        unit: requests begin at its multiples
     """
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
@@ -150,8 +150,8 @@ def pack_requests(
 def _deal(
     packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences of
-    NOBODY; each has the tokens of a training micro-batch."""
+    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences
+    of NOBODY. Each has the tokens of a training micro-batch."""
     size, length = config.train.micro_batch_size, packed.owners.shape[1]
     missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])

@@ -3,16 +3,16 @@ functions.
 
 The caller names the implementation, and each function runs that implementation or raises an error. `triton` runs the
 fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Results and gradients of both agree
-up to rounding. `limits.py` lists what the kernels support; `types.py` explains the letters in shapes.
+up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
-Non-finite inputs: a row with a NaN among its indexer inputs gets a NaN variance and the base budget. The row selects
-that number of causal keys, but which keys is unspecified. If the row selected the NaN key, its KL and the loss are NaN.
-With infinite inputs only the size and the causality of the selection are guaranteed. All other rows keep their results
-bit for bit, with one exception in the last bits, which the next paragraph describes.
+Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the base budget. The query selects that
+number of causal keys, but which keys is unspecified. If it selects a key with a NaN score, its KL and the loss are NaN.
+With infinite inputs only the size and the causality of the selection are guaranteed. The results of all other queries
+change at most in the last bits, as the next paragraph describes.
 
-The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. Over a
-packed mask this holds bit for bit. Over key lists the limits.TILE_QUERIES neighbouring queries of a tile share one
-list, and sums follow the order of that list. The last bits (1e-7 of a value in fp32) then depend on the keys that the
+The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. With a
+packed mask this holds bit for bit. With key lists the limits.TILE_QUERIES neighbouring queries of a tile share one
+list of keys, and sums follow its order. The last bits (1e-7 of a value in fp32) then depend on the keys that the
 neighbours select, including later queries.
 """
 
@@ -119,8 +119,9 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows: GSA, equations 14 and 15.
 
-    The target p_t is the attention of query t, averaged over the heads. The scores are the ones of single keys,
-    also with `key_group_size`. Gradients reach only the tensors of the indexer, including the inverse temperature.
+    The target p_t is the attention probability of query t for each key, averaged over the heads. I[t, s] is the score
+    of one key, whatever `key_group_size` is. Gradients reach only the indexer's tensors, including its inverse
+    temperature beta.
 
     Args:
         q, k: all heads
@@ -149,11 +150,11 @@ def sparse_attention_with_loss(
     *,
     implementation: Implementation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `sparse_attention`; its backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
+    """Compute `sparse_attention`. The backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
 
-    The backward pass of attention computes the attention probabilities anyway. The indexer loss reuses them as its
-    target, rounded to fp16. The value of the loss is therefore known only in the backward pass (`FusedLoss.on_rows`).
-    Triton requires `can_fuse_indexer_loss`.
+    Attention's backward pass computes the attention probabilities, which are the target of the indexer loss. Triton
+    rounds this target to fp16. The loss is known only in the backward pass, and `FusedLoss.on_rows` receives it. Triton
+    requires `can_fuse_indexer_loss`.
     """
     _check_rows(loss.indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -243,6 +244,7 @@ def _operations(implementation: Implementation) -> ModuleType:
 def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
     """Check that the indexer has one row per query."""
     batch, num_rows = indexer.queries.shape[:2]
+    check_shape("indexer.keys", indexer.keys, "[B, Lk, DI]", (batch, None, None))
     length = indexer.keys.shape[1] - geometry.query_start
     if length < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Argument checks shared by all operations. Each raises ValueError with the argument, its value and a remedy."""
+"""Checks arguments of all operations. Each check raises ValueError with the argument, its value and a remedy."""
 
 import torch
 
@@ -123,13 +123,10 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
 
 
 def check_differentiated_once() -> None:
-    """Raise if autograd asks for a graph of the gradients, because a kernel's backward pass records none.
+    """Raise ValueError if the caller asks autograd for a graph of the gradients (`create_graph=True`).
 
-    A second derivative would be wrong without an error. torch's `once_differentiable` raises only if the upstream
-    gradient requires a gradient, which is not the case for a sum.
-
-    Raises:
-        ValueError: autograd was asked for a graph of the gradients.
+    The kernels' backward passes record no graph, so a second derivative would be silently wrong. torch's
+    `once_differentiable` raises only if the upstream gradient requires a gradient. The gradient of a sum requires none.
     """
     if torch.is_grad_enabled():
         raise ValueError(

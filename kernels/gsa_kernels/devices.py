@@ -1,9 +1,12 @@
 """Decides where Triton's kernels run: on CUDA devices, or in Triton's interpreter for tests."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
+
+from gsa_kernels.limits import HOPPER_SHARED_BYTES
 
 
 def interpreted() -> bool:
@@ -11,13 +14,20 @@ def interpreted() -> bool:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Return whether products have the register layout of Hopper (compute capability 9); True in the interpreter."""
+    """Return whether products have the register layout of Hopper; True in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program can have; Hopper's outside CUDA."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare this property
+    return int(properties.shared_memory_per_block_optin)
+
+
 def can_chain(tensor: torch.Tensor) -> bool:
-    """Return whether kernels may start before the previous kernel ends (programmatic dependent launch), as on
-    Hopper."""
+    """Return whether the device can start a kernel before the previous kernel ends (programmatic dependent launch)."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 

@@ -1,4 +1,4 @@
-"""Defines Gated Sparse Attention as a torch module: the paper's equations in order, with the functions of `api.py`.
+"""Defines Gated Sparse Attention as a torch module that computes the paper's equations by the functions of `api.py`.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
@@ -29,8 +29,8 @@ class LayerOutput(NamedTuple):
     output: torch.Tensor
     """[B, L, d]"""
     indexer_loss: torch.Tensor
-    """fp32, 0-d: mean KL over the queries with two candidates or more, to be added to the loss of the model; its
-    gradient reaches the indexer alone."""
+    """fp32, 0-d: mean KL over the queries with at least two causal keys. Add it to the loss of the model. Its gradient
+    reaches only the indexer."""
     selection: Selection
     """The keys that the queries selected. In dense attention the queries attend to more keys."""
 
@@ -39,7 +39,7 @@ class GatedSparseAttention(nn.Module):
     """Implements one layer, configured by a `GSAConfig` or its fields.
 
     After each optimizer step in which the indexer ran, call `update_variance_ema`. Weights are initialised as in
-    `nn.Linear`, gate biases to `config.gate_bias_init`, biases of the indexer to 0.
+    `nn.Linear`. Gate biases start at `config.gate_bias_init`, and biases of the indexer start at 0.
     """
 
     variance_ema: torch.Tensor
@@ -126,8 +126,8 @@ class GatedSparseAttention(nn.Module):
     ) -> LayerOutput:
         """Run `forward` in training and also return the indexer loss. `dense` is the indexer warm-up.
 
-        The arguments are the same as in `forward`. The loss is only returned, not stored, so that recomputation
-        (`torch.utils.checkpoint`) may call this method twice.
+        The arguments are the same as in `forward`. The module does not store the loss. Recomputation
+        (`torch.utils.checkpoint`) may therefore call this method twice.
         """
         self._check(x, attention)
         heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
@@ -199,7 +199,7 @@ class GatedSparseAttention(nn.Module):
         return Heads(q, k, v.unflatten(-1, size), gate)
 
     def _index(self, x: torch.Tensor) -> Indexer:
-        """Compute queries, keys and head weights of equation 7 from detached x: only the indexer loss trains them."""
+        """Compute queries, keys and head weights of equation 7. x is detached, so only the indexer loss trains them."""
         config, x = self.config, x.detach()
         return Indexer(
             self.indexer_query(x).unflatten(-1, (config.indexer_heads, config.indexer_dim)),
@@ -238,8 +238,10 @@ class GatedSparseAttention(nn.Module):
 
     @torch.no_grad()
     def update_variance_ema(self) -> None:
-        """Update the moving average of the score variance; the first step initialises it. The update runs after the
-        optimizer step. All micro-batches of a step therefore use one value, and no token depends on later tokens."""
+        """Update the moving average of the score variance after an optimizer step. The first call initialises it.
+
+        Each step uses the average of earlier steps, so no token depends on later tokens.
+        """
         total, count = self.variance_sum.unbind()
         mean = (total / count.clamp(min=1)).float()
         decay = self.config.variance_ema_decay
@@ -248,15 +250,14 @@ class GatedSparseAttention(nn.Module):
         self.variance_sum.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedSparseAttention:
-        """Move to another device, but keep the precision of the average, because bf16 cannot represent steps of 1%."""
+        """Apply `fn`, but keep the dtype of the variance buffers, because bf16 cannot represent updates of 1%."""
         before = {name: self._buffers[name] for name in ("variance_ema", "variance_sum")}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self._buffers[name]
             assert buffer is not None
             assert moved is not None
-            # A meta tensor has no values to keep, and `to_empty` leaves memory uninitialised, so both buffers start at
-            # 0.
+            # A meta tensor has no values to keep, and `to_empty` does not initialise memory.
             if buffer.is_meta:
                 self._buffers[name] = torch.zeros_like(buffer, device=moved.device)
             else:
@@ -279,7 +280,7 @@ def _has_choice(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, base: float, scaling: YarnScaling | None = None
 ) -> torch.Tensor:
-    """Apply the rotary embedding to pairs (x[i], x[i + D / 2]) of x [B, L, H, D] in fp32, or fp64 for fp64.
+    """Apply the rotary embedding to pairs (x[i], x[i + D / 2]) of x [B, L, H, D] in fp32 (fp64 for fp64).
 
     Args:
         positions: int [L] or [B, L]

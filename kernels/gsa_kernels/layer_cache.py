@@ -1,7 +1,7 @@
-"""What `GatedSparseAttention` keeps of the tokens it has seen, and the attention of new tokens over them.
+"""Implements the cache of `GatedSparseAttention`, and the attention of new tokens to the tokens in the cache.
 
-New tokens come in any number: a single one is decoded (`api.decode_step`), several are the last queries of all keys so
-far. While a group of keys is open, its tokens are decoded one after the other.
+`api.decode_step` computes sparse attention of a single new token. Otherwise the functions for training run, with the
+new tokens as the last queries of the sequence (`Geometry.query_start`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from gsa_kernels.api import decode_step, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_at_least
-from gsa_kernels.decode.reference import keys_of_selection
+from gsa_kernels.decode.reference import decoded_keys
 from gsa_kernels.decode.state import LayerCache, most_selected, new_selection, new_workspace
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
@@ -23,7 +23,7 @@ from gsa_kernels.types import Geometry, Indexer, Selection
 
 @dataclass
 class GSACache:
-    """Cache of one layer, for B sequences of equal length, each a single document. Calls of the layer write into it."""
+    """Holds the cache of one layer for B sequences of equal length, one document each. The layer writes into it."""
 
     decode: LayerCache
     """Keys after RoPE and values after G2, [B, max_length, Hkv, D]; lengths on the device; the latest selection."""
@@ -39,7 +39,7 @@ class GSACache:
 
 @dataclass(frozen=True)
 class Heads:
-    """Some tokens, as attention reads them."""
+    """Holds the inputs of attention for some tokens."""
 
     q: torch.Tensor
     """[B, L, H, D], after RoPE."""
@@ -54,7 +54,7 @@ class Heads:
 def new_cache(
     config: GSAConfig, batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype
 ) -> GSACache:
-    """An empty cache for `batch` sequences of up to `max_length` tokens, on the device and in the dtype of the keys."""
+    """Create an empty cache for `batch` sequences of up to `max_length` tokens."""
     check_at_least("batch", batch, 1)
     check_at_least("max_length", max_length, 1)
     kv_heads, size = config.num_kv_heads, config.head_size
@@ -84,8 +84,8 @@ def attend_with_cache(
     """Write new tokens into the cache, and attend.
 
     Args:
-        heads: of the new tokens
-        indexer: with a row for each of them, and their own keys
+        heads: the new tokens
+        indexer: queries and keys of the new tokens
 
     Returns:
         out: [B, L, H, D], gated
@@ -116,7 +116,7 @@ def attend_with_cache(
 
 
 def _check_fit(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
-    """Before anything is written."""
+    """Check that the cache can hold the new tokens."""
     keys = cache.decode.k
     if len(heads.k) != len(keys):
         raise ValueError(f"x has {len(heads.k)} sequences and the cache {len(keys)}; pass as many")
@@ -146,7 +146,7 @@ def _append(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
 def _decode(
     cache: GSACache, heads: Heads, indexer: Indexer, config: GSAConfig, variance_ema: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of the cache's last token: [B, 1, H, D]."""
+    """Compute attention of the cache's last token, [B, 1, H, D]."""
     gate = heads.gate_logits
     out = decode_step(
         heads.q[:, 0],
@@ -168,7 +168,7 @@ def _select(
     variance_ema: torch.Tensor,
     attention: Literal["dense", "sparse"],
 ) -> tuple[Geometry, Selection | None]:
-    """Geometry and selection of the cache's last tokens, one per row of the indexer."""
+    """Return geometry and selection of the cache's last tokens, one per row of the indexer."""
     start = cache.length - indexer.queries.shape[1]
     if attention == "dense":
         return Geometry(query_start=start), None
@@ -184,10 +184,6 @@ def _select(
 
 
 def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:
-    """bool [B, 1, Lk]: what the cache's last token attended to when it was decoded."""
-    selection, device = cache.decode.selection, cache.indexer_keys.device
-    valid = torch.arange(selection.indices.shape[1], device=device) < selection.counts[:, None]
-    hits = torch.zeros(len(valid), cache.max_length, dtype=torch.int32, device=device)
-    hits.scatter_add_(1, selection.indices.long(), valid.int())
-    selected = hits[:, : cache.length] > 0
-    return keys_of_selection(selected, cache.decode.lengths, config.local_window)[:, None]
+    """Return the keys to which the cache's last token attended when it was decoded: bool [B, 1, Lk]."""
+    held = cache.decode
+    return decoded_keys(held.selection, held.lengths, config.local_window, cache.length)[:, None]

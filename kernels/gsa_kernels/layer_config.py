@@ -27,7 +27,7 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class GSAConfig:
-    """Configures one layer, by default as in the paper: sizes of its 7B class (table 1), budgets, gate biases."""
+    """Configures one layer. The defaults are the paper's values for its 7B class (table 1)."""
 
     hidden_size: int = 4096
     """d, the hidden size."""

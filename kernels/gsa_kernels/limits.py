@@ -15,8 +15,12 @@ from typing import Literal
 
 
 HEAD_SIZES = (32, 64, 128, 256)
-"""D of attention's q, k and v. A tile of D columns is an operand of a matrix product, so D is a power of two. With 512
-the gradients of 64 keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
+"""D of attention's q, k and v. Tiles in Triton have D columns, so D is a power of two. With D = 512 the gradients of 64
+keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
+
+HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
+"""Largest shared memory of a program on sm_90, and on sm_86, sm_89 and sm_120. The A100 (sm_80) has 163 KiB. Heads of
+256 need Hopper's. Other heads need Ada's; two kernels then have smaller tiles (`query_tiles`, `backward_tiles`)."""
 
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
@@ -37,17 +41,17 @@ KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Neighbouring keys that are selected together: divisors of the tiles of keys in the kernels that compute scores."""
 
 STRETCH_ROWS = 128
-"""Stretch of neighbouring queries that an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks
-also divide the rows of the loss in such stretches. A stretch is whole tiles of the loss kernels (sampling.py)."""
+"""Queries of a stretch, which an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks also
+divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss kernels (sampling.py)."""
 
 ROW_PRODUCT_ROWS = range(1, 17)
-"""B of a product of few rows. 16 columns are the narrowest product of the hardware (row_product/triton_product.py)."""
+"""Numbers of rows B of `row_product`. 16 columns are the narrowest matrix product (row_product/triton_product.py)."""
 
 ROW_PRODUCT_FASTER_ROWS = 1
-"""Largest B for which decoding of sparse models uses this product. For larger B and dense models cuBLAS is faster."""
+"""Largest B for which decoding of sparse models uses `row_product`. For larger B and dense models cuBLAS is faster."""
 
 ROW_PRODUCT_COLUMNS = range(16, 8193, 8)
-"""K of a product of few rows. A program holds whole rows in registers and loads 8 columns at a time."""
+"""Input columns K of `row_product`. A program holds whole rows in registers and loads 8 columns at a time."""
 
 
 # ---- choice of the format of a selection
@@ -59,19 +63,19 @@ selected as key lists, chunk by chunk, so that memory does not grow with the squ
 
 MEASURED_FROM_TOKENS = 16384
 """Shortest sequence for which `kernel="auto"` measures the density of a selection and takes the faster format. Shorter
-sequences always get the packed mask: budgets of thousands of keys reach most of their tiles."""
+sequences always get the packed mask, because budgets of thousands of keys reach most of their tiles."""
 
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
-attention over key lists is faster than attention under a packed mask. The work over lists grows with their length; the
-work under a mask does not. benchmarks/bench_attention.py and bench_long.py measure both."""
+attention over key lists is faster than attention under a packed mask. Only the work over lists grows with their length.
+benchmarks/bench_long.py measures the lists."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
 
 def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
-    """Return whether a selection of keys up to position `seq_len_tokens` becomes key lists whatever it contains. With
-    "auto", the measured density may also decide for key lists."""
+    """Return whether a selection among `seq_len_tokens` keys always becomes key lists. If False, "auto" may still
+    choose key lists by the measured density."""
     return kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS
 
 
@@ -80,7 +84,7 @@ def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
 
 REGISTER_KEYS = 32768
 """Longest rows that are selected in registers, with 256 KiB per program (selection/op.py). Only these rows can also
-return the log-sum that saves the indexer loss a pass."""
+return the log-sum that saves the indexer loss a pass over the keys."""
 
 GROUP_KEYS = 8
 """Group size of longer rows, whose search first compares the maxima of groups (selection/triton_select_long.py)."""
@@ -89,7 +93,7 @@ CANDIDATES_FROM = 8192
 """Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""
 
 MOST_CANDIDATES = 16384
-"""Largest number of candidates of one row, which stay in registers; `candidate_room` must not exceed it."""
+"""Largest number of candidates of one row, which stay in registers. `candidate_room` must not exceed it."""
 
 CANDIDATE_SAMPLE_STRIDE = 32
 """Stride of the sampled keys, from which the lowest useful score of a row is estimated."""
@@ -102,11 +106,10 @@ CANDIDATE_BYTES = 8
 
 
 def candidate_room(most_keys: int) -> int:
-    """Return for how many candidates of a row memory is reserved: what a guess lets through for the largest budget.
+    """Return the number of candidates of a row for which memory is reserved, at the largest budget.
 
-    A guess (`_guess_kernel`) takes a share of the sample. Each sampled key stands for CANDIDATE_SAMPLE_STRIDE keys. The
-    number of keys that pass therefore varies like a count, scaled by the stride. Three deviations suffice for all but
-    one row in a thousand.
+    `_guess_kernel` chooses a threshold that at most `sampled` sampled keys reach. Each sampled key stands for
+    CANDIDATE_SAMPLE_STRIDE keys. Three standard deviations more suffice for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
@@ -121,8 +124,8 @@ SCORED_KEYS = {2: 512, 4: 256}
 
 
 FUSED_LOSS_HEADS = 4
-"""Query heads whose probabilities attention's backward pass sums into one part of the target. The number of query heads
-per key-value head must be a multiple of it (hopper/triton_backward_target.py)."""
+"""Query heads whose probabilities attention's backward pass sums. The loss then adds these sums. The number of query
+heads per key-value head must be a multiple of it (hopper/triton_backward_target.py)."""
 
 STACKED_MAX_WIDTH = 256
 """Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""
@@ -150,7 +153,7 @@ def loss_tile(heads: int, dim: int, element_bytes: int, stacks: bool) -> LossTil
     if element_bytes == 2 and stacks and width <= STACKED_MAX_WIDTH:
         # The matrix units take 64 rows at a time; here the rows belong to several heads.
         return LossTile(rows=32 if heads > 1 else 64, segment=1024, stacked=True)
-    # fp32 products do not use the matrix units. With more rows they do not fit the registers.
+    # fp32 products do not use the matrix units. With more rows their tiles do not fit the registers.
     return LossTile(
         rows=32 if element_bytes == 2 or width <= STACKED_MAX_WIDTH else 16, segment=256, stacked=False
     )
@@ -175,12 +178,12 @@ GATHERED_GRADIENT_BYTES = 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""
 
 SEGMENT_KEYS = 4096
-"""Smallest number of keys per program if several programs share a list in that pass. Each program loads q and the
-output's gradient, and stores a gradient of q that is read again. This costs as much as loading 3 steps of 64 keys and
-values of size 256 (attention/triton_gathered_backward.py)."""
+"""Smallest number of keys per program if several programs share a list in the backward pass over key lists. Each
+program loads q and the output's gradient, and stores a gradient of q that is read again. This costs as much as loading
+192 keys and values of size 256 (attention/triton_gathered_backward.py)."""
 
 SEGMENT_WAVES = 4
-"""Largest number of programs per multiprocessor in such a launch; each program stores a gradient of q."""
+"""Largest number of programs per multiprocessor if programs share lists. Each program stores a gradient of q."""
 
 SEGMENT_GRADIENT_BYTES = 64 * 2**10
 """Largest fp32 gradient tile of a program: 128 rows of heads of 128, or 64 rows of heads of 256 (`backward_tiles`)."""
@@ -190,8 +193,7 @@ MULTIPROCESSORS = 132
 
 
 def segments_bytes(longest_list: int, multiprocessors: int) -> int:
-    """Bound the memory of the gradients that programs store if they share lists. Most launches have fewer programs than
-    allowed. A launch that fills the device without sharing stores no such gradients."""
+    """Return an upper bound on the memory of the gradients of q that programs store if they share lists."""
     if longest_list < 2 * SEGMENT_KEYS:
         return 0
     return SEGMENT_WAVES * multiprocessors * SEGMENT_GRADIENT_BYTES
@@ -205,9 +207,9 @@ GRADIENT_KEYS = {2: 64, 4: 32}
 def count_key_parts(programs: int, group: int, multiprocessors: int) -> int:
     """Return into how many parts to divide the query heads of a key-value head.
 
-    Each part has its own programs and its own gradients of k and v. The result is the smallest number that gives the
-    device three programs per multiprocessor, or the whole group. Programs differ in length because attention is causal.
-    With fewer programs the longest one would set the time.
+    Each part has its own programs and its own gradients of k and v. The result is the smallest divisor of `group` that
+    gives the device three programs per multiprocessor, or else `group`. Because attention is causal, programs differ in
+    length. With fewer programs the longest program would determine the time.
 
     Args:
         programs: number of programs with one part
@@ -223,5 +225,5 @@ def next_power_of_2(number: int) -> int:
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Return number / divisor, rounded up, faster on the host than triton.cdiv, which also runs in kernels."""
+    """Return number / divisor, rounded up. On the host this is faster than triton.cdiv."""
     return -(-number // divisor)

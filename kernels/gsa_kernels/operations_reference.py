@@ -1,7 +1,6 @@
 """Implements the operations of `api.py` in plain torch with the same arguments and results.
 
-Each operation is composed from the `reference.py` files of the package. The operations are differentiable, run on any
-device, and use tensors of [L, Lk].
+The operations are differentiable, run on any device, and use tensors of [L, Lk].
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def sparse_attention_with_loss(
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns `out`; its backward pass also starts the backward pass of the loss."""
+    """Returns `out`. The backward pass of `out` also starts the backward pass of the loss."""
 
     @staticmethod
     def forward(
@@ -142,8 +141,12 @@ def decode_step(
     geometry: Geometry,
     gate_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    max_length = indexer.keys.shape[1]
+    max_length = cache.max_length
     k, v = cache.k, cache.v
+    if cache.block_table is not None:  # entries after a sequence's last page may hold anything
+        pages = cache.block_table.clamp(0, len(k) - 1)
+        k, v = (x[pages].flatten(1, 2) for x in (k, v))
+        indexer = replace(indexer, keys=indexer.keys[pages].flatten(1, 2))
     if cache.starts is not None:  # moves each sequence to the front; entries past its length are unused
         entries = (cache.starts[:, None] + torch.arange(max_length, device=q.device)) % max_length
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
@@ -194,7 +197,7 @@ def kl_of_rows(
     probs: torch.Tensor,
     attended: torch.Tensor,
 ) -> torch.Tensor:
-    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each query, [B, L] (eqs. 14, 15).
+    """Compute KL(p_t || softmax of beta * I[t, :] over the attended keys) of each query, [B, L] (eqs. 14, 15).
 
     Args:
         probs: [B, L, Lk], p of all queries at any scale
@@ -205,7 +208,7 @@ def kl_of_rows(
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:
-    """I of each row against all keys, causal or not: [B, L, Lk]."""
+    """Compute the scores I of each row for all keys, causal or not: [B, L, Lk]."""
     return indexer_scores(
         indexer.queries,
         indexer.keys,

@@ -15,7 +15,7 @@ class YarnScaling:
     """Scales the rotation rates of channels. Fields have the names of transformers' `rope_parameters`.
 
     A channel that turns often within the original length keeps its rate. A channel that turns less than once is slowed
-    down by `factor`. Channels in between are slowed down partly.
+    down by `factor`. Channels in between are partly slowed.
     """
 
     factor: float
@@ -47,7 +47,7 @@ class YarnScaling:
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def scaled(self, rates: torch.Tensor, base: float) -> torch.Tensor:
-        """Convert the angles of one step [channels / 2] to YaRN's angles.
+        """Convert the rotation angles per token, [channels / 2], to YaRN's angles.
 
         Args:
             rates: base ** (-2 i / channels) for i = 0, 1, ...

@@ -9,7 +9,7 @@ from gsa_kernels.limits import STRETCH_ROWS
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Describes stretches of neighbouring rows: one of each `every` stretches of the sequence."""
+    """Describes a sample of a sequence: every `every`-th stretch of `stretch` neighbouring rows."""
 
     start: int
     """First row."""
@@ -44,11 +44,9 @@ def sample_rows(
     seed: int | None,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[SampledRows, int]:
-    """Choose a systematic sample: evenly spaced stretches, so that each part of the sequence is represented in every
-    draw.
+    """Choose a systematic sample: evenly spaced stretches of STRETCH_ROWS rows.
 
-    An estimate takes or skips stretches of STRETCH_ROWS queries. If all rows are computed, ranks divide them in
-    stretches of STRETCH_ROWS rows, which are whole tiles of the kernels.
+    Every draw contains rows from each part of the sequence. A stretch consists of whole tiles of the kernels.
 
     Args:
         fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows
@@ -73,7 +71,7 @@ def sampled_one_of(num_rows: int, fraction: float) -> int:
 
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:
-    """Return the first unit and the distance to the next one; all num_units units are taken with equal probability."""
+    """Return the first sampled unit and the distance to the next. All units have the same probability."""
     factor = min(stretches_per_sampled(fraction), num_units)
     return _first_of(factor, seed), factor
 

@@ -1,4 +1,4 @@
-"""Logarithms of bases, because the hardware has exp2 and log2. `.value` is the number on the host."""
+"""Converts exp and log to the hardware's exp2 and log2. `.value` is the host's number."""
 
 import triton.language as tl
 

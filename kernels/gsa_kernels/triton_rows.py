@@ -1,4 +1,4 @@
-"""Maps the rows of a chunk, which may be a sample, to rows of the sequence: see `SampledRows`."""
+"""Maps the rows of a chunk (`SampledRows`) to rows of the sequence."""
 
 import triton
 import triton.language as tl
@@ -17,8 +17,8 @@ def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
 
 @triton.jit
 def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map COUNT numbers of a chunk, from `number` on, to rows of the sequence. `number` is a multiple of COUNT. STRETCH
-    is a multiple of COUNT or divides COUNT."""
+    """Map the chunk's rows number .. number + COUNT - 1 to rows of the sequence. `number` is a multiple of COUNT.
+    STRETCH is a multiple of COUNT or divides COUNT."""
     if STRETCH % COUNT == 0:  # neighbours
         rows = row_of(number, row_start, STRETCH, SPACING) + tl.arange(0, COUNT)
     else:
@@ -57,8 +57,7 @@ def rows_of_program(
 
     Returns:
         tile and b; then for each row its number in the chunk, whether it exists, the position of its query (-1 if it
-        does
-        not exist) and b * R + row (int64); then the position of the last row
+        does not exist) and b * R + row (int64); then the position of the last row
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

@@ -1,7 +1,7 @@
-"""Stacks the heads of a row tile side by side, so that one product computes all heads: device code.
+"""Stacks the indexer heads of a tile of query rows into one matrix, so that one matrix product computes all heads.
 
-In the register layout of this product every thread has all heads of its rows. Threads therefore need not exchange data
-to compute a score. A step waits for one product instead of one product per head.
+In the register layout of this product each thread holds all heads of its rows. The sum over heads therefore needs no
+exchange between threads. A kernel waits for one product instead of one product per head.
 """
 
 # mypy: disable-error-code="assignment"
@@ -22,8 +22,8 @@ def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
 def stack(x):
     """Reshape [HEADS, BM, columns] to [HEADS * BM, columns], alternating two heads every eight rows.
 
-    In the register layout of a product, one thread holds rows i and i + 8 of a warp's 16 rows. These rows are two heads
-    of one row here. A thread therefore has all heads of its rows if a tile has at least 32 rows.
+    In the register layout of a product, one thread holds rows i and i + 8 of a warp's 16 rows. In the stack these two
+    are one query row of two heads. A thread therefore has all heads of its rows if BM is at least 32.
     """
     heads: tl.constexpr = x.shape[0]
     rows: tl.constexpr = x.shape[1]
@@ -54,7 +54,7 @@ def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
 def load_stacked_queries(
     q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Load stacked queries [HEADS * BM, BLOCK_D], so that one product computes the tiles of all heads."""
+    """Load stacked queries [HEADS * BM, BLOCK_D]."""
     slots, exists = stack_slots(row_index, valid, HI, HEADS)
     slots = tl.reshape(stack(slots[:, :, None]), [HEADS * row_index.shape[0]])
     mask = stack(exists[:, :, None])
@@ -66,7 +66,7 @@ def load_stacked_queries(
 
 @triton.jit
 def split_stack(x, HEADS: tl.constexpr):
-    """Split [HEADS * BM, columns] into a tuple of HEADS tiles [BM, columns]; HEADS is 2 or 4."""
+    """Split [HEADS * BM, columns] into a tuple of HEADS tiles [BM, columns]. HEADS is 2 or 4."""
     tl.static_assert(HEADS == 2 or HEADS == 4, "of two or four heads")
     rows: tl.constexpr = x.shape[0] // HEADS
     columns: tl.constexpr = x.shape[1]

@@ -23,8 +23,7 @@ Implementation = Literal["triton", "reference"]
 
 @dataclass(frozen=True)
 class Indexer:
-    """Holds the tensors of one layer's lightning indexer, applied to its tokens (GSA, equation 7).
-
+    """Holds the tensors of one layer's lightning indexer (GSA, equation 7). The fields below explain q, k, w, b and c.
     With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j). With relu, the
     activation of DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
     """
@@ -32,7 +31,8 @@ class Indexer:
     queries: torch.Tensor
     """q, [B, L, HI, DI]."""
     keys: torch.Tensor
-    """k, [B, Lk, DI]: one key for all indexer heads, in the dtype of the queries."""
+    """k, [B, Lk, DI]: one key for all indexer heads, in the dtype of the queries. Decoding also takes pages of keys
+    (`LayerCache.block_table`)."""
     head_weight_logits: torch.Tensor
     """w, [B, L, HI]."""
     score_bias: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class Indexer:
     def __post_init__(self) -> None:
         check_shape("queries", self.queries, "[B, L, HI, DI]", (None, None, None, None))
         batch, length, heads, dim = self.queries.shape
-        check_shape("keys", self.keys, "[B, Lk, DI]", (batch, None, dim))
+        check_shape("keys", self.keys, "[B, Lk, DI]", (None, None, dim))
         check_shape("head_weight_logits", self.head_weight_logits, "[B, L, HI]", (batch, length, heads))
         biases = {"score_bias": self.score_bias, "head_weight_bias": self.head_weight_bias}
         check_activation(self.activation, heads, **biases)
@@ -86,15 +86,15 @@ class Geometry:
     """Describes positions of the queries and keys that they may select."""
 
     document_starts: torch.Tensor | None = None
-    """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of query t are
-    document_starts[b, i] <= s <= t. Default: one document per sequence."""
+    """int32 [B, L], never decreasing: the position at which the query's document begins. Query i at position t has the
+    causal keys document_starts[b, i] <= s <= t. Default: one document per sequence."""
     query_start: int = 0
     """Position of the first query; only context parallelism needs values above 0."""
     local_window: int = 0
     """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
     key_group_size: int = 1
-    """Neighbouring keys, aligned in the sequence, that are selected together; 1 in the paper. Each causal key has the
-    highest score of the causal keys in its group (`best_of_groups`). The budget counts keys."""
+    """Neighbouring keys, aligned in the sequence, that are selected together; 1 in the paper. Each causal key gets the
+    highest score among the causal keys of its group (`best_of_groups`). The budget counts keys."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
@@ -129,11 +129,10 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Selection:
-    """Holds S_t of every query as either a packed mask or key lists, whichever is faster; `select` creates it."""
+    """Holds S_t of every query as a packed mask or key lists, whichever is faster. `select` creates it."""
 
     packed_mask: torch.Tensor | None
-    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32
-    stored as int32."""
+    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s."""
     key_lists: KeyLists | None
     """For each tile of neighbouring queries, the keys that any of them attends to (CSR)."""
     budget: torch.Tensor
@@ -141,7 +140,7 @@ class Selection:
     variance: torch.Tensor
     """[B, L], fp32 (fp64 for fp64 inputs): population variance of the query's scores over its causal keys."""
     density: float | None = None
-    """Number of keys in the lists divided by the causal keys of their tiles; None if it was not measured."""
+    """Number of keys in the key lists divided by the number of causal keys of the tiles; None if not measured."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
     request, for packed masks only."""
@@ -175,6 +174,6 @@ class FusedLoss:
     indexer: Indexer
     scale: float | torch.Tensor
     """Derivative of the trained objective with respect to the indexer loss, which is the sum of the rows' KL. A tensor
-    is fp32 with one element, and the host does not read it."""
+    is fp32 with one element."""
     on_rows: Callable[[torch.Tensor], None] | None = None
     """Called in the backward pass with the KL of each row, fp32 [B, L]. The KL is computed only if this is set."""

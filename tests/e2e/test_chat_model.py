@@ -18,7 +18,8 @@ from lm_eval.models.huggingface import HFLM
 from gsa_eval.commands import generate as command
 from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.convert.import_hf import import_hf
-from gsa_eval.harness import GSATrainLM
+from gsa_eval.evaluated_model import Source, load_evaluated_model
+from gsa_eval.harness import EvaluatedLM
 from helpers.chats import PLAIN, make_tokenizer
 from helpers.runs import REPOSITORY, start
 from helpers.tiers import with_nightly
@@ -33,7 +34,7 @@ SETTINGS = """
     gsa.k_min=64 gsa.k_max=64 phases.0.steps=60 phases.0.lr=1e-2 phases.0.warmup_steps=5
     data.packing_pool_documents=8 evaluate.every_steps=0 evaluate.ngram_baselines=false
     checkpoint.initial_weights='' checkpoint.every_steps=60 logging.every_steps=20 logging.wandb=disabled
-    logging.tensorboard=false logging.plots=false
+    logging.tensorboard=false
 """
 
 
@@ -101,10 +102,11 @@ def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, questio
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     theirs = HFLM(pretrained=str(chat.exported), device="cpu", batch_size=1)
     settings = {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False}
-    for model in (theirs, GSATrainLM(run=str(chat.run)), GSATrainLM(hf=str(chat.exported))):
-        context = model.apply_chat_template(messages(question))
-        assert context == prompt
-        asked = [Instance("generate_until", {}, arguments=(context, settings), idx=0)]
+    context = theirs.apply_chat_template(messages(question))
+    assert context == prompt
+    asked = [Instance("generate_until", {}, arguments=(context, settings), idx=0)]
+    sources = (Source(run=chat.run), Source(hf=chat.exported))
+    for model in (theirs, *(EvaluatedLM(load_evaluated_model(each), 1) for each in sources)):
         assert model.generate_until(asked)[0].strip() == answer
 
 

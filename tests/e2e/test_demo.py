@@ -105,8 +105,7 @@ def test_the_last_two_checkpoints_are_kept(demo):
     assert demo.latest == "step_00000040"
 
 
-def test_report_and_tensorboard_are_written(demo):
-    assert "spikes per 100K steps" in (demo.folder / "report.html").read_text()
+def test_tensorboard_is_written(demo):
     events = EventAccumulator(str(demo.folder / "tensorboard"))
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("train/loss")]

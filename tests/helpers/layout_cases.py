@@ -91,6 +91,8 @@ class Case:
     steps: tuple[int, int] = STEPS
     nightly: bool = False
     """Combines or extends other cases, or is an arm of a study."""
+    replays: bool = False
+    """Micro-batches run as with `train.cuda_graphs`, see called_again.py."""
 
     @property
     def layers(self) -> int:
@@ -134,6 +136,9 @@ CASES = {
     "data": Case({}),
     "tensor without sequence": Case({"tensor": 2, "sequence": False}, train=PAIRS),
     "tensor without sequence, overlapped": Case({"tensor": 2, "sequence": False, **OVERLAP}, train=PAIRS),
+    "tensor without sequence, overlapped, replayed": Case(
+        {"tensor": 2, "sequence": False, "overlap_grad_reduce": True}, replays=True
+    ),
     "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS, nightly=True),
     "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS, nightly=True),
     "tensor, gates of heads": Case({"tensor": 2}, GATES_OF_HEADS, PAIRS, nightly=True),

@@ -33,11 +33,13 @@ from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optimizer.micro_batch_graph import MicroBatchGraph
 from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
 from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
+from helpers.called_again import CalledAtOnce
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.layout_cases import (
     ALL_KEYS,
@@ -88,6 +90,7 @@ def train_case(
     lr: float = 1e-3,
     samples: bool = False,
     measures: bool = False,
+    graph: MicroBatchGraph | None = None,
 ) -> list[dict[str, Any]]:
     """Return every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
 
@@ -97,6 +100,7 @@ def train_case(
         backwards: run each step's micro-batches in opposite order.
         samples: also return the most probable next tokens, which rounding may change in bf16.
         measures: return the statistics of each step.
+        graph: runs the micro-batches of steps without statistics, in the last phase.
     """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
@@ -108,7 +112,10 @@ def train_case(
         end = len(records) + count
         for step in range(len(records), end):
             measured = measures or step == end - 1
-            records.append(take_step(step, model, optimizer, config, parallel, measured, backwards, lr))
+            replayed = None if optimizer.local_backward else graph
+            records.append(
+                take_step(step, model, optimizer, config, parallel, measured, backwards, lr, replayed)
+            )
         close_optimizer(model, optimizer)
         del optimizer
         gc.collect()
@@ -149,12 +156,13 @@ def take_step(
     measures: bool = True,
     backwards: bool = False,
     lr: float = 1e-3,
+    graph: MicroBatchGraph | None = None,
 ) -> dict[str, Any]:
     """Return the numbers of one step, and of every layer if it `measures`."""
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     if backwards:
         batches.reverse()
-    training = Training(model, optimizer, config, parallel, detector)
+    training = Training(model, optimizer, config, parallel, detector, graph=graph)
     result = train_step(training, batches, lr, step, measures=measures)
     measured = Measured(causal_keys=result.causal_keys, z_loss_sum=result.z_loss_sum) if measures else None
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
@@ -264,7 +272,9 @@ def train_all(cases: Mapping[str, Case], names: Iterable[str], train: Callable[.
         case = cases[name]
         config = case.config(**case.train)
         with layout_of(config) as parallel:
-            trained[name] = train(config, parallel, case.steps)
+            graphs = {"graph": CalledAtOnce()} if case.replays else {}
+            trained[name] = train(config, parallel, case.steps, **graphs)
+            assert [graph.replays for graph in graphs.values()] == [1] * case.replays
             print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
     return trained
 

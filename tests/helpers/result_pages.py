@@ -14,8 +14,7 @@ from helpers.studies import log_run
 
 def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write two studies, one with a question, in a folder where `launch/results.py` now starts."""
-    for name in ("studies", "benches"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "studies").mkdir()
     base = {"phases": [{"name": "sparse", "steps": 10}]}
     (tmp_path / "studies" / "base.yaml").write_text(yaml.safe_dump(base))
     study: dict[str, Any] = {
@@ -29,8 +28,7 @@ def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "studies" / "small.yaml").write_text(yaml.safe_dump(study))
     silent = {name: value for name, value in study.items() if name != "question"}
     (tmp_path / "studies" / "silent.yaml").write_text(yaml.safe_dump(silent))
-    words = ["results.py", "--studies", "studies", "--out", "out", "--benches", "benches"]
-    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("sys.argv", ["results.py", "--studies", "studies", "--out", "out"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -5,6 +5,8 @@ import torch
 from gsa_kernels.attention.reference import sparse_attention
 
 NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_gate")
+GPUS = ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 99))
+"""Dtypes, and the KiB of shared memory of a GPU with smaller tiles. None: of the GPU at hand."""
 
 
 def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):

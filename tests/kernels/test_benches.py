@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from gsa_kernels.key_lists.format import mask_from_key_lists
-from gsa_kernels.packed_mask import unpack_mask
 
 pytestmark = pytest.mark.nightly
 
@@ -42,6 +41,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_kl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_kl
 
+    monkeypatch.setattr(bench_kl, "CHECKED_LENGTH", 40)
     assert call(monkeypatch, bench_kl, "--out", tmp_path, "--lengths", "40") == 0
     report = json.loads((tmp_path / "bench_kl.json").read_text())
     checks = [row for row in report["rows"] if "value_error" in row]
@@ -98,12 +98,10 @@ def test_an_export_is_read(exports: dict[str, Path]) -> None:
     length, indexers = trained_indexers.read_indexers(exports["window"])
     assert (length, list(indexers)) == (72, [3])
     assert indexers[3].activation == "sigmoid"
-    listed = mask_from_key_lists(indexers[3].select().key_lists)
-    assert torch.equal(unpack_mask(indexers[3].packed_mask(), 72), listed)
 
     of_each = trained_indexers.read_indexers(exports["own"])[1][3]
-    mask = unpack_mask(of_each.packed_mask(), 72)
-    assert torch.equal(mask.sum(-1), of_each.select().budget)
+    selection = of_each.select()
+    assert torch.equal(mask_from_key_lists(selection.key_lists).sum(-1), selection.budget)
     with pytest.raises(ValueError, match="two files are of one length"):
         trained_indexers.read_all([exports["own"], exports["window"]])
     with pytest.raises(ValueError, match=r"shared\.pt: selection_block is 32; use release studies-0\.1"):
@@ -122,18 +120,6 @@ def test_bench_long_reads_the_export(
     assert call(monkeypatch, bench_long, *out) == 0
     row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
     assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
-
-
-def test_the_bench_of_attention_alone_reads_the_export(
-    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import bench_attention
-
-    monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
-    for name in ("window", "own"):
-        assert call(monkeypatch, bench_attention, "--out", tmp_path, "--selection", exports[name]) == 0
-        rows = json.loads((tmp_path / "bench_attention_trained.json").read_text())["rows"]
-        assert [row["attention"] for row in rows if row["length"] == 72][:2] == ["layer 3", "dense"]
 
 
 def test_a_planted_selection_is_what_the_layers_use() -> None:
@@ -167,49 +153,6 @@ def test_a_planted_selection_is_what_the_layers_use() -> None:
         assert not torch.equal(old, attention.indexer.key_weight)
     trainee.close()
     assert len(found) == 2
-
-
-@pytest.mark.usefixtures("tiny")
-def test_bench_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_table
-
-    small = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
-    blocks = bench_table.Variant(cases.Shape("blocks", 2, 1, 32), 16, 2, False, "a note")
-    monkeypatch.setattr(bench_table, "VARIANTS", {"small": small, "blocks": blocks})
-    monkeypatch.setattr(bench_table, "CHECKED_LENGTH", 70)
-    monkeypatch.setattr(bench_table, "CHUNK_NUMBERS", 64 * 20)
-    page = tmp_path / "page.md"
-    options = ["--out", str(tmp_path), "--lengths", "72", "--page", str(page)]
-    monkeypatch.setattr(sys, "argv", ["bench_table.py", *options])
-    assert bench_table.main() == 0
-    header, *rows = (tmp_path / "bench_table.csv").read_text().splitlines()
-    assert header.split(",")[:12] == [
-        *("variant", "seqlen", "h_q", "h_kv", "d_k", "d_v", "granularity", "topk", "group_scope", "dtype"),
-        *("backend", "ms"),
-    ]
-    assert [row.split(",")[0] for row in rows] == ["small"] * 2 + ["blocks"] * 2
-    text = page.read_text()
-    assert "## blocks: 2 query heads, 1 key-value heads of 32, 2 entries of 16" in text
-    assert f"commit {harness.commit()}" in text
-    assert "| 72 | random |" in text
-
-
-def test_the_table_counts_and_selects_as_its_grid() -> None:
-    import bench_table
-
-    # This is from the grid's results at 4096 tokens.
-    assert bench_table.count_flops(bench_table.VARIANTS["qwen3.8"], 4096) == 154719485952
-    assert bench_table.count_flops(bench_table.VARIANTS["minimax"], 4096) == 210453397504
-    variant = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
-    rows = range(64, 128)
-    generator = torch.Generator().manual_seed(1)
-    mask = unpack_mask(bench_table.random_rows(variant, rows, generator), 128)[0]
-    position = torch.arange(64, 128)
-    assert not (mask & (torch.arange(128) > position[:, None])).any()
-    assert mask[torch.arange(64), position].all()
-    chosen = mask.unflatten(1, (-1, 4)).any(-1)
-    assert (chosen.sum(-1) == 5).all()
-    assert len({tuple(row.tolist()) for row in chosen}) > 32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

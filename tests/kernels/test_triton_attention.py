@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from attention_problems import check, from_query, make_inputs
+from attention_problems import GPUS, check, from_query, make_inputs
 from covering import covered
 from kernel_devices import CUDA, devices
 
 from gsa_kernels import sampling
-from gsa_kernels.attention import triton_backward_keys, triton_forward
+from gsa_kernels.attention import inputs, triton_backward_keys, triton_backward_queries, triton_forward
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
@@ -67,12 +67,15 @@ def attention(packed=None, geometry=None):
     documents=[False, True],
     heads=[(8, 1), (2, 2), (4, 2), (12, 1)],
     head_size=[32, 64, 128, 256],
-    dtype=DTYPES,
+    gpu=GPUS,
     splits=[1, 2],
     gated=[True, False],
 )
 def test_output_and_gradients(device, case, monkeypatch):
     """`splits` divides the work for keys among several programs, if a group has enough heads."""
+    dtype, kib = case["gpu"]
+    if kib:
+        monkeypatch.setattr(triton_backward_queries, "shared_memory", lambda _: kib * 1024)
     length, first, (heads, kv_heads) = case["length"], case["query_start"], case["heads"]
     num_keys = first + length
     torch.manual_seed(length)
@@ -83,9 +86,7 @@ def test_output_and_gradients(device, case, monkeypatch):
     starts = document_starts(batch, num_keys, device) if case["documents"] else None
     words = case["kind"] != "dense"
     mask = make_mask(case["kind"] if words else "full", batch, num_keys, starts, device)[:, first:]
-    *projections, gate = make_inputs(
-        batch, num_keys, heads, kv_heads, case["head_size"], case["dtype"], device
-    )
+    *projections, gate = make_inputs(batch, num_keys, heads, kv_heads, case["head_size"], dtype, device)
     inputs = from_query([*projections, gate if case["gated"] else None], first)
     geometry = Geometry(None if starts is None else starts[:, first:], first)
     check(inputs, mask, attention(pack(mask) if words else None, geometry))
@@ -184,3 +185,18 @@ def test_forward_tiles_agree(device, monkeypatch):
             monkeypatch.setattr(triton_forward, "forward_tiles", lambda *_, tiles=tiles: tiles)
             out, _ = masked_attention(q, k, v, pack(mask))
             assert (out.double() - wanted).abs().max() <= 2 * rounded
+
+
+@devices
+@pytest.mark.parametrize(
+    ("capability", "kib", "size"), [((8, 0), 163, 256), ((8, 9), 99, 256), ((7, 5), 64, 32)]
+)
+def test_heads_that_do_not_fit_are_refused(device, capability, kib, size, monkeypatch):
+    monkeypatch.setattr(inputs, "shared_memory", lambda _: kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    q, k, v, _ = make_inputs(1, 32, 2, 1, size, torch.bfloat16, device)
+    needed, architecture = 227 if size > 128 else 99, "sm_{}{}".format(*capability)
+    with pytest.raises(
+        ValueError, match=f"heads of {size} need {needed} KiB .* {architecture} has {kib} KiB; pass"
+    ):
+        masked_attention(q, k, v, None)

@@ -100,6 +100,20 @@ def test_scores_beyond_the_histogram(device: str, scale: float) -> None:
     assert torch.equal(case.selected(), wanted)
 
 
+def test_negative_scores_are_counted(device: str) -> None:
+    """With negative head weights even the selected keys have negative scores. Few keys share a bin with the last."""
+    case = make_case(device, [1050], 1050, activation="relu", seed=3)
+    case.indexer.head_weight_logits.fill_(-1.0)
+    case.indexer.keys[..., 0] = 40.0  # all products are positive
+    case.indexer.queries[..., 0] = 1.0
+    out = case.step(OFF)
+    scores = case.workspace.scores[0, :1050]
+    assert scores.sort(descending=True).values[11] < 0
+    assert case.workspace.borderline_counts.item() < 50
+    check_selection(case, OFF)
+    check_attention(case, out, case.selected(), 0)
+
+
 def test_floor_above_the_cut(device: str) -> None:
     """Only the sampled keys have high scores, so fewer than k_t keys are above the floor."""
     case = make_case(device, [1100], 1100, activation="relu", seed=4)
@@ -164,7 +178,9 @@ def test_refuses() -> None:
         (lambda: replace(case, q=case.q.half()).step(), "float16; pass bfloat16 or float32"),
         (lambda: case.with_new(workspace=workspace).step(), "make one for 1 of 30"),
         (lambda: case.with_new(workspace=None).step(), "workspace is None"),
-        (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),
+        (lambda: replace(case, indexer=other_keys).step(), r"pass \[B, L_max, DI\] = \[1, 30, 16\]"),
+        (lambda: case.with_new(block_table=case.lengths[:, None].long()).step(), "int64; pass int32"),
+        (lambda: case.with_new(block_table=case.lengths[:, None], starts=case.lengths).step(), "both given"),
         (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
         (lambda: case.step(size=3), "key_group_size is 3; pass one of"),
         (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import triton
-from attention_problems import NAMES, check, differentiated, from_query, make_inputs
+from attention_problems import GPUS, NAMES, check, differentiated, from_query, make_inputs
 from covering import covered
 from gathered_problems import document_mask, random_mask
 from kernel_devices import CUDA, devices
@@ -30,11 +30,14 @@ def attention(lists, **options):
     documents=[False, True],
     heads=[(12, 1), (2, 2), (3, 1), (8, 2), (8, 1)],
     head_size=[32, 64, 128, 256],
-    dtype=DTYPES,
+    gpu=GPUS,
     gated=[True, False],
 )
-def test_output_and_gradients(device, case):
+def test_output_and_gradients(device, case, monkeypatch):
     """The cases include groups of heads that are not powers of two, or that need several programs."""
+    dtype, kib = case["gpu"]
+    if kib:
+        monkeypatch.setattr(triton_gathered_backward, "shared_memory", lambda _: kib * 1024)
     length, first, batch = case["length"], case["query_start"], 2 if case["heads"][0] < 8 else 1
     num_keys = first + length
     torch.manual_seed(length)
@@ -42,9 +45,7 @@ def test_output_and_gradients(device, case):
     if case["documents"]:
         mask = mask & document_mask(batch, num_keys, device)
     mask = mask[:, first:]
-    *projections, gate = make_inputs(
-        batch, num_keys, *case["heads"], case["head_size"], case["dtype"], device
-    )
+    *projections, gate = make_inputs(batch, num_keys, *case["heads"], case["head_size"], dtype, device)
     inputs = from_query([*projections, gate if case["gated"] else None], first)
     check(inputs, mask, attention(key_lists_from_mask(mask)))
 

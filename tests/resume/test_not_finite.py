@@ -22,7 +22,7 @@ SECTIONS: dict[str, Any] = {
     "train": {"seq_len_tokens": 64, "micro_batch_size": 2, "global_batch_size": 4},
     "evaluate": {"every_steps": 0, "max_blocks": 1, "ngram_baselines": False},
     "checkpoint": {"every_steps": 3, "keep_last": 1},
-    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False, "plots": False},
+    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False},
     "monitor": {"patience_steps": 1, "rewind_min_steps": 1, "max_rewinds": 1},
 }
 PHASES = [{"name": "sparse", "steps": 9, "lr": 2e-3}]

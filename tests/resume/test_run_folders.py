@@ -32,18 +32,15 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
     assert {path: path.stat().st_mtime_ns for path in again.checkpoints.rglob("*")} == before
 
 
-def test_a_report_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
+def test_batches_left_out_cost_no_exit_code(tmp_path):
     """The n-gram baselines would come from another text than the text of the run."""
-    options = (*QUICK, "train.iterations_to_skip=[2]", "evaluate.ngram_baselines=true", "logging.plots=true")
-    first = train(tmp_path, *options, "logging.plots=false", launcher="python")
+    options = (*QUICK, "train.iterations_to_skip=[2]", "evaluate.ngram_baselines=true")
+    first = train(tmp_path, *options, launcher="python")
     summary = json.loads((first.folder / "summary.json").read_text())
     assert summary["unigram_perplexity"] is summary["bigram_perplexity"] is None
     assert (
         "no n-gram baselines: the run trained on 36 sequences, and its text is at number 40" in first.output
     )
-    (first.folder / "report.html").mkdir()
-    again = train(tmp_path, *options, launcher="python")
-    assert "the run is complete, and its report cannot be drawn: " in again.output
 
 
 def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):

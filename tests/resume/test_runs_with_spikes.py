@@ -19,7 +19,7 @@ SECTIONS: dict[str, Any] = {
     "train": {"seq_len_tokens": 64, "micro_batch_size": 4, "global_batch_size": 4},
     "evaluate": {"every_steps": 0, "max_blocks": 8, "ngram_baselines": False},
     "checkpoint": {"every_steps": 40, "keep_last": 9},
-    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False, "plots": False},
+    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False},
     "monitor": {
         "window_steps": 40,
         "min_history_steps": 24,

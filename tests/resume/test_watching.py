@@ -14,7 +14,7 @@ import torch
 
 from gsa_data.best_fit import COUNTERS
 from gsa_train.config import DataConfig, ProfileConfig
-from gsa_train.metrics.panels import BEST, LAYERS, PANELS, tag_of
+from gsa_train.metrics.panels import BEST, PANELS, tag_of
 from gsa_train.metrics.record import data_metrics, data_totals
 from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.probes.stats import MEANS
@@ -123,5 +123,5 @@ def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
         if panel.per_set:
             pattern = f"({'|'.join(panel.tags)})"
             assert any(re.fullmatch(pattern, tag) for tag in tags - {"train/loss"}), panel.label
-    assert set(LAYERS) | set(BEST) <= keys
+    assert set(BEST) <= keys
     assert {tag_of("phase_index"), tag_of("lrs")} == {"train/phase_index", "lr"}

@@ -21,7 +21,7 @@ SECTIONS: dict[str, Any] = {
     "data": {"num_lanes": 6},
     "evaluate": {"every_steps": 0, "max_blocks": 1, "ngram_baselines": False},
     "checkpoint": {"every_steps": 100},
-    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False, "plots": False},
+    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False},
 }
 PHASES = [
     {"name": "warm-up", "steps": 2, "attention": "dense", "train": "indexer", "lr": 1e-3},

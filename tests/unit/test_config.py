@@ -282,6 +282,8 @@ def test_what_a_saved_config_has_of_another_version(write):
     said = "model.future = 3: unknown key; use the version of gsa_train that saved it"
     assert str(caught.value) == f"saved.pt: 1 problem\n  {said}"
     removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n  selection_block: 1\n"
+    for plots in ("true", "false"):  # whatever the run drew
+        assert load_config(write(f"logging:\n  plots: {plots}\n")) == Config()
     saved = config_to_yaml(Config()).replace("gsa:\n", removed)
     saved = saved.replace("initial_text: fresh", "initial_text: anew")
     assert "initial_text: anew" in saved

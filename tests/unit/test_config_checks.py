@@ -100,9 +100,8 @@ def test_a_refused_config_has_one_line(moe_base: Path, overrides: list[str], fra
 
 def with_graphs(overrides: list[str]) -> list[str]:
     """Return the problems with CUDA graphs of a shipped config with these overrides."""
-    alone = ["parallel.overlap_grad_reduce=off", "parallel.overlap_param_gather=off"]
-    config = load_config(GSA, ["train.cuda_graphs=on", *alone, *overrides], need_data=False)
-    return check_graphs(config)
+    config = load_config(GSA, ["train.cuda_graphs=on", *overrides], need_data=False)
+    return check_graphs(config, replicas=8)
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), with_ids(GRAPH_RULES))
@@ -155,7 +154,7 @@ def test_what_is_allowed(base: Path, moe_base: Path) -> None:
     for row in ["", *ALLOWED_WITH_GRAPHS.strip().splitlines()]:
         words = [each for word in row.split() for each in SHORT.get(word, [word])]
         assert with_graphs(words) == [], row
-    assert check_graphs(load_config(GSA, ["parallel.tensor=2"], need_data=False)) == []
+    assert check_graphs(load_config(GSA, ["parallel.tensor=2"], need_data=False), 8) == []
     yarn = load_config(moe_base, SHORT["YARN"], world_size=1, need_data=False).model.rope_scaling
     assert (yarn.rope_type, yarn.factor) == ("yarn", 4.0)
 

@@ -149,41 +149,6 @@ def values_of(table: Path) -> dict[tuple[str, str], float]:
         return {(row["arm"], row["key"]): float(row["value"]) for row in csv.DictReader(file)}
 
 
-EFFICIENCY = values_of(ROOT / "docs/results/efficiency.csv")
-
-
-def attention(tokens: int, selection: str) -> list[float]:
-    """Return the speed relative to dense attention: forward, forward + backward; 1.7B and 7B shape in turn."""
-    keys = ("forward", "forward_backward")
-    cells = [(f"layer_{shape}_{tokens}_{selection}", key) for key in keys for shape in ("1.7B", "7B")]
-    return [1 / EFFICIENCY[cell] for cell in cells]
-
-
-def step(length: str, model: str) -> float:
-    return 1 / EFFICIENCY[f"step_1.7b_{length}_{model}", "time"]
-
-
-LENGTHS = ("4096", "8192", "16384", "32768")
-# A text in performance.md, the beginning of a row after it, and numbers of the row by the number of their cell.
-MEASURED: list[tuple[str, str, dict[int, float]]] = [
-    ("### Attention at long", "| 128K, r = 4", dict(enumerate(attention(131072, "token_r4"), 1))),
-    *(("With 2048 keys", f"| {n} |", {1: step(n, "gsa")}) for n in (*LENGTHS, "65536", "131072")),
-    *(("With a rotary indexer", f"| {n} |", {cell: step(n, f"gsa_rope_reuse_k{keys}")})
-      for cell, keys in ((1, 1024), (3, 512)) for n in LENGTHS),
-    ("With a rotary indexer", "| 65536 |", {1: step("65536_12_layers", "gsa_rope_reuse_k1024")}),
-    *(("### Decoding", f"| 128K, {n} seq", {2: 1 / EFFICIENCY[f"decode_131072_{n}_GSA", "time"]}) for n in (1, 16)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("after", "start", "numbers"), MEASURED)
-def test_the_tables_of_performance_have_the_numbers_of_the_benches(after, start, numbers):
-    text = (ROOT / "docs/reference/performance.md").read_text(encoding="utf-8").partition(after)[2]
-    line = next(line for line in text.splitlines() if line.startswith(start))
-    for cell, number in numbers.items():
-        found = re.findall(r"\d+\.\d+", line.split("|")[cell + 1])
-        assert found == [f"{number:.{len(found[0].partition('.')[2])}f}"], line
-
-
 def test_readme_has_the_spikes_of_the_350m_study() -> None:
     found = values_of(ROOT / "docs/results/four_models_350m.csv")
     spikes = [found[arm, "spikes"] for arm in ("gated_only", "standard")]

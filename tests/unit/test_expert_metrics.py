@@ -2,15 +2,11 @@
 
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gsa_eval.report.charts import _y_axes
-from gsa_eval.report.page import write_report
-from gsa_train.metrics.panels import PANELS
 from gsa_train.metrics.record import (
     Interval,
     LoggedStep,
@@ -21,7 +17,7 @@ from gsa_train.metrics.record import (
     reduce_step,
     step_record,
 )
-from gsa_train.metrics.record_format import to_json, to_scalars, validation_prefixes
+from gsa_train.metrics.record_format import to_scalars, validation_prefixes
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.probes.stats import EXTREMES, MEANS, VECTORS
@@ -154,7 +150,7 @@ def test_operations_of_dropped_choices_do_not_count() -> None:
     assert flops.total < flops_per_token(*sections).total
 
 
-def test_loads_are_a_picture_and_no_curves(tmp_path: Path) -> None:
+def test_loads_have_no_curves() -> None:
     shares = [[None, 0.5], [None, 0.125], [None, 0.25], [None, 0.125]]
     record = {"step": 1, "phase": "sparse", "loss": 3.0, "tokens": 10, **expert_metrics(shares)}
     assert record["expert_loads"][1] == [2.0, 0.5, 1.0, 0.5]
@@ -162,22 +158,6 @@ def test_loads_are_a_picture_and_no_curves(tmp_path: Path) -> None:
     scalars = to_scalars(record)
     assert scalars["moe/expert_load_max"] == scalars["moe_layers/expert_load_max/layer_01"] == 2.0
     assert not any("expert_loads" in tag for tag in scalars)
-    (tmp_path / "metrics.jsonl").write_text(f"{to_json(record)}\n")
-    (tmp_path / "config.yaml").write_text("run:\n  name: run\n")
-    page = write_report([tmp_path], tmp_path / "report.html").read_text()
-    picture = page.partition("load of experts / mean load, newest step")[2]
-    assert "[2.0,0.5,1.0,0.5]" in picture[:4000].replace(" ", "")
-
-
-def test_a_dead_expert_is_seen() -> None:
-    """A load of 0 has no place on a logarithmic axis."""
-    (panel,) = (panel for panel in PANELS if "expert_load_min" in panel.lines)
-    lines = [{"x": [1, 2], "y": [0.0, 0.0]}, {"x": [1, 2], "y": [3.0, 4.0]}]
-    axis = _y_axes(panel, lines)["yaxis"]
-    assert "type" not in axis
-    low, high = axis["range"]
-    assert low == 0
-    assert high > 4
 
 
 def test_no_statistic_is_taken_for_the_loss_of_a_validation_set() -> None:

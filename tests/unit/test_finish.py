@@ -1,7 +1,6 @@
-"""Tests the end of a complete run: figures that cannot be drawn do not change the exit code."""
+"""Tests the end of a complete run."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +12,6 @@ from gsa_train.metrics.sinks import Sinks
 from gsa_train.reliability.monitor.monitor import NotFinite
 from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
-from gsa_train.run.report import Report
 from gsa_train.run.state import Run
 from gsa_train.run_folder.lock import RunFolderError
 from helpers.single_rank import SPARSE, tiny_config
@@ -39,34 +37,6 @@ def run_in(folder: Path, **fields: Any) -> tuple[Run, Mock]:
     console, model = Mock(), cast(Any, None)
     config = tiny_config([SPARSE], run={"dir": str(folder), "name": "a"})
     return tiny_run(config, model, console=console, **fields), console
-
-
-def test_no_rank_waits_for_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch does not wait either: at the end it treats more than `parallel.timeout_minutes` as a hang. A separate
-    process draws it, and says so if a run has no records."""
-    monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
-    monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
-    run, console = run_in(tmp_path)
-    finish.finish(run, SPARSE)
-    console.message.reset_mock()
-    Report(replace(run, parallel=replace(run.parallel, rank=1))).on_complete()
-    assert not console.message.called
-    Report(run).on_complete()
-    told = [call.args[0] for call in console.message.call_args_list]
-    assert len(told) == 1
-    assert told[0].startswith("the run is complete, and its report cannot be drawn: ")
-    assert "no such folder; give the folder of a run" in told[0]
-
-
-def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    run, console = run_in(tmp_path)
-    Report(run).on_complete()
-    monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
-    Report(run).on_complete()
-    failed, not_started = (call.args[0] for call in console.message.call_args_list)
-    assert failed.startswith("the run is complete, and its report cannot be drawn: exit code 1; gsa-plot ")
-    assert "No such file or directory" in not_started
 
 
 def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkeypatch):

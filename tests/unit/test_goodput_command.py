@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gsa_eval.report.page import write_report
 from gsa_train.commands import goodput
 from gsa_train.config import config_to_yaml
 from gsa_train.planning.goodput import measure
@@ -183,10 +182,3 @@ def test_folders_without_an_account_are_refused(run: Path, tmp_path: Path, calle
     (tmp_path / "goodput.jsonl").mkdir()
     code, said = called("--run", tmp_path)
     assert (code, f"{tmp_path}: no goodput.jsonl with steps in it" in said) == (REFUSED, True)
-
-
-def test_the_report_shows_where_the_time_went(run: Path, tmp_path: Path) -> None:
-    page = write_report([run], tmp_path / "report.html").read_text()
-    assert "<summary>where the time went: ETTR 71.1%</summary>" in page
-    assert "<tr><td>steps done again</td><td class=number>14s</td><td class=number>6.64%</td></tr>" in page
-    assert "<td class=number>lost</td><td class=number>118</td><td class=number>6.0s</td>" in page

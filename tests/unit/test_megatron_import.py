@@ -12,7 +12,7 @@ from gsa_train.distributed.megatron_import import at_first_call
 
 COMMAND = Path(__file__).parents[2] / "gsa_train" / "commands" / "pretrain.py"
 UNUSED = ["wandb", "torch.utils.tensorboard", "tensorboard", "torch._inductor", "torch._dynamo"]
-UNUSED += ["transformers", "deepspeed", "plotly", "matplotlib", "pandas", "scipy", "networkx", "pyarrow"]
+UNUSED += ["transformers", "deepspeed", "matplotlib", "pandas", "scipy", "networkx", "pyarrow"]
 
 
 def imports_of_the_command() -> str:

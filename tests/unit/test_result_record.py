@@ -16,12 +16,10 @@ import yaml
 
 from gsa_study.caveats import notes
 from gsa_study.commands.results import main
-from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
-from gsa_study.figure import arm_dots, write_study_figure
-from gsa_study.record import MOST_POINTS, read_record, recorded_results
+from gsa_study.figure import arm_dots, shown_range, write_study_figure
+from gsa_study.record import MOST_POINTS, read_record, recorded_results, thin
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results
-from gsa_train.config import Config, GSAConfig, ModelConfig
 from helpers.result_pages import finish, lines_of, study_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +67,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
 def test_the_pages_of_this_repository_match_their_record(monkeypatch, tmp_path):
     """Runs of this machine do not count: a study's folders are read elsewhere."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
-    for name in ("studies", "benchmarks", "configs"):
+    for name in ("studies", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["results.py"])
@@ -178,7 +176,7 @@ def test_a_figure_stays_where_no_losses_are_recorded(folder, capsys):
         ("small.csv", "at the end,20.0,", "at the end,20.o,", "line 4: could not convert string to float: '20.o'"),
         ("small.csv", "one,1,val_loss", "one,3,val_loss", "line 4: out/records/small_runs.csv has no run one-seed3"),
         ("small.csv", "arm,seed", "arm,seeds", "line 1: not the columns arm,seed,metric,"),
-        ("records/small_runs.csv", "one,1,100,", "one,1,", "line 2: 10 cells, not 11"),
+        ("records/small_runs.csv", "one,1,100,", "one,1,", "line 2: 9 cells, not 10"),
         ("records/small_runs.csv", "one,1,100,", 'one,1,"100,', "line 2: "),
         ("records/small_runs.csv", "one,1,100,", "one,1,many,", "line 2: invalid literal for int() with base 10"),
         ("records/small_curves.csv", "one-seed1,50.0,", "one-seed1,,", "line 2: could not convert string to float: ''"),
@@ -220,7 +218,7 @@ def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(folder, monke
         assert main() == 0
         return [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
 
-    now = [{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two", "initial_weights": "one"}]
+    now = [{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two"}]
     ask(folder, arms=[{"name": "one"}, now[1]])
     finish(folder, "one", 1, 20.0)
     finish(folder, "two", 1, 18.0)
@@ -228,21 +226,18 @@ def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(folder, monke
     config = runs / "one-seed1" / "config.yaml"
     config.write_text(config.read_text().replace("data/sample/", "/of/another/machine/"))
     assert left_out() == []
-    ask(folder, arms=[now[0], {"name": "two"}])
-    finish(folder, "one", 2, 21.0)
-    of_one, of_two = left_out()
-    assert "gsa.k_base: 2048 -> 512" in of_one
-    assert "checkpoint.initial_weights: " in of_two
-    assert {run for run, _, _ in values(folder)} == {"one-seed1", "one-seed2", "two-seed1"}, "as recorded"
     ask(folder, arms=now)
+    finish(folder, "one", 2, 21.0)
+    (of_one,) = left_out()
+    assert "gsa.k_base: 2048 -> 512" in of_one
+    assert {run for run, _, _ in values(folder)} == {"one-seed1", "one-seed2", "two-seed1"}, "as recorded"
     shutil.rmtree(folder / "out")
-    for line, run in zip(left_out(), ("one-seed1", "two-seed1"), strict=True):
-        assert line.startswith(f"left out {runs / run}, as {runs / 'one-seed1'} began with another config")
-    assert {run for run, _, _ in values(folder)} == {"one-seed2"}
+    (line,) = left_out()
+    assert line.startswith(f"left out {runs / 'one-seed1'}, as it began with another config")
+    assert {run for run, _, _ in values(folder)} == {"one-seed2", "two-seed1"}
     ask(folder, arms=[{"name": "one"}, {"name": "two"}])
     monkeypatch.setattr("sys.argv", [*sys.argv, "gsa.k_base=512"])  # as the second had it
     assert len(left_out()) == 2, "both with seed 1"
-    assert {run for run, _, _ in values(folder)} == {"one-seed2"}
 
 
 def test_a_run_whose_records_are_cut_off_is_left_out(folder, capsys):
@@ -270,16 +265,13 @@ def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.Captur
     assert contents(folder) == before
 
 
-# --- pages: the paper's claims, benches and a person's text ------------------------------------------------
+# --- pages: the paper's claims and a person's text ------------------------------------------------
 
 
 def test_a_study_without_a_finished_run_has_no_page(folder: Path) -> None:
     assert main() == 0
-    assert {path.name for path in (folder / "out").iterdir()} == {"README.md", "efficiency.md"}
+    assert {path.name for path in (folder / "out").iterdir()} == {"README.md"}
     assert lines_of(folder / "out" / "README.md", "| [Two") == []
-    assert (
-        "Not run yet: `make bench` and `make bench-models`." in (folder / "out" / "efficiency.md").read_text()
-    )
 
 
 def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
@@ -339,46 +331,35 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_folders_and_damaged_benches_write_no_pages(folder, monkeypatch, capsys):
+def test_wrong_folders_write_no_pages(folder, monkeypatch, capsys):
     """A missing folder would otherwise replace existing pages by empty ones."""
-    for option in ("--studies", "--benches"):
-        words = ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        assert f"{option} typo: no such folder" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["results.py", "--studies", "typo", "--out", "out"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--studies typo: no such folder" in capsys.readouterr().err
     assert not (folder / "out").exists()
-    words = ["results.py", "--studies", "studies", "--benches", "benches", "--out"]
-    monkeypatch.setattr("sys.argv", [*words, "studies/small.yaml"])
+    monkeypatch.setattr("sys.argv", ["results.py", "--studies", "studies", "--out", "studies/small.yaml"])
     assert main() == 2
     assert "not all was written: " in capsys.readouterr().err
-    (folder / "benches" / "bench_long.json").write_text("{")
-    monkeypatch.setattr("sys.argv", [*words, "out"])
-    assert main() == 2
-    assert "bench_long.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
 
 
-# ---- time and memory
+def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
+    steps = list(range(1, 1001))
+    falling = [3.0 + 0.5 * math.cos(step / 20) + 9.0 / step for step in steps]
+    low, high = shown_range([(steps, falling)])
+    assert low < 2.5 < 3.5 < high < 4 < 12 < falling[0]
+    falling[700] = 50.0
+    assert shown_range([(steps, falling)])[1] < 4.5
+    assert shown_range([(steps[:9], falling[:9])]) is None
+    assert shown_range([(steps, [1.0] * 1000)]) == pytest.approx((0.9, 1.1))
+    assert shown_range([(steps, [None, math.nan] * 500)]) is None
 
 
-def test_the_theory_of_one_layer_by_hand() -> None:
-    model = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=8)
-    config = Config(model=model, gsa=GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2))
-    # Queries of 4 tokens have 1 to 4 causal keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
-    dense, selected, scores = 4 * 16 * 2.5, 4 * 16 * 1.75, 8 * 2.5
-    assert forward_ratio(config, 4) == pytest.approx((selected + scores) / dense)
-    assert forward_ratio(None, 4) is None
-
-
-def test_the_theory_of_prefill_by_hand() -> None:
-    model = ModelConfig(
-        num_layers=3, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=8, ffn_hidden_size=5, vocab_size=7
-    )
-    gsa = GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2, value_gate=True, output_gate=True)
-    config = Config(model=model, gsa=gsa)
-    of_both = 2 * (4 * (16 + 2 * 8) + 16 * 4) + 2 * 3 * 4 * 5  # projections, feed-forward layer
-    gates = 2 * (4 * 8 + 4 * 16)
-    indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the causal keys
-    ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
-    assert prefill_ratio(config, 4) == pytest.approx(ratio)
-    assert prefill_ratio(None, 4) is None
+def test_a_long_line_keeps_its_peaks_and_its_gaps():
+    values = [math.sin(at / 300) for at in range(10_000)]
+    values[4321], values[7000] = 50.0, math.nan
+    kept = thin(values, 600)
+    assert len(kept) <= 610
+    assert {0, 4321, 7000, 9999} <= set(kept)
+    assert kept == sorted(kept)
+    assert thin(values[:600], 600) == list(range(600))

@@ -22,6 +22,7 @@ from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run_folder import lock as run_lock
 from gsa_train.run_folder.lock import FILE, RunFolderError, RunLock
 from gsa_train.run_folder.resume import Start
+from gsa_train.run_folder.starts import command_line, source_commit
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
 
@@ -273,3 +274,27 @@ def test_a_refused_start_removes_no_folder_in_which_another_has_trained(tmp_path
     second.take()
     second.take_back()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [FILE, "metrics.jsonl"]
+
+
+def test_the_command_of_a_start():
+    words = ["launch/pretrain.py", "--config", "a b.yaml", "data.train_dir=s3://me:secret@host/x"]
+    alone = command_line(words, {})
+    assert alone == "python launch/pretrain.py --config 'a b.yaml' data.train_dir=s3://host/x"
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert command_line(words[:1], torchrun) == "torchrun --nproc_per_node=8 --nnodes=2 launch/pretrain.py"
+    assert command_line(["/x/gsa_train/__main__.py", "y=1"], {}) == "python -m gsa_train y=1"
+    assert command_line(["/x/bin/gsa-pretrain", "y=1"], {}) == "/x/bin/gsa-pretrain y=1"
+
+
+@pytest.mark.parametrize(("listed", "commit"), [("abc\n", "abc"), ("abc\n M x.py\n", "abc+")])
+def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
+    monkeypatch.delenv("GSA_COMMIT", raising=False)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "commit.txt").write_text(listed)
+    assert source_commit(tmp_path / "source") == commit
+    assert source_commit(tmp_path) is None
+    monkeypatch.setenv("GSA_COMMIT", "def")
+    assert source_commit(tmp_path / "source") == commit
+    assert (
+        source_commit(Path(__file__).parents[2]) == source_commit(tmp_path) == "def"
+    )  # a checkout may be newer than its git

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gsa_train.config import LoggingConfig
-from gsa_train.metrics.panels import SECTIONS
+from gsa_train.metrics.panels import BEST, PANELS, SECTIONS, tag_of
 from gsa_train.metrics.record_format import go_back, read_records, to_scalars, validation_prefixes
 from gsa_train.metrics.sinks import open_sinks
 from gsa_train.run.run_log import RunLog
@@ -266,3 +266,15 @@ def test_where_nothing_is_written_late_records_are_made_all_the_same():
     assert made == []
     log.write_late()
     assert made == [1]
+
+
+def test_the_list_of_panels_is_one():
+    assert {panel.section for panel in PANELS} == set(SECTIONS)
+    assert len({(panel.section, panel.label) for panel in PANELS}) == len(PANELS)
+    shown = [tag for panel in PANELS for tag in panel.tags]
+    assert len(shown) == len(set(shown)), "a metric stands in two panels"
+    assert all(map(tag_of, BEST))
+    tags = {"lr": "train/lr", "lrs": "lr", "tokens": "train/tokens", "k_mean": "gsa/k_mean"}
+    assert {key: tag_of(key) for key in tags} == tags
+    keys = {key for panel in PANELS for key in panel.keys}
+    assert set(BEST) <= keys | {"validation_loss", "validation_perplexity"}

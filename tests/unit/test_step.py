@@ -2,7 +2,7 @@
 tests/gpu/test_graphs_on_gpu.py has real graphs."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph
 from gsa_train.phases import enter_phase
 from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
+from helpers.called_again import CalledAgain
 from helpers.single_rank import (
     DENSE,
     EOS,
@@ -170,21 +171,6 @@ STEPS = 6
 MEASURED = 4
 
 
-class CalledAgain(MicroBatchGraph):
-    """Replays with only the data that existed when the pass was captured."""
-
-    captures = 0
-
-    def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> None:
-        self.captures += 1
-        self._inputs = PassInputs._make(None if each is None else torch.zeros_like(each) for each in inputs)
-        self._loss_sum = torch.zeros(())
-        self._pass = run_pass
-
-    def _replay(self) -> None:
-        self._loss_sum.copy_(self._pass(self._inputs))
-
-
 def trained(
     phase: PhaseConfig, graph: MicroBatchGraph | None, config: Config, across: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -205,32 +191,37 @@ def trained(
     return found, weights
 
 
+OVERLAP = {"overlap_grad_reduce": True}
 CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
     "sparse": (SPARSE, {}, False),
     "sparse, one document": (SPARSE, {}, True),
     "dense": (DENSE, {}, False),
     "dense, one document": (DENSE, {}, True),
-    "loads of experts": (SPARSE, EXPERTS, False),
-    "biases of experts": (SPARSE, {**EXPERTS, **BIASES}, False),
+    "loads of experts": (SPARSE, {"moe": EXPERTS}, False),
+    "biases of experts": (SPARSE, {"moe": {**EXPERTS, **BIASES}}, False),
+    "overlapped reduction": (SPARSE, {"parallel": OVERLAP}, True),
+    "overlapped reduction, experts": (SPARSE, {"parallel": OVERLAP, "moe": EXPERTS}, False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_matches_the_schedule(name: str) -> None:
-    """Routers count in the passes, and their balancing changes after each step."""
-    phase, moe, across = CASES[name]
-    config, graph = tiny_config(moe=moe, train={"qk_clip": 5.0}), CalledAgain()
+    """Routers count in the passes, and their balancing changes after each step. With an overlapped reduction the last
+    micro-batch of a step runs without a graph."""
+    phase, sections, across = CASES[name]
+    config, graph = tiny_config(**sections, train={"qk_clip": 5.0}), CalledAgain()
     losses, weights = trained(phase, None, config, across)
     of_graph, its_weights = trained(phase, graph, config, across)
     assert graph.captures == 1
-    assert graph.replays == 2 * (STEPS - WARM_UP_STEPS - 1)
+    replayed = 1 if "parallel" in sections else 2
+    assert graph.replays == replayed * (STEPS - WARM_UP_STEPS - 1)
     assert of_graph == losses
     assert len({*losses}) > STEPS
     for tensor, weight in weights.items():
         assert torch.equal(its_weights[tensor], weight), tensor
     moved = [each for tensor, each in weights.items() if tensor.endswith(("expert_bias", "router.loads"))]
     assert all(len(balance.unique()) > 1 for balance in moved)
-    assert bool(moved) == bool(moe)
+    assert bool(moved) == ("moe" in sections)
 
 
 def test_other_shapes_and_another_pass_are_captured_again() -> None:

@@ -57,12 +57,12 @@ def test_the_arm_overrides_the_command_line_which_overrides_the_study_and_the_ba
 
 
 def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
-    ruler = {"ruler": [512, 1024], "ruler_tasks": ["vt", "cwe"], "ruler_samples": 20, "ruler_gold": True}
+    ruler = {"ruler": [512, 1024], "ruler_samples": 20}
     needle = {"name": "needle", "arms": ["two"], **ruler, "validation": True}
     study = load(tmp_path, seeds=[1], evaluations=[needle])
     (job,) = (job for job in jobs_of(study) if job.kind == "evaluate")
     assert job.run.arm == "two"
-    words = "--ruler 512,1024 --ruler-tasks vt,cwe --ruler-samples 20 --validation --ruler-gold"
+    words = "--ruler 512,1024 --ruler-samples 20 --validation"
     assert " ".join(job.command).endswith(words)
 
 
@@ -106,10 +106,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (metric(source="evaluation"), "the study evaluates nothing"),
     ({**metric(source="evaluation", evaluations=["a"]), **evaluation()}, "metrics.0.evaluations = a: the"),
     (metric(at_tokens=[10_000_000, 20_000_000, 10_010_000]), "10010000]: two of them are 10M in"),
-    (evaluation(k_base=[0]), "evaluations.0.k_base = 0: below 1"),
+    (evaluation(context_lengths=[0]), "evaluations.0.context_lengths = 0: below 1"),
     (evaluation(arms=["on"]), "evaluations.0.arms = on: the study has no such arm"),
     (evaluation(validation=True), "evaluations.0.validation = true: the run's sets are scored beside tasks"),
-    (evaluation(ruler_gold=True), "evaluations.0.ruler_gold = true: there is no RULER without lengths"),
     (evaluation(data={"a": "/no/where"}), "evaluations.0.data.a = /no/where: not there"),
     (evaluation(tasks=["piqa", "/no/where.jsonl"]), "evaluations.0.tasks.1 = /no/where.jsonl"),
     (selections(layers=[9]), "all arms: selections.layers = [9]: the model has"),
@@ -140,18 +139,17 @@ DENSE_AND_SPARSE = [
 ]
 
 
-def test_evaluations_take_each_length_and_each_budget_of_arms_with_an_indexer(tmp_path: Path) -> None:
-    far = {"data": {"books": "/tmp"}, "context_lengths": [64, 128], "k_base": [4, 64]}
+def test_evaluations_take_each_length(tmp_path: Path) -> None:
+    far = {"data": {"books": "/tmp"}, "context_lengths": [64, 128]}
     far |= {"name": "far", "settings": ["gsa.adaptive_k=off"]}
     jobs = jobs_of(load(tmp_path, arms=DENSE_AND_SPARSE, seeds=[1], evaluations=[far]))
     assert [(job.run.arm, job.kind, job.name) for job in jobs] == [
         ("dense", "train", ""),
         *(("dense", "evaluate", f"far-L{length}") for length in (64, 128)),
         ("sparse", "train", ""),
-        *(("sparse", "evaluate", f"far-L{length}-k{k}") for length in (64, 128) for k in (4, 64)),
+        *(("sparse", "evaluate", f"far-L{length}") for length in (64, 128)),
     ]
-    words = "--name far-L128-k64 --data books=/tmp --context-length 128"
-    words += " gsa.adaptive_k=off gsa.k_base=64 gsa.k_min=8 gsa.k_max=64"
+    words = "--name far-L128 --data books=/tmp --context-length 128 gsa.adaptive_k=off"
     assert " ".join(jobs[-1].command).endswith(words)
 
 

@@ -15,7 +15,7 @@ from gsa_study.caveats import close_lines, notes
 from gsa_study.commands.study import main
 from gsa_study.cost import arm_costs
 from gsa_study.report import markdown
-from gsa_study.run_metrics import first_reached, interpolate, time_knots
+from gsa_study.run_metrics import first_reached, interpolate, time_knots, token_knots
 from gsa_study.spread import Spread, close_pairs, difference, written
 from gsa_study.study_file import Study
 from gsa_study.tables import (
@@ -55,6 +55,9 @@ def test_training_time_counts_each_step_with_the_median_of_its_phase() -> None:
     events = [{"event": "validation", "step": 10, "phase": "sparse", "validation_loss": 1.0}]
     assert time_knots([*records, *events]) == [(0.0, 0.0), (6.0, 12.0), (10.0, 28.0)]
     assert time_knots([]) == []
+    # The batch became four times as large after step 30.
+    tokens = [{"step": step, "tokens": 1000 * (step + 3 * max(0, step - 30))} for step in range(10, 61, 10)]
+    assert token_knots(tokens) == [(0, 0), (30, 30_000), (60, 150_000)]
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import torch
 
 from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.report.page import write_report
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config
@@ -324,7 +323,7 @@ def test_files_damaged_further_on_and_other_requests_of_a_rank_are_refused(place
         shared_tasks(config, tokenizer, single_rank())
 
 
-def test_where_scores_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_scores_go(capsys: pytest.CaptureFixture[str]) -> None:
     record = {"event": "tasks", "step": 4, "phase": "sparse", "tokens": 40, "eval_seconds": 3.0}
     record |= {"eval_accuracy": {"rc": 0.25}, "eval_bits_per_byte": {"rc": 1.5, "gold_bpb": 2.5}}
     scalars = {"eval/accuracy/rc": 0.25, "eval/bits_per_byte/rc": 1.5, "eval/bits_per_byte/gold_bpb": 2.5}
@@ -332,8 +331,3 @@ def test_where_scores_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     Progress(10, interactive=False).show(record)
     said = [" ".join(line.split("sparse")[1].split()) for line in capsys.readouterr().out.splitlines()]
     assert said == ["rc accuracy 0.2500 bits per byte 1.5000", "gold_bpb bits per byte 2.5000"]
-    steps = [{"step": step, "phase": "sparse", "loss": 5.0, "tokens": 10 * step} for step in (2, 4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, record]))
-    page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
-    assert '<h2 id="eval">Tasks</h2>' in page
-    assert "gold_bpb" in page

@@ -3,11 +3,11 @@
 A line says how the main rank has spent its time since its process began, at a step of the run:
 
     start   the process has opened the run folder; `began`: when the process began
-    steps   the number of steps done (`phase` of the last one)
+    steps   steps are done; `phase`: of the last step
     rewind  the run has gone back to an earlier checkpoint
-    end     the process leaves on purpose: `reason`
-    lost    written by the next start for a process that wrote no `end`: `time` is its last sign of life, `progress`
-            the last progress of its main thread
+    end     the process leaves on purpose; `reason`: why
+    lost    written by the next start for a process without `end`; `time`: its last sign of life; `progress`: the last
+            progress of its main thread
 
 Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
 `began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.

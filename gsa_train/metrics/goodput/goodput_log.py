@@ -1,4 +1,4 @@
-"""Write a run's use of time on the main rank: lines of goodput.jsonl, and a sign of life of the process."""
+"""Write a run's use of time to goodput.jsonl, and signs of life to alive.json, on the main rank."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of the run so far. Damaged lines are skipped with a warning,
-    because later lines include their times."""
+    """Read the lines of the run so far. Damaged lines are skipped with a warning, because later lines include their
+    times."""
     path = folder / FILE
     if not path.is_file():
         return []
@@ -58,9 +58,8 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """Returns what is known about the end of the newest process, or an empty list if it wrote `end` or there is none.
-    The last sign of life is the newest of the process's last line, its alive.json, and another rank's report of a
-    hang."""
+    """Returns the `lost` line of the newest process, or an empty list if it wrote `end` or there is no process. The
+    last sign of life is the newest of the process's last line, its alive.json, and another rank's report of a hang."""
     starts = [each for each in lines if each["kind"] == "start"]
     if not starts or lines[-1]["kind"] in ("end", "lost"):
         return []

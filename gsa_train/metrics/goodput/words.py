@@ -60,7 +60,7 @@ def lost_in_words(line: Line, silent: Sequence[str]) -> str:
 
 
 def start_up_in_words(seconds: Mapping[str, float]) -> str:
-    """Returns a line about the time from a process's begin to the end of its first step, by part.
+    """Returns a line about the time from a process's start to the end of its first step, by part.
 
     Args:
         seconds: by activity of this process.

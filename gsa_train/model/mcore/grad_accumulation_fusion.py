@@ -1,7 +1,7 @@
 """Accumulate weight and bias gradients directly into their fp32 buffers.
 
-megatron-core needs an Apex extension for this (`gradient_accumulation_fusion`). Here torch calls cuBLAS. No bf16
-gradient is rounded, written and read again.
+megatron-core needs an Apex extension for `gradient_accumulation_fusion`. Here torch calls cuBLAS. No bf16 gradient is
+written and read again.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class GroupedExperts(MegatronModule):
             [M, d], weighted; with expert tensor parallelism this rank's partial sum.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        # The outputs are weighted before the second product, as in megatron-core. Its output is then not kept for the
-        # backward pass.
+        # Weight before the second product, as in megatron-core. The backward pass then does not need this product's
+        # output.
         inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends), weights)
         return GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 

@@ -1,7 +1,7 @@
 """Build the linear layers of attention and feed-forward layers.
 
-A new precision is a function of the settings and a row of LINEAR_LAYERS; `train.linear_layers` chooses. The table does
-not cover projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+For a new precision, add a function of the settings to LINEAR_LAYERS. `train.linear_layers` chooses a row. The table
+does not cover projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
 
 
 class MixtureOfExperts(MegatronModule):
-    """Computes u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t). Each rank routes its own
-    tokens under sequence and context parallelism."""
+    """Adds the outputs of a token's chosen experts, weighted by the router, and of the shared expert. Each rank routes
+    its own tokens."""
 
     def __init__(
         self,

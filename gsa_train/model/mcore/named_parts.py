@@ -1,5 +1,5 @@
-"""Add named trace spans (gsa_train.profiling.trace_spans) to megatron-core's layer and model; define the sandwich-norm
-layer.
+"""Add named trace spans (gsa_train.profiling.trace_spans) to megatron-core's layer and model, and define the
+sandwich-norm layer.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class NamedGPTModel(GPTModel):
     """Settings of the objective."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the losses, fp32, from labels [B, L] and this rank's logits [L, B, V / tp]: [B, L], or in training as
-        `training_losses`."""
+        """Return fp32 losses [B, L] of this rank's logits [L, B, V / tp], in training as `training_losses`."""
         given = (logits, labels, self.pg_collection.tp, self.config.fused_ops, self.train_config)
         return training_losses(self.objective, *given) if self.training else cross_entropy(*given)
 

@@ -39,8 +39,8 @@ class Routing(NamedTuple):
 class RouterContext:
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor of a sum over tokens in the gradient: ranks over which gradients are averaged / tokens of a full global
-    batch (`AttentionPass.batch_share`)."""
+    """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of a full
+    global batch) (`AttentionPass.batch_share`)."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
     """Maps this rank's choices, bool [L, B, E], to the number of earlier tokens of the whole sequence that chose each
     expert, int64 [L, B, E]. Collective. Called only with a capacity."""
@@ -49,9 +49,9 @@ class RouterContext:
 
 
 class Router(torch.nn.Module):
-    """Scores all experts for h and chooses the top k, in fp32. Loads and biases change only in `update_routers`, after
-    the optimizer step. All micro-batches of a step and their recomputation thus use the same values. Both are buffers,
-    so they are saved with the model."""
+    """Scores all experts for each token and chooses the top k, in fp32. The experts' loads and biases change only in
+    `update_routers`, after the optimizer step. All micro-batches of a step and their recomputation thus use the same
+    values."""
 
     layer: int
     """Layer index, from 0."""
@@ -133,8 +133,7 @@ class Router(torch.nn.Module):
         return weights
 
     def _kept(self, experts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return bool [T, k]: whether the choice fits the capacity. Earlier tokens come first, so no later token drops
-        them."""
+        """Return bool [T, k]: whether the choice fits the capacity. Only earlier tokens take capacity from a token."""
         moe, tokens = self.moe, shape[0] * self.context.ranks_of_sequence
         capacity = expert_capacity(moe.capacity_factor, tokens, moe.top_k, moe.experts)
         chosen = torch.zeros(len(experts), moe.experts, dtype=torch.bool, device=experts.device)
@@ -147,7 +146,7 @@ class Router(torch.nn.Module):
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
     """Update loads and biases from the choices of a step over all ranks, and reset the counts. Collective.
 
-    Call it after each step that trains the base. Loads and biases stay unchanged if the step is not `applied` (0-d
+    Call this after each step that trains the base. Loads and biases stay unchanged if the step is not `applied` (0-d
     bool). The host does not wait for the device.
 
     Args:

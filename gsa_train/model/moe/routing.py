@@ -48,7 +48,7 @@ def expert_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the tokens of E sum_i f_i p_i (arXiv 2501.11873, eq. 2, before its mean over tokens): 0-d.
+    """Return the sum over tokens of E sum_i f_i p_i with loads f, score shares p (arXiv 2501.11873, eq. 2): 0-d.
 
     Args:
         scores: [T, E]; p is each row divided by its sum.

@@ -1,11 +1,12 @@
 """Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair, and a rank has T k choices. Choices are sorted by expert, so that the rows for each
-rank are contiguous. One all-to-all sends the rows, and the reverse all-to-all returns the outputs. With expert tensor
-parallelism, each rank that holds a part of an expert gets a copy. The partial outputs are summed after their return.
+A choice is a (token, expert) pair. A rank has T k choices (T tokens, k experts each). Choices are sorted by expert,
+so the rows for each rank are contiguous. One all-to-all sends the rows, and a reverse one returns the outputs. With
+expert tensor parallelism, each rank with a part of an expert gets a copy of the rows. The partial outputs are summed
+after their return.
 
-All data moves by permutations whose backward passes are gathers. There are no atomic additions, unlike in
-megatron-core's dispatchers, so results repeat bit for bit.
+All data moves by permutations whose backward passes are gathers, without atomic additions. Results therefore repeat
+bit for bit.
 """
 
 from __future__ import annotations

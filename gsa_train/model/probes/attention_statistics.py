@@ -20,7 +20,7 @@ from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueri
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
 
 MOST_PROBABILITIES = 1 << 24
-"""Attention probabilities in memory at once, if a key-value head has fewer."""
+"""Most attention probabilities in memory at once, unless one key-value head has more."""
 
 
 @torch.no_grad()
@@ -61,15 +61,15 @@ def measure_attention(
     tp_group: dist.ProcessGroup,
     most_keys: int,
 ) -> Statistics:
-    """Measure the sparse queries of the sample: recall and overlap of the selection, and attention probability by
+    """Measure the queries `QuerySample.sparse`: recall and overlap of the selection, and attention probability by
     position in the document.
 
-    Separate launches compute these, so that measuring does not change the results of the pass.
+    Separate kernels compute them, so measuring does not change the pass.
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
         sparse: the layer attends to the selection, not to all causal keys
-        most_keys: no selection that leaves keys out has more
+        most_keys: largest selection that leaves keys out
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
@@ -133,7 +133,7 @@ def top_key_overlap(
         q: [B, T, n_h, d_k]
         k: [B, L_k, n_kv, d_k]
         selected, causal: bool [B, T, L_k]
-        most_keys: no selection that leaves keys out has more
+        most_keys: largest selection that leaves keys out
     """
     group, num_keys = q.shape[2] // k.shape[2], k.shape[1]
     sizes, depth = selected.sum(-1)[:, None], min(most_keys, num_keys)
@@ -163,7 +163,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
 
     Args:
         budget: k_t, int [B, L]
-        variance: variance of their scores, fp32 [B, L]
+        variance: of each query's scores, fp32 [B, L]
     """
     chooses = queries.leave_keys_out(budget)
     members, in_groups = queries.by_position
@@ -191,13 +191,13 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    Overlap, union ratio and random recall count only queries that leave keys out, because other queries have no
-    choice. They count only neighbours in one document, because neighbours in two documents share no key.
+    Overlap, union ratio and random recall count only queries that leave keys out. Overlap and union ratio count only
+    neighbours in one document, because neighbours in two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
         overlaps: of pairs of neighbours, fp32 [B, P]
-        union_ratios: of groups of neighbours, fp32 [B, G]; None without groups
+        union_ratios: `union_ratio` of groups of neighbours, fp32 [B, G]; None without groups
     """
     sample = queries.sample
     chooses = (sizes < queries.sampled_visible)[:, sample.compared]

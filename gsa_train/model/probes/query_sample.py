@@ -1,7 +1,7 @@
 """Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
-Their positions depend only on the sequence length, and are the same in each sequence, layer, step and layout. A change
-between two logged steps is thus a change of the model, and a checkpoint needs no state for the sample.
+The sampled positions depend only on the sequence length, and are equal in each sequence, layer, step and layout. A
+change between two logged steps is a change of the model, and checkpoints need no state for the sample.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class QuerySample:
 def sampled_stretches(length: int) -> list[range]:
     """Return the sampled positions in a sequence of `length` tokens. Up to STRETCH * STRETCHES tokens, all positions
     are sampled. Longer sequences are divided into STRETCHES equal parts, and STRETCH adjacent positions near the
-    middle of each are sampled. They start at multiples of STRETCH, so that context-parallel chunks rarely cut them."""
+    middle of each part are sampled. They start at multiples of STRETCH, so that context-parallel chunks rarely cut
+    them."""
     if length <= STRETCH * STRETCHES:
         return [range(length)]
     middles = [(2 * part + 1) * length // (2 * STRETCHES) for part in range(STRETCHES)]

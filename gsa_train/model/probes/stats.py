@@ -331,12 +331,12 @@ class LayerStats:
     ) -> Callable[[], tuple[dict[str, list[float | None]], list[float], list[float], list[float]]]:
         """Reduce the values over all ranks and copy them to the host. The host does not wait. Collective.
 
-        Tensor-parallel replicas enter numerators and denominators equally.
+        Tensor-parallel replicas add equally to sums and counts.
 
         Args:
             device_sums: fp64 [m] on the device, summed over the ranks.
             host_sums: numbers of the host, summed over the ranks.
-            host_maxima: numbers of the host; the maximum over the ranks is taken.
+            host_maxima: numbers of the host, maximized over the ranks.
             device_numbers: fp64 [n] on the device, equal on all ranks, copied to the host.
 
         Returns:

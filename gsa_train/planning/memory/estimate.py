@@ -2,15 +2,15 @@
 
 The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers. The reference core is counted by its large tensors only. Tests compare the estimate with traces of the
-real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation, a logged
+linear layers. In plain-torch attention only large tensors count. Tests compare the estimate with traces of the real
+step (tests/unit/test_memory_trace.py). The estimate excludes temporary memory of a checkpoint, a validation, a logged
 step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
 (`max_memory_reserved`).
 
-The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists are assumed to
-have their largest length (selection.py). Experts are assumed to run as grouped products with even loads
-(`worst_expert_load` gives the worst case). With context parallelism the estimate describes the rank
-that needs the most memory.
+The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists (the keys that a tile
+of queries selects) are assumed to have their largest length (selection.py). Experts run as grouped products with even
+loads (`worst_expert_load` gives the worst case). With context parallelism the estimate describes the rank that needs
+the most memory.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class MemoryEstimate:
     buffers: float
     """Bytes that are allocated all the time."""
     graph: float
-    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They are the memory of its pass a second
-    time, because logged steps run without the graph."""
+    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They equal the memory of a pass, which
+    logged steps without the graph need, too."""
 
     @property
     def total(self) -> float:
@@ -209,8 +209,8 @@ def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
-    # With interleaving, megatron-core's warm-up and one more chunk are in flight. Each chunk has a share of what is
-    # kept.
+    # With interleaving, megatron-core's warm-up and one more chunk are in flight. Each chunk keeps a share of the
+    # stage's activations.
     ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
     return min(ahead, micro_batches * virtual) / virtual
 
@@ -265,8 +265,7 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
     # For each token of a step: the token and its label in int64, its document in int32, its weight in fp32.
     text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
     local_tokens = sizes.tokens // config.train.micro_batch_size
-    # Angles of the rotary embedding, fp32 [L, d_k], or cos and sin of half of them. Each chunk of the model has its
-    # own.
+    # Angles of the rotary embedding, fp32 [L, d_k], or cos and sin of half of them, for each model chunk.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
         # All indexers share one tensor: angles, fp32 [L, d_I], or cos and sin of half of them.
@@ -277,7 +276,8 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
 
 
 def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
-    """Returns the bytes that the schedule holds in addition to the micro-batches in flight: [L / shards, B, d] each."""
+    """Returns the bytes of tensors between stages, [L / shards, B, d] each, that the schedule holds in addition to
+    the micro-batches in flight."""
     parallel = config.parallel
     if parallel.pipeline == 1 or micro_batches == 1:
         return 0.0

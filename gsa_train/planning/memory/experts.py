@@ -1,5 +1,5 @@
-"""Estimate the memory that a mixture of experts keeps for the backward pass, and the memory that it uses only
-temporarily, if the loads of its experts are even.
+"""Estimate the memory of a mixture of experts with even loads: what it keeps for the backward pass, and what it uses
+temporarily.
 
 Symbols in shapes, in addition to sizes.py: T = B L / shards tokens that a rank routes to k of E experts each; N = T k
 rows that the rank sends, one copy for each rank that splits an expert's width; R rows that its own experts receive; w

@@ -34,9 +34,9 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """Returns the additional bytes while these queries' key lists are built, some rows at a time. They are scores of
-    rows with few keys, two packed masks, and candidates of rows without a list yet. All lists before they are joined
-    replace the candidates if they are larger."""
+    """Returns the additional bytes while these queries' key lists are built, some queries at a time. They are
+    scores of queries with few keys, two packed masks, and candidates of queries without a list yet. All lists before
+    they are joined replace the candidates if they are larger."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
@@ -46,8 +46,8 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     scored, guessed = turn - queries.start, queries.end - turn
     scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
     chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
-    # Each row has a score and a key per candidate. Earlier it has the scores of a sample of the keys, one of 32, and
-    # two sums for each program's keys.
+    # Each query has a score and a key per candidate. Earlier it has the scores of one key in 32, and two sums for each
+    # program's keys.
     program_keys = limits.SCORED_KEYS[sizes.value]
     candidates = (
         batch * chunk * (max(limits.CANDIDATE_BYTES * room, queries.end / 8) + 8 * queries.end / program_keys)
@@ -60,9 +60,9 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 def attending_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection.
 
-    Packed masks need gradients of K and V, 2 x [B, Lw, kv], their parts, and the transposed mask. Key lists need
-    partial gradients of K and V, [entries, 2 d_k] for some tiles and heads at a time, an index for each entry, and
-    their sums, fp32 [B, Lw, n_kv, 2 d_k]. The gradients are made last, after the partial gradients are freed.
+    Packed masks need gradients of K and V, 2 x [B, Lw, kv], their partial sums, and the transposed mask. Key lists need
+    partial gradients of K and V for some tiles and heads, [list entries, 2 d_k], an index for each entry, and sums,
+    fp32 [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
     """
     keys = key_gradients(sizes)
     if not gathers(config):
@@ -154,9 +154,9 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Returns the bytes per query and key: partial gradients of the keys for a tile of rows, and of the queries for a
-    segment. Sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). Hopper is
-    assumed, where bf16 has the stacked kernels."""
+    """Returns the bytes per query and key: partial gradients of the keys for a tile of queries, and of the queries for
+    a segment of keys. Sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). The
+    estimate assumes Hopper, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))
     if tile.stacked:

@@ -122,7 +122,7 @@ def uses_indexer(config: Config, phase: PhaseConfig) -> bool:
 
 def has_graph(config: Config, phase: PhaseConfig) -> bool:
     """Whether the base runs with an autograd graph. An indexer warm-up by megatron's strategy has no graph, because
-    each layer's indexer learns at once."""
+    each layer differentiates its own loss."""
     return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
 
 

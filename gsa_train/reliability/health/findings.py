@@ -100,7 +100,7 @@ def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
 
 
 def nodes_of_bad_links(findings: Sequence[Finding]) -> list[str]:
-    """Returns the nodes that explain all bad links of the ring, each once, or none if the links do not tell. Each rank
+    """Returns the nodes that explain all bad links of the ring, each once, or none if these are all nodes. Each rank
     reports the link from the previous rank. If both links of a node are bad, that node is at fault and its neighbours
     are not. For a single bad link, both ends are named."""
     nodes = [each.node for each in findings]

@@ -1,8 +1,8 @@
 """Compute matrix products whose result is known bit for bit, for any order of the sums.
 
-The factors are A = [X, X, s a] and B = [Y; -Y; s b], with random integers X and Y. The first two parts of the product
-cancel. The rest is the outer product of a and b times the length of s, a power of two. All sums are integers below
-2^24, which fp32 holds exactly; bf16 holds the result exactly.
+The factors are A = [X, X, a s] and B = [Y; -Y; s b], with random integer matrices X, Y, vectors a, b and signs s.
+The products of X and Y cancel. The rest is the outer product a b times the length of s, a power of two. All sums are
+integers below 2^24, which fp32 holds exactly. bf16 holds the result exactly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, i
     """Multiply repeatedly for `seconds`, and at least `least` times.
 
     Returns:
-        Number of wrong elements over all products, and number of products.
+        Numbers of wrong elements and of products.
     """
     device, count = problem.a.device, 0
     matmul = torch.backends.cuda.matmul

@@ -2,8 +2,8 @@
 
 Two checks run at the intervals of `monitor`. One check repeats a step's forward and backward pass with the same
 weights, micro-batches and random numbers. The loss, and the bits of each rank's gradients before their reduction, must
-be equal. The other check compares the weights of data-parallel replicas bit for bit. Both checks are exact because our
-kernels are deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
+be equal. The other check compares the weights of data-parallel replicas bit for bit. Both checks are exact, because
+configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
 The comparison of replicas and the second computation of a step both miss an error that repeats. They also miss an error
 in a shard of the distributed optimizer, because the shard has no replica.
@@ -167,7 +167,7 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call it before the update, while the weights of the forward pass are gathered. Before an unplanned save, call
+        Call this before the update, while the weights of the forward pass are gathered. Before an unplanned save, call
         it with whole weights.
 
         Raises:

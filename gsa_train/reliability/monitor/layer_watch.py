@@ -32,7 +32,7 @@ FLOORS = {
 
 
 class LayerWatch:
-    """Judges the logarithm of each statistic of each layer against its last values. The limit is the median of 8
+    """Judges the logarithm of each layer's statistics against their history. The limit is the median of the last 8
     values plus max(8 deviations, log 4). Differences of neighbouring values give the deviation."""
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:

@@ -4,8 +4,8 @@ A step's loss and gradient norm over the global batch are compared with the last
 masks the update on the device, and the host reads the verdict later (monitor.py). `robust` compares the logarithm of
 the gradient norm, whose noise is multiplicative and has a long tail. `sigma` compares the norm itself.
 
-A large gradient with a usual loss is most often caused by a short stretch of unusual text. If such a gradient is
-clipped, `robust` flags the step only if the norm exceeds a higher limit or stays large, or if the loss rises.
+A large gradient with a usual loss mostly comes from a short stretch of unusual text. If such a gradient is clipped,
+`robust` flags the step only if the norm exceeds a higher limit or stays large, or if the loss rises.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ RECENT_STEPS = 32
 """Steps of the short median, which follows a falling loss. It follows a spike only after half this number of spiking
 steps."""
 LAGS_STEPS = (8, 32)
-"""Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds little, but
-lanes with long documents make nearby batches similar."""
+"""Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds
+little. The lag of 32 is for lanes with long documents, which make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of one only
+"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one
 has harmless causes, such as a rare document."""
 ALONE = 2.0
 """Factor on the rise that the norm's logarithm may have if the gradient is clipped: by default 16 times the usual norm.
@@ -94,7 +94,7 @@ class SpikeDetector:
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         """Returns the verdict on a step, and adds the step to the history.
 
-        A spike also enters the history. Spikes change a median once they fill half of the window, as a new level would.
+        A spike also enters the history. Spikes change a median once they fill half of the window.
 
         Args:
             loss: 0-d, over the global batch.

@@ -26,8 +26,8 @@ def gathered_attention(
 
     The work grows with the length of the lists, because each tile of queries gathers every listed key once. No S_t may
     be empty. The function does not check that the listed keys are causal and in the query's document. Query head h
-    reads key-value head h // (H / Hkv). The function is differentiable in q, k, v and gate_logits; the backward pass is
-    deterministic. The last dimension must be contiguous; other strides are free.
+    reads key-value head h // (H / Hkv). The function is deterministic, and differentiable in q, k, v and gate_logits.
+    The last dimension of each tensor must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
@@ -49,15 +49,14 @@ def gathered_attention(
 
 
 _LIST_TENSORS = ("keys", "words", "starts", "counts")
-"""Fields of `KeyLists` on the device: hundreds of megabytes a layer."""
+"""Fields of `KeyLists` that are tensors on the device."""
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, lists, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(AttentionInputs(q, k, v, gate_logits), lists)
-        # The lists are not attributes of ctx: a loss that is still referenced keeps its nodes alive, but the backward
-        # pass frees what `save_for_backward` holds.
+        # The backward pass frees saved tensors. Attributes of ctx would occupy memory while the loss is referenced.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )

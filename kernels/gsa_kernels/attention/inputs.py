@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
-from gsa_kernels.devices import interpreted
+from gsa_kernels.devices import interpreted, shared_memory
 from gsa_kernels.fused.gates.rows import grouped
-from gsa_kernels.limits import HEAD_SIZES
+from gsa_kernels.limits import ADA_SHARED_BYTES, HEAD_SIZES, HOPPER_SHARED_BYTES
 from gsa_kernels.types import Geometry
 
 ALL_OF_ONE_SEQUENCE = Geometry()
@@ -39,14 +39,14 @@ class GradientInputs:
     """Holds the inputs of both backward kernels, for the queries and for the keys."""
 
     grad: torch.Tensor
-    """[B, L, H, D], of the output before its gate."""
+    """[B, L, H, D], gradient of the output before the gate."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     delta: torch.Tensor
     """fp32 [B, H, L], sum_d grad * output."""
     lse2: torch.Tensor
-    """fp32 [B, H, L], log-sum-exp of the logits in units of log 2."""
+    """fp32 [B, H, L], log-sum-exp of the logits, times log2(e)."""
 
     @property
     def scale(self) -> float:
@@ -118,4 +118,15 @@ def checked_inputs(
             )
     if q.device.type != "cuda" and not interpreted():
         raise ValueError(f"q is on {q.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test on CPU)")
+    needed, found = HOPPER_SHARED_BYTES if dim > 128 else ADA_SHARED_BYTES, shared_memory(q.device)
+    if found < needed:
+        raise ValueError(
+            f"heads of {dim} need {needed // 1024} KiB of shared memory, and {_architecture(q.device)} has "
+            f"{found // 1024} KiB; pass implementation='reference' (training: gsa.attention_impl=reference)"
+        )
     return AttentionInputs(q, k, v, grouped(gate_logits, kv_heads))
+
+
+def _architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -37,15 +37,15 @@ def masked_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Query head h reads key-value head h // (H / Hkv). The function is differentiable in q, k, v and gate_logits; the
-    backward pass is deterministic. The last dimension must be contiguous; other strides are free.
+    Query head h reads key-value head h // (H / Hkv). The function is deterministic, and differentiable in q, k, v and
+    gate_logits. The last dimension of each tensor must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         k: [B, Lk, Hkv, D], Lk = query_start + L
         v: [B, Lk, Hkv, D]
         packed_mask: S_t, int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that query i selects
-            key s, which is one of its causal keys. None: dense attention to all causal keys of the document.
+            key s, which is one of its causal keys. None: attention to all causal keys of the document.
         geometry: document starts and query start. With a packed mask, document starts only save work.
         gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
 
@@ -64,11 +64,10 @@ def masked_attention(
 
 @torch.no_grad()
 def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
-    """Compute the log-sum-exp of `masked_attention` for S sampled queries, in any order, with repetitions: fp32 [B, H,
-    S].
+    """Compute the log-sum-exp of `masked_attention` for S sampled queries: fp32 [B, H, S].
 
     Args:
-        q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
+        q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32; in any order, with repetitions
         k: [B, Lk, Hkv, D]
         packed_mask: int32 [B, S, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that key s counts for query i
     """

@@ -79,7 +79,7 @@ def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: to
     Args:
         q: [B, Lq, H, D]
         k: [B, Lk, Hkv, D]
-        lse: [B, H, Lq], of the attention over the same mask: each head's probabilities sum to 1
+        lse: [B, H, Lq], from attention over the same mask
         mask: bool [B or 1, Lq, Lk]
 
     Returns:
@@ -112,7 +112,7 @@ def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def _softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute the softmax over the mask; it is 0 off the mask and in rows with an empty mask."""
+    """Compute the softmax over the mask. The result is 0 off the mask and in rows with an empty mask."""
     # A row with an empty mask is normalised over all keys and then zeroed. This keeps the backward pass finite, too.
     normalised_over = mask | ~mask.any(-1, keepdim=True)
     return logits.masked_fill(~normalised_over, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)

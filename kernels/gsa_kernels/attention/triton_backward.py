@@ -1,10 +1,10 @@
 """Computes the backward pass of attention over selected keys, deterministically.
 
-One kernel computes the gradient of q, another one the gradients of k and v. Each sum is computed by one program.
+One kernel computes the gradient of q, and another kernel computes the gradients of k and v.
 
-Let U be the gradient of the gated output. Then dO = U * sigmoid(gate), delta = sum_d dO O = sum_d U out and dgate = U O
-sigmoid'(gate) = U out (1 - sigmoid(gate)). All three follow from the gated output, so the output before the gate is not
-saved.
+Let O be the output before the gate, `out` the gated output, and U the gradient of `out`. Then dO = U * sigmoid(gate),
+delta = sum_d dO O = sum_d U out and dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). The forward pass therefore
+saves only `out`.
 """
 
 import torch
@@ -26,7 +26,7 @@ def attention_backward(
     packed_mask: torch.Tensor | None,
     document_starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute gradients of q, k, v and the gate logits from the gradient of `out`; out and lse are saved results."""
+    """Compute gradients of q, k, v and the gate logits from the gradient of `out`, and the saved out and lse."""
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)

@@ -1,4 +1,4 @@
-"""Computes the gradients of k and v: one program per tile of keys loops over the queries that attend to it."""
+"""Computes the gradients of k and v. One program per tile of keys loops over the queries that attend to it."""
 
 import torch
 import triton
@@ -27,8 +27,8 @@ def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, GRADIENT_KEYS[4], float_warps(head_size), 1, tma=False)
     if head_size > 128:
-        # The two gradients take half the registers of a multiprocessor: 128 of 256 in each thread. Shared memory holds
-        # 64 KiB of k and v, and two stages of 32 KiB each of q and of the output's gradient.
+        # The two gradients take 128 of 256 registers in each thread. Shared memory holds 64 KiB of k and v, and two
+        # stages of 32 KiB each of q and of the output's gradient.
         return Tiles(64, GRADIENT_KEYS[2], 8, 2)
     # A third stage leaves room for only one program per multiprocessor at head size 128.
     return Tiles(64, GRADIENT_KEYS[2], 4, 3 if head_size <= 64 else 2)
@@ -136,8 +136,8 @@ def _keys_kernel(
 ):  # fmt: skip
     """One program computes the gradients of one tile of keys of one key-value head from GROUP / SPLITS query heads.
 
-    The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands,
-    which stay in registers. The first tiles of keys run first, because most queries attend to them.
+    The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands of
+    products, which can stay in registers. The first tiles of keys run first, because they have the most queries.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
@@ -239,11 +239,11 @@ def _pull_to_keys(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add P^T dO to acc_v and dS^T Q to acc_k, over queries first .. last; first is a multiple of QUERIES."""
+    """Add P^T dO to acc_v and dS^T Q to acc_k for queries first .. last - 1. P: probabilities, S: logits."""
     head_rows = (batch.to(tl.int64) * heads + head) * length
     own_rows = columns - query_start  # rows of the queries at the positions of these keys
     if HAS_MASK:
-        # This is word [row // 32 + j, columns] of the tile. The offset of a row is a 64-bit scalar.
+        # Vector j holds words [first // 32 + j, columns]. The offset of the first row is a 64-bit scalar.
         base = turned + tl.cast(first // 32, tl.int64) * num_keys
         word0, word1, word2, word3 = load_words(
             base + columns, num_keys, valid, word_columns - first // 32, QUERIES, EVEN

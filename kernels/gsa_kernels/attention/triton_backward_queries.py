@@ -1,4 +1,4 @@
-"""Computes the gradient of q: one program per tile of queries loops over the keys."""
+"""Computes the gradient of q. One program per tile of queries loops over the keys."""
 
 import torch
 import triton
@@ -17,10 +17,13 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
+from gsa_kernels.devices import shared_memory
+from gsa_kernels.limits import HOPPER_SHARED_BYTES
 from gsa_kernels.triton_constants import LOG2_E
 
 
-def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
+def query_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHARED_BYTES) -> Tiles:
+    """Return the tile shape for a GPU with `shared` bytes of shared memory per program."""
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:
@@ -28,7 +31,8 @@ def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
         # tile of 64 keys would leave no second stage. A tile of 64 queries would have one warpgroup with 248 registers
         # per thread.
         return Tiles(128, 32, 8, 2)
-    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3)
+    # Three stages need 128 KiB without TMA.
+    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3 if shared > 128 * 1024 else 2)
 
 
 def backward_queries(
@@ -38,7 +42,7 @@ def backward_queries(
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
-    tiles = query_tiles(head_size, q.dtype)
+    tiles = query_tiles(head_size, q.dtype, shared_memory(q.device))
     grad_q = torch.empty_like(q)
     tma = use_tma(tiles, k, v)
     _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](
@@ -159,7 +163,7 @@ def _pull_to_queries(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K to acc, summed over keys first .. last; first is a multiple of KEYS."""
+    """Add dS K (S: logits) of keys in range(first, last) to acc. first is a multiple of KEYS."""
     local = tl.arange(0, QUERIES) * stride_wl
     if HAS_MASK:
         word0, word1, word2, word3 = load_words(
@@ -167,7 +171,7 @@ def _pull_to_queries(
         )
     for column in range(first, last, KEYS):
         if HAS_MASK:
-            # The mask words of the next tile are loaded now, so that the next iteration does not wait for them.
+            # The mask words of the next tile are loaded now, so that the next iteration does not wait.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)

@@ -1,4 +1,4 @@
-"""Computes attention over selected keys: flash attention with a packed mask; gate G1 is applied in the epilogue."""
+"""Computes flash attention with a packed mask. The epilogue applies gate G1."""
 
 import torch
 import triton
@@ -28,8 +28,7 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if head_size > 128:
         # One program runs per multiprocessor. Its 227 KiB of shared memory hold 64 KiB for q and two stages of 32 KiB
         # each for k and v. Each of 256 threads holds 128 registers of the output and 32 of logits. With 128 threads
-        # there would be one warpgroup per multiprocessor. With 32 keys the product would wait for its operands (16 + 8
-        # of 24 clocks, for 16).
+        # there would be one warpgroup per multiprocessor. With 32 keys products would wait for their operands.
         return Tiles(128, 64, 8, 2)
     # Two programs run per multiprocessor: one multiplies while the other computes its exponentials.
     return Tiles(64, 64, 4, 3)
@@ -58,7 +57,7 @@ def attention_forward(
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    # A tile has two heads of half the queries, so that the two rows of a product in one thread share their mask bits.
+    # A tile holds half the queries for two heads. In one thread the two rows of a product then share their mask bits.
     paired = packed_mask is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
     in_tile = 2 if paired else 1
     grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))
@@ -148,8 +147,8 @@ def _forward_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes ROWS rows, which are one tile of queries for HEADS heads, over all their keys. The last
-    tiles run first, because their queries have the most keys."""
+    """One program computes ROWS rows: a tile of queries for HEADS heads. The last tiles run first, because their
+    queries have the most keys."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     QUERIES: tl.constexpr = ROWS // HEADS
@@ -270,7 +269,7 @@ def _attend(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys first .. last to the running softmax of one tile; first is a multiple of KEYS."""
+    """Add keys first .. last - 1 to the running softmax of one tile. first is a multiple of KEYS."""
     QUERIES: tl.constexpr = ROWS // HEADS
     queries = tl.arange(0, QUERIES)
     local = queries * stride_wl

@@ -1,12 +1,11 @@
 """Computes the backward pass of attention over key lists. One loop over the lists gives the gradients of q, k and v.
 
 Each program owns a tile of queries and writes its gradient of q. For each key in the tile's list the program also
-writes a partial row: dV, then dK. For one range of tiles at a time, `add_partials_by_key` sums the partial rows of
-every key in the order of the tiles. Results are therefore deterministic.
+writes a partial row, which is the tile's contribution to dV and dK of this key. `add_partials_by_key` sums the partial
+rows of each key in the order of the tiles, so results are deterministic. Scratch memory holds one range of tiles.
 
-If lists are long, the scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then
-share a tile, and each takes a segment of the tile's list. The gradient of q is then the sum of the programs' gradients
-in the order of the segments.
+If lists are long, scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then share
+a tile, and each takes a segment of the tile's list. A second kernel adds their gradients of q in a fixed order.
 """
 
 import torch
@@ -17,16 +16,17 @@ from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
+from gsa_kernels.devices import shared_memory
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
-from gsa_kernels.limits import SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
+from gsa_kernels.limits import HOPPER_SHARED_BYTES, SEGMENT_KEYS, SEGMENT_WAVES, TILE_QUERIES, ceil_div
 from gsa_kernels.triton_constants import LOG2_E
 
 
 def count_segments(programs: int, wanted: int, keys: int) -> int:
-    """Return how many programs share the list of a tile: the smallest number that fills the device best.
+    """Return how many programs share the list of a tile: the smallest number with the least expected time.
 
-    The time of a launch is proportional to its waves of `wanted` programs. Each program loops over one part of a list.
+    The time is proportional to the launch's number of waves, times the number of keys per program.
 
     Args:
         programs: programs of the launch if each has a whole list
@@ -39,8 +39,11 @@ def count_segments(programs: int, wanted: int, keys: int) -> int:
     return min(range(1, most + 1), key=lambda segments: ceil_div(programs * segments, wanted) / segments)
 
 
-def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return the tile shape. Its field `queries` is an upper bound on the rows, which are queries times heads."""
+def backward_tiles(head_size: int, dtype: torch.dtype, shared: int = HOPPER_SHARED_BYTES) -> Tiles:
+    """Return the tile shape for a GPU with `shared` bytes of shared memory per program.
+
+    Its field `queries` is an upper bound on the rows, which are queries times heads.
+    """
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1)
     if head_size > 128:
@@ -48,7 +51,8 @@ def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
         # and 16 KiB hold probabilities and their gradients. A tile of 128 rows would leave no second stage. Hopper's
         # matrix instructions need at least 64 rows, so a tile has at least 64 keys.
         return Tiles(64, 64, 8, 2)
-    return Tiles(128, 64, 8, 3)
+    # The wide tile needs 161 KiB with heads of 128.
+    return Tiles(128, 64, 8, 3) if shared > 161 * 1024 else Tiles(64, 64, 8, 2)
 
 
 def gathered_backward(
@@ -61,13 +65,13 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of q, k, v and the gate logits from the gradient of `out`.
 
-    out and lse are the results of the forward pass. The pass needs memory for fp32 gradients of k and v, for up to
-    `scratch_bytes` of partial rows (at least one tile), and up to `limits.segments_bytes` while segments run.
+    out and lse are the results of the forward pass. This function needs memory for fp32 gradients of k and v, up to
+    `scratch_bytes` for partial rows (at least one tile), and up to `limits.segments_bytes` if programs share lists.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
     group = q.shape[2] // kv_heads
-    tiles = backward_tiles(head_size, q.dtype)
+    tiles = backward_tiles(head_size, q.dtype, shared_memory(q.device))
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)
@@ -108,12 +112,12 @@ def _launch(
     """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: the part of the first program; the programs of a key-value head are consecutive
+        part: number of the first head's part; the parts of a key-value head have consecutive numbers
         grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     length, heads, head_size = q.shape[1:]
-    tiles = backward_tiles(head_size, q.dtype)
+    tiles = backward_tiles(head_size, q.dtype, shared_memory(q.device))
     group = heads // k.shape[2]
     splits = triton.cdiv(group, members)
     num_tiles = tile_rows.last - tile_rows.first
@@ -202,10 +206,10 @@ def _backward_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SEGMENTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of head m // QUERIES.
 
-    With SEGMENTED the program takes a segment of the tile's list. It writes its share of the gradient of q to grad_q,
-    here fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D]. `_add_segments_kernel` then adds the shares.
+    With SEGMENTED the program takes a segment of the tile's list. The segment's part of the gradient of q goes to
+    grad_q, here fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D]. `_add_segments_kernel` then adds the parts.
     """
     slot = tl.load(order + tl.program_id(0) % num_tiles)
     number_of_head = tl.program_id(0) // num_tiles
@@ -280,8 +284,8 @@ def _backward_kernel(
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
         if D > 128:
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
-        # The product does not accumulate into acc. An accumulating product would still run when the next step begins
-        # its first product, and the compiler would then wait for each matrix instruction separately.
+        # The product does not accumulate into acc. Such a product would still run when the next iteration begins its
+        # first product, and the compiler would then wait for each matrix instruction separately.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         if D <= 128:
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
@@ -301,7 +305,7 @@ def _add_segments_kernel(
     length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program sums the gradient of q of one tile and one head over the segments, in their order."""
+    """One program sums the gradient of q of one tile and one head over the segments in a fixed order."""
     place = tl.program_id(0) // MEMBERS % num_tiles
     number_of_head = tl.program_id(0) // MEMBERS // num_tiles
     number = first_tile + tl.load(order + place)

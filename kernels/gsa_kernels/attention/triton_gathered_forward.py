@@ -23,13 +23,13 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
         # 64 KiB of q and three stages of 16 KiB each of k and of v. With 64 keys the compiler waits for each matrix
         # instruction.
         return Tiles(_MAX_ROWS, 32, 8, 3)
-    # 128 registers leave room for two programs per multiprocessor: one multiplies while the other computes its
+    # 128 registers leave room for two programs per multiprocessor. One multiplies while the other computes its
     # exponentials. On an H200 this is faster than one program with three stages, 128 keys or 4 warps.
     return Tiles(_MAX_ROWS, 64, 8, 2, registers=128)
 
 
 def heads_per_program(group: int, rows: int) -> int:
-    """Return how many query heads of one key-value head share a program: a power of two."""
+    """Return how many query heads of one key-value head share a program, a power of two."""
     return max(1, min(triton.next_power_of_2(group), rows // TILE_QUERIES))
 
 
@@ -100,9 +100,9 @@ def _forward_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr, HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of head m // QUERIES.
 
-    The tiles of one key-value head run together, so that its keys stay in the cache. The last tiles run first, because
+    The tiles of one key-value head run together, so that the L2 cache holds its keys. The last tiles run first, because
     they have the longest lists.
     """
     tile = tiles_per_sequence - 1 - tl.program_id(0) % tiles_per_sequence
@@ -174,10 +174,8 @@ def _forward_kernel(
 
 @triton.jit
 def load_entry_words(words, entries, count, COPIES: tl.constexpr):
-    """Load the mask words of the entries (keys), in shape [entries, COPIES]. Words at or beyond `count` are 0.
-
-    Each word is loaded COPIES times, so that the load has an element for each thread. The compiler would move the load
-    of a shorter vector into the layout of the logits, where each thread would load and mask 16 words.
-    """
+    """Load the mask words of the entries (keys), in shape [entries, COPIES]. Words at or beyond `count` are 0. Each
+    word is loaded COPIES times, so that every thread loads one element. The compiler would load a shorter vector in the
+    register layout of the logits, in which each thread would load and mask 16 words."""
     several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
     return tl.load(words + several, mask=several < count, other=0)

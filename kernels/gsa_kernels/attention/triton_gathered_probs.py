@@ -1,7 +1,7 @@
 """Sums attention probabilities over heads for each entry of the key lists: the target of the indexer loss.
 
-A matrix product has the entries as its rows and (head, query) as its columns, heads first. In the register layout of
-this product, one thread holds all heads of a query. The sum over heads therefore adds registers of one thread.
+The rows of a matrix product are the entries, and its columns are pairs (head, query). In the register layout of this
+product, one thread holds all heads of a query. The sum over heads therefore adds registers of one thread.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def head_sum_probs_lists(
     lists: KeyLists,
     tiles: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of these tiles.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of `tiles`.
 
     The sum is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
 

@@ -1,4 +1,4 @@
-"""Transposes the packed mask: rows of queries with a bit per key become rows of keys with a bit per query."""
+"""Transposes the packed mask. Rows of queries with a bit per key become rows of keys with a bit per query."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ _WORDS = tl.constexpr(8)
 
 
 def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> torch.Tensor:
-    """Return the same selection in the form that a program needs when it owns keys and loops over queries.
+    """Return the same selection for programs that own keys and loop over queries.
 
     Args:
         packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L: bit s % 32 of [b, i, s // 32] says that query i,
@@ -32,11 +32,9 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
-    """Each program transposes the bits of 32 queries and 256 keys.
-
-    In `packed_mask` these bits are 8 words of each query. In `turned` they are one word of each key. In
-    block i, the last query's own key belongs to word i + first_diagonal of `packed_mask`.
-    """
+    """Each program transposes the bits of 32 queries and 256 keys. In `packed_mask` these bits are 8 words of each
+    query. In `turned` they are one word of each key. The last query of block i has its own key in word i +
+    first_diagonal of `packed_mask`."""
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)

@@ -31,8 +31,7 @@ def probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 
 def shared_probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return tiles with which three programs share a multiprocessor: while one multiplies, others wait for
-    exponentials."""
+    """Return tiles that let three programs share a multiprocessor. One multiplies while others compute exponentials."""
     tiles = probs_tiles(head_size, dtype)
     if dtype == torch.float32:
         return tiles
@@ -62,7 +61,7 @@ def head_sum_probs_rows(
         rows: counted in queries, not positions
         packed_mask, geometry: as in `masked_attention`
         dtype: dtype of the result, fp32 or fp16; the sum always runs in fp32
-        fill: False does not write keys that are causal for no query of a tile; `masked_indexer_loss` does not read them
+        fill: False leaves tiles without a causal key uninitialised; `masked_indexer_loss` does not read them
 
     Returns:
         [B, rows.count, Lk], without gradient

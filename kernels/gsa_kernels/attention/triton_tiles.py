@@ -1,8 +1,8 @@
 """Loads tiles, expands packed masks and chooses tile shapes for the attention kernels.
 
-A packed mask is int32 words [B, L, W], W = ceil(Lk / 32). Bit s % 32 of word s // 32 in row i is set if key s is in S_t
-of query i, at position t. The queries are the last L of Lk positions, so the kernels compute query_start = Lk - L from
-the shapes. `rows` and `length` count queries; `positions` and `num_keys` count keys.
+A packed mask is int32 words [B, L, W], W = ceil(Lk / 32). Bit s % 32 of word s // 32 in row i is set if query i selects
+key s. The queries are the last L of Lk positions, so query_start is Lk - L. `rows` and `length` count queries.
+`positions` and `num_keys` count keys.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gsa_kernels.devices import interpreted
 
 # MASKED is the logit of a masked key. It is finite, so that inf - inf never appears. The running maximum of a row
-# starts at FLOOR, which is above MASKED. Before the first key of a row its probabilities are therefore exactly 0.
+# starts at FLOOR, which is above MASKED. Masked keys before a row's first selected key thus have probability 0.
 MASKED = tl.constexpr(-1.0e30)
 FLOOR = tl.constexpr(-1.0e20)
 
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     """Load tiles by the bulk copy engine where strides and alignment allow it."""
 
     registers: int | None = None
-    """Limit per thread, where two programs shall share a multiprocessor."""
+    """Limit per thread, if two programs must share a multiprocessor."""
 
 
 def count_multiprocessors(device: torch.device) -> int:
@@ -40,13 +40,12 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 def float_warps(head_size: int) -> int:
-    """Return warps for an fp32 tile of 32 queries and 32 keys: four lack the registers for products over 256
-    channels."""
+    """Return warps for an fp32 tile of 32 queries and 32 keys. Four warps lack registers for heads of size 256."""
     return 8 if head_size > 128 else 4
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """Return the precision of products: exact fp32 ("ieee"), which has no effect on bf16 and fp16."""
+    """Return the precision of products, exact for fp32. For bf16 and fp16 it has no effect."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
@@ -87,7 +86,7 @@ def load_rows(
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load rows start .. start + ROWS of one head: [ROWS, D]; rows beyond the length are 0."""
+    """Load rows [ROWS, D] of one head from start on. Rows beyond the length are 0."""
     if TMA:
         return source.load([batch, start, head, 0]).reshape([ROWS, D])
     else:  # noqa: RET505 (the compiler reads what follows a return)
@@ -104,14 +103,15 @@ def load_rows(
 
 @triton.jit
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Load the WIDTH / 32 words of each row of a tile into the first of four vectors [ROWS].
+    """Load the WIDTH / 32 words of each row of a tile into four vectors [ROWS]. Unused vectors repeat the first.
 
-    Four vectors are faster than one tile [ROWS, words]. A vector has fewer elements than the program has threads, so
-    the compiler loads it directly into the layout of the logits, without an exchange through shared memory.
+    Four vectors are faster than one tile [ROWS, words]. A vector has fewer elements than the program has threads. The
+    compiler therefore loads it directly into the register layout of the logits, without shared memory.
 
     Args:
         pointers: [ROWS], to the first word of each row; the next word is `step` elements further
-        valid: bool [ROWS], the rows to read if not EVEN; `left` is the number of words to the end of the rows
+        valid: bool [ROWS], the rows to read if not EVEN
+        left: number of words to the end of the rows
     """
     word0 = _load_word(pointers, valid & (left > 0), EVEN)
     word1, word2, word3 = word0, word0, word0
@@ -133,11 +133,11 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
-    """Expand words [ROWS] to bool [ROWS, WIDTH]: bit c % 32 of word c // 32, for WIDTH = 32, 64 or 128.
+    """Expand WIDTH / 32 words per row to bool [ROWS, WIDTH]: column c is bit c % 32 of word c // 32.
 
     In the register layout of a product, bits 1 and 2 of a thread's column numbers come from its lane. The other bits
-    are known at compile time. The shift therefore has two parts: the first is one instruction per word, and the second
-    folds into the test. The choice of the word folds away.
+    are known at compile time. The shift of a word therefore has two parts. The first part is one instruction. The
+    compiler folds the second part, and the choice of the word, into the test of the bit.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

@@ -1,8 +1,8 @@
 """Runs `enter_token` (see entry_reference.py) in one launch, between the joined projection and the selection of
 decoding.
 
-This launch serves several sequences, or layers with norms of q and k. joined.py fuses the product for the other cases.
-On Hopper the launch starts early; row_product/op.py explains why that is safe.
+This module serves several sequences, or layers with norms of q and k. Otherwise joined.py runs and fuses the product.
+On Hopper the launch starts before the previous kernel ends (row_product/op.py).
 """
 
 import torch
@@ -24,7 +24,7 @@ def enter_token(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     index_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
-    """Arguments and result are as in the reference, all in bf16 or all in fp32.
+    """Compute `enter_token` of entry_reference.py, with all tensors in bf16 or all in fp32.
 
     Raises:
         ValueError: the kernel does not support a shape, size or dtype.

@@ -8,7 +8,7 @@ from gsa_kernels.row_product.reference import Norm, row_product
 
 
 class EntrySizes(NamedTuple):
-    """Lists the columns of the joined projection in their order, and the sizes they consist of."""
+    """Holds the numbers of columns of the joined projection, in their order, and the head sizes."""
 
     q: int
     """H * D"""
@@ -46,13 +46,13 @@ class Angles(NamedTuple):
 
 
 class AngleTable(NamedTuple):
-    """Holds the angles of all positions and the numbers of tokens, so that kernels look up the new tokens' angles."""
+    """Holds the angles of all positions and the sequences' lengths, so that kernels look up the new tokens' angles."""
 
     values: torch.Tensor
-    """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p, then the
-    indexer's; both channels of a pair have the same. So a sequence's new token has the row of its length."""
+    """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p for q and k, then
+    for the indexer. Both channels of a pair have equal angles. A sequence's length is the row of its new token."""
     lengths: torch.Tensor
-    """int32 [B], the number of tokens including the new one; at most the number of positions."""
+    """int32 [B], including the new token; at most the number of positions."""
     channels: int
     index_channels: int
     """0: the indexer is not rotated."""
@@ -62,7 +62,7 @@ class AngleTable(NamedTuple):
         return 2 * self.channels + 2 * self.index_channels
 
     def angles(self) -> Angles:
-        """Angles of the new tokens."""
+        """Return the new tokens' angles."""
         indexers = 2 * (self.index_channels,) if self.index_channels else ()
         counts = (self.channels, self.channels, *indexers)
         return Angles(*self.values.index_select(0, self.lengths).split(counts, -1))

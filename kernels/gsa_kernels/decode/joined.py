@@ -1,8 +1,8 @@
 """Runs `enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
 
-On Hopper the launch starts early; row_product/op.py explains why that is safe. The work may also be divided into
-several launches by rows. The first launch then computes what selection needs. The others run beside kernels that leave
-memory bandwidth unused.
+On Hopper the launch starts before the previous kernel ends (row_product/op.py). Several launches may share the rows of
+the weight. The first launch then computes what selection needs. The other launches run beside kernels that leave memory
+bandwidth unused.
 """
 
 import torch
@@ -36,9 +36,9 @@ def enter_row(
     tiling: PairTiling = DEFAULT_TILING,
     part: Part = WHOLE,
 ) -> Entered:
-    """Arguments and result are as in the reference; x is [1, d], all in bf16 or all in fp32.
+    """Compute `enter_row` of entry_reference.py for x [1, d], with all tensors in bf16 or all in fp32.
 
-    Values between the product and the results are not rounded.
+    Intermediate values are not rounded.
 
     Args:
         part: what to compute; the rest of the result is not changed

@@ -5,10 +5,9 @@ passes `out`, nothing is allocated. A CUDA graph can therefore capture a call an
 device tensor, grows. The grids cover the whole cache. `decode_top_k` and `decode_attention` define the results, which
 are deterministic.
 
-On Hopper each kernel starts before the previous one ends, and then waits for it; row_product/op.py has the rules. The
-scores kernel starts early after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before
-the wait. With `cache.settled`, the indexer's keys are also read before the wait, except for each sequence's newest
-token.
+On Hopper each kernel starts before the previous kernel ends, and waits for its end (rules in row_product/op.py). The
+scores kernel does so only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait. With
+`cache.settled`, the scores kernel also reads the indexer's keys then, except each sequence's newest.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape, kernels_use_sigmoid
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache, most_selected
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
@@ -44,11 +43,6 @@ def decode_step(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result."""
-    if indexer.keys.shape[:2] != cache.k.shape[:2]:
-        raise ValueError(
-            f"indexer.keys is {tuple(indexer.keys.shape)} and cache.k {tuple(cache.k.shape)}; pass caches of one "
-            "[B, L_max]"
-        )
     decode_select(indexer, cache, rule, variance_ema, geometry.key_group_size)
     return _attend(q, cache, geometry.local_window, gate_logits, out, behind_selection=True)
 
@@ -77,8 +71,10 @@ def decode_select(
     check_shape("indexer.queries", queries, "[B, 1, HI, DI]", (None, 1, None, None))
     batch, _, heads, dim = queries.shape
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
-    max_length = indexer.keys.shape[1]
+    max_length = cache.max_length
     check_at_least("the cache's L_max", max_length, 1)
+    pages = batch if cache.block_table is None else None
+    check_shape("indexer.keys", indexer.keys, "[B, L_max, DI]", (pages, cache.k.shape[1], dim))
     if heads not in DECODE_INDEXER_HEADS:
         raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {DECODE_INDEXER_HEADS[-1]}")
     if dim not in INDEXER_HEAD_SIZES:
@@ -111,7 +107,8 @@ def decode_select(
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=min(rule.k_max, max_length))
     with launching_on(queries, "the query"):
         score_keys(indexer, cache, rule.k_max, workspace, chained, key_group_size)
-        select_indices(cache, workspace, rule, variance_ema, chained)
+        signed = not kernels_use_sigmoid(indexer.activation)
+        select_indices(cache, workspace, rule, variance_ema, chained, signed)
 
 
 @torch.no_grad()
@@ -151,8 +148,9 @@ def _attend(
     k, v, workspace = cache.k, cache.v, _workspace(cache)
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape
-    check_shape("k", k, "[B, L_max, Hkv, D]", (batch, None, None, dim))
-    max_length, kv_heads = k.shape[1:3]
+    pages = batch if cache.block_table is None else None
+    check_shape("k", k, "[B, L_max, Hkv, D]", (pages, None, None, dim))
+    max_length, kv_heads = cache.max_length, k.shape[2]
     check_shape("v", v, "[B, L_max, Hkv, D]", tuple(k.shape))
     if 0 in (batch, heads, max_length):
         raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}; pass a sequence, a head, a token")
@@ -221,6 +219,14 @@ def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, to
                 f"starts is {cache.starts.dtype} with stride {cache.starts.stride()}; pass contiguous int32"
             )
         others = {"starts": cache.starts, **others}
+    if cache.block_table is not None:
+        check_shape("block_table", cache.block_table, "[B, pages of a sequence]", (batch, None))
+        if cache.block_table.dtype != torch.int32:
+            raise ValueError(f"block_table has dtype {cache.block_table.dtype}; pass int32")
+        if cache.starts is not None:
+            raise ValueError("block_table and starts are both given; pass one of them")
+        _check_unit_strides({"block_table": cache.block_table})
+        others = {"block_table": cache.block_table, **others}
     check_shape("selection.indices", indices, "[B, k_cap]", (batch, None))
     if not indices.is_contiguous():
         raise ValueError("selection.indices is not contiguous; make it with new_selection")

@@ -1,8 +1,7 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
-Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
-`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too. With groups of keys
-(`Geometry.key_group_size`) the sequence's first token begins the first group.
+The code calls the reference operations of prefill for one row. Cache entries from `lengths` on may hold anything,
+including NaN. With groups of keys (`Geometry.key_group_size`) the sequence's first token begins the first group.
 """
 
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.decode.state import DecodeSelection
 from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import best_of_groups, indexer_scores
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
@@ -23,10 +23,10 @@ class DecodeTopK:
     """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
-    """[B, L_max], unspecified from the sequence's length on; the best of each group of keys."""
+    """[B, L_max], the highest of each group of keys. Unspecified from the sequence's length on."""
 
     variance: torch.Tensor
-    """[B]: population variance of the scores over the candidates."""
+    """[B]: population variance of the scores over the sequence's keys."""
 
     budget: torch.Tensor
     """int64 [B]: k_t."""
@@ -42,7 +42,7 @@ def decode_top_k(
     variance_ema: torch.Tensor,
     key_group_size: int = 1,
 ) -> DecodeTopK:
-    """Select the k_t keys with the highest indexer scores among the first `lengths` keys; ties go to the lower index.
+    """Select the k_t keys with the highest indexer scores among the first `lengths` keys. Ties go to the lower index.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
@@ -121,9 +121,20 @@ def decode_attention(
 
 
 def keys_of_selection(selected: torch.Tensor, lengths: torch.Tensor, local_window: int) -> torch.Tensor:
-    """bool [B, L_max]: the selected keys and the local window; unspecified from the sequence's length on."""
+    """Add the local window to the selected keys: bool [B, L_max], unspecified from the sequence's length on."""
     keys = torch.arange(selected.shape[1], device=selected.device)
     return selected | (lengths[:, None] - 1 - keys < local_window)
+
+
+def decoded_keys(
+    selection: DecodeSelection, lengths: torch.Tensor, local_window: int, num_keys: int
+) -> torch.Tensor:
+    """Return the keys to which each sequence's last token attended when it was decoded: bool [B, num_keys], unspecified
+    from the sequence's length on."""
+    valid = torch.arange(selection.indices.shape[1], device=lengths.device) < selection.counts[:, None]
+    hits = torch.zeros(len(valid), num_keys, dtype=torch.int32, device=lengths.device)
+    hits.scatter_add_(1, torch.where(valid, selection.indices, 0).long(), valid.int())
+    return keys_of_selection(hits > 0, lengths, local_window)
 
 
 def _causal(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:

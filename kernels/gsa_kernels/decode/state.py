@@ -10,20 +10,20 @@ from gsa_kernels.limits import next_power_of_2
 from gsa_kernels.types import BudgetRule
 
 CHUNK = 256
-"""Keys that one program scores. A constant, so that a sequence's variance depends on nothing but its scores."""
+"""Keys that one program scores. It is constant, so that a sequence's variance depends only on its scores."""
 
 SPAN = 1024
-"""Keys that one program of the selection has; half as many where that leaves multiprocessors without one."""
+"""Keys per program of the selection, or half as many if some multiprocessors would have no program."""
 
 BINS, BINS_PER_OCTAVE = 4096, 128
 """Bins of the histogram of scores."""
 
 SAMPLE = 64
-"""Keys from which the lowest score worth counting is guessed, and of a tile of the scores: a divisor of CHUNK."""
+"""Keys per tile of the scores kernel, and sampled keys that give the floor; a divisor of CHUNK."""
 
 _PROGRAMS_PER_SM = 4  # of the attention kernel; measured on an H200 at 16 sequences
 PARTS = 32
-"""Into which the keys of a head are cut at most: more take longer to join than they save."""
+"""Most parts into which a head's keys are cut. Joining more parts takes longer than they save."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DecodeSelection:
     """The top-k of every sequence, without the local window."""
 
     indices: torch.Tensor
-    """int32 [B, k_cap]: ascending positions, or numbers of groups of keys, the first `counts` of each row."""
+    """int32 [B, k_cap]: positions, or numbers of groups of keys, ascending in the first `counts` places of a row."""
 
     counts: torch.Tensor
     """int32 [B]: k_t, or k_t // p, but at most the groups before the query's own."""
@@ -45,7 +45,7 @@ class DecodeWorkspace:
     """Scratch memory of `decode_select` and `decode_attend`; layers that run one after the other share it."""
 
     scores: torch.Tensor
-    """fp32 [B, columns], columns a multiple of SPAN: after a selection, the scores it ranked."""
+    """fp32 [B, columns], columns a multiple of SPAN: the scores that the last selection ranked."""
 
     chunk_moments: torch.Tensor
     """fp32 [2, B, columns / CHUNK]: mean, and sum of squared deviations from it."""
@@ -54,7 +54,7 @@ class DecodeWorkspace:
     """int32 [B, BINS], at `bin_slot`: scores in each bin above the floor; 0 between calls."""
 
     borderline: torch.Tensor
-    """int32 [2, B, columns]: ordered score, and position, of the keys in the bin of the k-th score."""
+    """int32 [2, B, columns]: ordered scores and positions of the keys in the bin of the k-th score."""
 
     borderline_counts: torch.Tensor
     """int32 [B]"""
@@ -72,11 +72,11 @@ class DecodeWorkspace:
     """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
 
     arrivals: torch.Tensor
-    """int32 [B, Hkv]: splits that have finished, 0 between calls. The first also counts in joined.py."""
+    """int32 [B, Hkv]: splits that have finished, 0 between calls. joined.py also counts in the first element."""
 
     written: torch.Tensor
-    """int32 [1]: with `LayerCache.counted`, key-value heads of all sequences whose output attention has written. The
-    caller makes it 0 before the next call."""
+    """int32 [1]: with `LayerCache.counted`, the number of key-value heads in all sequences whose output is written. The
+    caller sets it to 0 before the next call."""
 
     splits: int
     """Parts into which attention cuts the keys of one key-value head."""
@@ -84,17 +84,21 @@ class DecodeWorkspace:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What decoding keeps of one layer, beside the keys of its indexer (`Indexer.keys`, [B, L_max, DI])."""
+    """Holds what decoding keeps of one layer, except the indexer's keys (`Indexer.keys`, [B, L_max, DI]).
+
+    With `block_table` all three caches are paged: k and v are [pages, N, Hkv, D], and the indexer's keys are
+    [pages, N, DI].
+    """
 
     k: torch.Tensor
-    """[B, L_max, Hkv, D], the new token's key included."""
+    """[B, L_max, Hkv, D], including the new token's key."""
 
     v: torch.Tensor
     """[B, L_max, Hkv, D]"""
 
     lengths: torch.Tensor
-    """int32 [B]: tokens of each sequence, the new one included; 0 marks an unused slot. Layers may share it. Values
-    above L_max count as L_max; entries of the caches from there on are not read."""
+    """int32 [B]: tokens of each sequence, including the new token; 0 marks an unused slot. Layers may share the tensor.
+    Values above L_max count as L_max. Cache entries after a sequence are not read."""
 
     selection: DecodeSelection
     """For B sequences and at least `most_selected` keys; written by each step that selects."""
@@ -103,29 +107,41 @@ class LayerCache:
     """Layers that run one after the other may share it. None: for the reference."""
 
     starts: torch.Tensor | None = None
-    """int32 [B]: entries in front of each sequence, which are padding: its token at position p is entry starts + p.
-    None: no sequence has any. `lengths` and the selection count from the sequence's first token, and starts + lengths
-    is at most L_max."""
+    """int32 [B]: padding in front of each sequence; None without padding. The token at position p is entry starts + p.
+    `lengths` and the selection count from the sequence's first token. starts + lengths is at most L_max."""
 
     settled: bool = False
-    """Indexer keys of all tokens but each sequence's newest were written before the step. The kernel of the scores may
-    then read them while the kernel in front still runs.
-
-    A step is a chain of early launched kernels (row_product/op.py) and begins after an ordinary one, which has waited
-    for all before it. So True is wrong where the kernel in front copied the cache."""
+    """Whether all indexer keys except each sequence's newest were written before the chain of early started kernels
+    began (row_product/op.py). The scores kernel then reads these keys while the previous kernel runs. Must be False if
+    the previous kernel copied the cache."""
 
     in_chain: bool = False
-    """The kernels before and after a step are also launched early, and wait (row_product/op.py). Then scores
-    are in place before the one in front ends, and attention lets the next one start when its own wait is over. Between
-    ordinary kernels that makes a step slower: programs that wait stand in the way of those that work."""
+    """Whether the kernels before and after a step also start early and wait (row_product/op.py). The scores kernel then
+    starts before the previous kernel ends, and attention lets the next kernel start after its own wait. Between other
+    kernels True makes a step slower, because waiting programs take the place of working programs."""
 
     counted: bool = False
-    """Attention counts in the workspace's `written` the outputs that are there, so that not only the next kernel can
-    wait for them (`Awaited`, row_product/triton_product.py)."""
+    """Whether attention counts its written outputs in `DecodeWorkspace.written`. Later kernels can then wait for the
+    count (`Awaited`, row_product/triton_product.py)."""
 
     beside: Callable[[], object] | None = None
-    """Launches a kernel of the caller's that needs nothing of the selection. A call that selects does so between its
-    kernels, so that this one runs beside the one in front, for which it waits before it ends (row_product/op.py)."""
+    """Launches a caller's kernel that does not need the selection. `decode_select` calls this between its kernels. The
+    caller's kernel runs beside the previous kernel, and waits for it before it ends (row_product/op.py)."""
+
+    block_table: torch.Tensor | None = None
+    """int32 [B, pages per sequence]; None without pages. Token t of sequence b is row t % N of page
+    block_table[b, t // N]. L_max is N times the table's width. Entries after a sequence's last page may hold anything.
+    The kernels read the table before they wait for the previous kernel."""
+
+    @property
+    def max_length(self) -> int:
+        """L_max"""
+        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def page_size(self) -> int:
+        """N, or 0 without a block table."""
+        return 0 if self.block_table is None else self.k.shape[1]
 
 
 def most_selected(rule: BudgetRule, max_length: int) -> int:
@@ -134,7 +150,7 @@ def most_selected(rule: BudgetRule, max_length: int) -> int:
 
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:
-    """An empty selection (counts 0) of up to `most_keys` keys for each of `batch` sequences."""
+    """Return an empty selection (counts 0) of up to `most_keys` keys for each of `batch` sequences."""
     check_at_least("batch", batch, 1)
     check_at_least("most_keys", most_keys, 1)
     return DecodeSelection(
@@ -154,7 +170,7 @@ def new_workspace(
     device: torch.device | str,
     splits: int | None = None,
 ) -> DecodeWorkspace:
-    """Scratch memory for up to `batch` sequences of up to `max_length` tokens: 12 bytes per token and sequence.
+    """Return scratch memory for up to `batch` sequences of up to `max_length` tokens: 12 bytes per token and sequence.
 
     Args:
         splits: parts into which the keys of one key-value head are cut; enough to fill the device if None
@@ -197,7 +213,7 @@ def new_workspace(
 
 
 def _programs(device: torch.device | str) -> int:
-    """Programs of attention that a GPU should run at once; 0 for another device."""
+    """Return how many programs of attention a GPU should run at once; 0 for another device."""
     device = torch.device(device)
     if device.type != "cuda":
         return 0
@@ -205,10 +221,10 @@ def _programs(device: torch.device | str) -> int:
 
 
 def default_splits(programs: int, rows: int) -> int:
-    """`splits` of a workspace, a power of two.
+    """Return `splits` of a workspace, a power of two.
 
     Args:
-        programs: how many there are to be, about; 0: two for each row, which is little work for the interpreter
+        programs: about how many should run; 0 gives two splits, which is little work for the interpreter
         rows: key-value heads of all sequences
     """
     if programs == 0:

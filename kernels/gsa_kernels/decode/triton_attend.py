@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
+from gsa_kernels.decode.triton_score import load_pages, row_offsets
 from gsa_kernels.row_product.triton_counter import count_one
 from gsa_kernels.triton_constants import LOG2_E
 
@@ -52,8 +53,8 @@ def attend_to_indices(
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape
-    k, v, selection = cache.k, cache.v, cache.selection
-    max_length, kv_heads = k.shape[1:3]
+    k, v, selection, table = cache.k, cache.v, cache.selection, cache.block_table
+    kv_heads = k.shape[2]
     group = heads // kv_heads
     k_cap = selection.indices.shape[1]
     splits = workspace.splits
@@ -66,6 +67,7 @@ def attend_to_indices(
         gate_logits,
         cache.lengths,
         cache.starts,
+        table,
         selection.indices,
         selection.counts,
         workspace.partial_out,
@@ -76,12 +78,14 @@ def attend_to_indices(
         *q.stride()[:2],
         *k.stride()[:3],
         *v.stride()[:3],
+        0 if table is None else table.stride(0),
         *(gate_logits.stride()[:2] if gate_logits is not None else (0, 0)),
         *out.stride()[:2],
         k_cap,
-        max_length,
+        cache.max_length,
         local_window,
         dim**-0.5 * LOG2_E.value,
+        PAGE=cache.page_size,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),
         ROWS=max(triton.next_power_of_2(group), 16),
@@ -117,6 +121,7 @@ def _attend_kernel(
     gate_ptr,
     lengths_ptr,
     starts_ptr,
+    table_ptr,
     indices_ptr,
     counts_ptr,
     partial_out_ptr,
@@ -133,6 +138,7 @@ def _attend_kernel(
     stride_vb,
     stride_vl,
     stride_vh,
+    stride_tb,
     stride_gb,
     stride_gh,
     stride_ob,
@@ -141,6 +147,7 @@ def _attend_kernel(
     max_length,
     local_window,
     scale_log2,
+    PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -171,8 +178,13 @@ def _attend_kernel(
     slot = (lane // STRIP) * (STRIP * SPLITS) + split * STRIP + lane % STRIP
     dims = tl.arange(0, D)
     indices_ptr += batch * k_cap
-    k_ptr += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v_ptr += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
+    k_ptr += kv_head.to(tl.int64) * stride_kh
+    v_ptr += kv_head.to(tl.int64) * stride_vh
+    if PAGE == 0:
+        k_ptr += batch * stride_kb
+        v_ptr += batch * stride_vb
+    else:
+        table_ptr += batch * stride_tb
     if starts_ptr is not None:
         start = tl.load(starts_ptr + batch).to(tl.int64)
         k_ptr += start * stride_kl
@@ -205,9 +217,12 @@ def _attend_kernel(
     for _ in range(split * STRIP, slots, KEYS * SPLITS):
         of_top = slot < count
         hit = (slot < slots) & ((of_top == 0) | (top < window_first))
-        index = tl.where(of_top, top, window_first + slot - count).to(tl.int64)
-        k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
-        v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
+        index = tl.where(of_top, top, window_first + slot - count)
+        pages = load_pages(table_ptr, index, hit, PAGE)
+        k_rows = row_offsets(pages, index, stride_kb, stride_kl, PAGE)
+        v_rows = row_offsets(pages, index, stride_vb, stride_vl, PAGE)
+        k_tile = tl.load(k_ptr + k_rows[:, None] + dims[None, :], mask=hit[:, None], other=0.0)
+        v_tile = tl.load(v_ptr + v_rows[:, None] + dims[None, :], mask=hit[:, None], other=0.0)
         slot += KEYS * SPLITS
         top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)

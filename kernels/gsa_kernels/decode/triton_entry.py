@@ -151,14 +151,14 @@ def _entry_kernel(
 
 @triton.jit
 def _partner(dims, CHANNELS: tl.constexpr):
-    """Return the channel that rotates with each channel; channels that do not rotate are their own partners."""
+    """Return the channel that rotates with each channel, or the channel itself without rotation."""
     half: tl.constexpr = CHANNELS // 2
     return tl.where(dims < half, dims + half, tl.where(dims < CHANNELS, dims - half, dims))
 
 
 @triton.jit
 def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr):
-    """Return a head, fp32 [D], normalised if there is a norm, and rotated. sin is negative for the first of a pair."""
+    """Return a rotated head, fp32 [D], normalised if there is a norm. sin is negative for the first of a pair."""
     head = tl.load(head_ptr + dims).to(tl.float32)
     partner = tl.load(head_ptr + other).to(tl.float32)
     if norm_ptr is not None:
@@ -170,7 +170,7 @@ def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr
 
 @triton.jit
 def _angles_of_index(cos_ptr, sin_ptr, first, dims, CHANNELS: tl.constexpr):
-    """fp32 [BLOCK_D] both; the sine is negative for the first of a pair."""
+    """Return cosine and sine, fp32 [BLOCK_D]. The sine is negative for the first of a pair."""
     turns = dims < CHANNELS
     cos = tl.load(cos_ptr + first + dims, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + first + dims, mask=turns, other=0.0).to(tl.float32)

@@ -1,9 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
-A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or just
-two rows. Therefore no program needs the result of another program, except for norms of the indexer: these need whole
-heads, so the last program that multiplies for the indexer applies them. Everything else is as in
-row_product/triton_product.py.
+A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or any
+two other rows. No program therefore needs the result of another program. Norms of the indexer are an exception, because
+they need whole heads. The program that finishes last for the indexer applies them.
 """
 
 from typing import NamedTuple
@@ -47,12 +46,12 @@ class Part(NamedTuple):
     """Tensors for the results that attention and selection need; None allocates all of them."""
 
     beside: bool = False
-    """Run beside the previous kernel. That kernel must let the next one start only after its own wait. It must not
-    write x and must not read what this part writes."""
+    """Run beside the previous kernel, which must let this launch start only after its own wait. The previous kernel
+    must not write x and must not read what this launch writes."""
 
     waits: bool = True
-    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel then also waits for
-    this launch, by a counter (rule 5 of row_product/op.py)."""
+    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel must then wait for
+    the previous kernel by a counter (rule 5 of row_product/op.py)."""
 
     restarts: torch.Tensor | None = None
     """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
@@ -73,8 +72,8 @@ def launch_joined(
     part: Part,
     chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `enter_row`, which has checked them. `chained`: start before the previous
-    kernel ends."""
+    """Launch the kernel with the checked arguments of `enter_row`. If `chained`, it starts before the previous kernel
+    ends."""
     columns = x.shape[1]
     first, second = pieces(columns)
     values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, part.sections)
@@ -170,11 +169,11 @@ def _pairs_of(
     INDEX_FROM: tl.constexpr,
     WEIGHTS_FROM: tl.constexpr,
 ):
-    """Return for each pair int32 [TILE]: first row, second row, the end of the section, table index of cosine and sine.
+    """Return for each pair of rows: first row, second row, end of the section, table indices of cosine and sine.
 
-    The last result tells whether the pair rotates. A section consists of units, here heads. The first `channels`
-    channels of a unit rotate in pairs (i, i + channels / 2); the other channels are paired in the same way. A value and
-    its gate are as many rows apart as there are values.
+    The last result tells whether the pair rotates. All results are [TILE]. The first `channels` rows of a head rotate
+    in pairs (i, i + channels / 2). The other rows of the head are paired in the same way. A value and its gate are K
+    rows apart, with K values.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE
@@ -396,7 +395,7 @@ def _joined_kernel(
 
 @triton.jit
 def _put_in_heads(value, place, ok, ptr, stride_h, D: tl.constexpr):
-    """`place` is the channel's index in all heads together."""
+    """Store channels. `place` is their index in all heads together."""
     ptrs = ptr + (place // D).to(tl.int64) * stride_h + place % D
     tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=ok)
 
@@ -410,7 +409,7 @@ def _put_turned(value, row, end, q_ptr, k_ptr, stride_kh, Q: tl.constexpr, D: tl
 
 @triton.jit
 def _put_index(value, place, end, ptrs, HI: tl.constexpr, DI: tl.constexpr):
-    """`place` counts from the indexer's key on, then its queries and head weights."""
+    """Store values of the indexer. `place` counts its key, then its queries and head weights."""
     key_ptr, queries_ptr, weights_ptr = ptrs
     WEIGHTS: tl.constexpr = (1 + HI) * DI
     rounded = value.to(key_ptr.dtype.element_ty)

@@ -45,17 +45,18 @@ def score_keys(
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
-    max_length, starts = keys.shape[1], cache.starts
+    table = cache.block_table
     bf16 = queries.dtype == torch.bfloat16
     block_d = triton.next_power_of_2(dim)
-    _score_kernel[(triton.cdiv(keys.shape[1], CHUNK), batch)](
+    _score_kernel[(triton.cdiv(cache.max_length, CHUNK), batch)](
         queries,
         keys,
         weight_logits,
         indexer.score_bias,
         indexer.head_weight_bias,
         cache.lengths,
-        starts,
+        cache.starts,
+        table,
         workspace.scores,
         workspace.histogram,
         workspace.borderline_counts,
@@ -63,11 +64,13 @@ def score_keys(
         *workspace.chunk_moments,
         *queries.stride()[:2],
         *keys.stride()[:2],
+        0 if table is None else table.stride(0),
         weight_logits.stride(0),
         workspace.scores.shape[1],
-        max_length,
+        cache.max_length,
         k_max,
         dim**-0.5,
+        PAGE=cache.page_size,
         HI=heads,
         DI=dim,
         KEY_GROUP=key_group_size,
@@ -99,6 +102,7 @@ def _score_kernel(
     weight_bias_ptr,
     lengths_ptr,
     starts_ptr,
+    table_ptr,
     scores_ptr,
     histogram_ptr,
     list_counts_ptr,
@@ -109,11 +113,13 @@ def _score_kernel(
     stride_qh,
     stride_kb,
     stride_kl,
+    stride_tb,
     stride_wb,
     columns,
     max_length,
     k_max,
     scale,
+    PAGE: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     KEY_GROUP: tl.constexpr,
@@ -160,12 +166,19 @@ def _score_kernel(
     if SIGMOID:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if score_bias_ptr is not None:
             bias = tl.load(score_bias_ptr + heads, mask=head_ok, other=0.0).to(tl.float32)
+    lanes = tl.arange(0, SAMPLE)
+    own_pages = ()
+    if PAGE > 0:
+        table_ptr += batch * stride_tb
+        for own in tl.static_range(CHUNK // SAMPLE):
+            keys = first + own * SAMPLE + lanes
+            pages = load_pages(table_ptr, keys, keys < max_length, PAGE)
+            own_pages = own_pages + (pages,)  # type: ignore[assignment] # noqa: RUF005
     if idle:
         return
 
     # The sample is a tile like the program's own tiles of keys. The loop lets Triton load all tiles before it uses the
     # first. The floor is then computed while the program's own keys load, which takes most of the time.
-    lanes = tl.arange(0, SAMPLE)
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
     end = length
     if SETTLED:  # without the newest key, which is handled after the wait
@@ -174,9 +187,11 @@ def _score_kernel(
     has_newest = (end >= first) & (end < first + CHUNK)
     new_lanes = tl.arange(0, 16)  # rows of the smallest product
     new_tile = tl.zeros([16, BLOCK_D], k_ptr.dtype.element_ty)
-    k_ptr += batch * stride_kb
+    if PAGE == 0:
+        k_ptr += batch * stride_kb
     if starts_ptr is not None:
         k_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
+    sampled_pages = load_pages(table_ptr, sampled, sampled < end, PAGE)
     floor = length * 0
     origin = 0.0
     total = tl.zeros([SAMPLE], tl.float32)
@@ -184,7 +199,12 @@ def _score_kernel(
     for tile in tl.range(0, CHUNK // SAMPLE + 1, num_stages=STAGES):
         keys = tl.where(tile == 0, sampled, first + (tile - 1) * SAMPLE + lanes)
         valid = keys < end
-        key_ptrs = k_ptr + keys.to(tl.int64)[:, None] * stride_kl + dims[None, :]
+        pages = sampled_pages
+        if PAGE > 0:
+            for own in tl.static_range(CHUNK // SAMPLE):
+                pages = tl.where(tile == own + 1, own_pages[own], pages)
+        key_rows = row_offsets(pages, keys, stride_kb, stride_kl, PAGE)
+        key_ptrs = k_ptr + key_rows[:, None] + dims[None, :]
         key_tile = tl.load(key_ptrs, mask=valid[:, None] & dim_ok[None, :], other=0.0)
         if SETTLED:  # noqa: SIM102 - decided when the kernel is compiled
             if tile == 0:
@@ -192,8 +212,10 @@ def _score_kernel(
                     gdc_wait()
                 queries = _load_queries(q_ptr, heads, dims, stride_qh, HI, DI)
                 weights = _load_weights(weight_ptr, weight_bias_ptr, heads, HI, SIGMOID)
-                new_ptrs = k_ptr + (end + new_lanes.to(tl.int64))[:, None] * stride_kl + dims[None, :]
                 new_ok = (new_lanes == 0) & has_newest
+                new_pages = load_pages(table_ptr, end + new_lanes, new_ok, PAGE)
+                new_rows = row_offsets(new_pages, end + new_lanes, stride_kb, stride_kl, PAGE)
+                new_ptrs = k_ptr + new_rows[:, None] + dims[None, :]
                 new_tile = tl.load(new_ptrs, mask=new_ok[:, None] & dim_ok[None, :], other=0.0)
         scores = _score_tile(key_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
         if KEY_GROUP > 1:  # noqa: SIM102 - the first is decided when the kernel is compiled
@@ -205,12 +227,12 @@ def _score_kernel(
             above = tl.sum((ordered[None, :] > ordered[:, None]).to(tl.int32), axis=1)
             rank = 2 * SAMPLE * k_max // length + _SAMPLES_ABOVE
             floor_key = tl.min(tl.where(above < rank, ordered, INT_MAX))
-            floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key) - 1, 0), 0)
+            floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key, not SIGMOID) - 1, 0), 0)
             origin = tl.sum(scores) / SAMPLE
         else:
             tl.store(scores_ptr + batch * columns + keys, scores, mask=valid)
             # The counts are integers, so that their sums do not depend on the order.
-            bin = score_bin(ordered)
+            bin = score_bin(ordered, not SIGMOID)
             slots = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
             tl.atomic_add(slots, 1, mask=valid & (bin > floor), sem="relaxed")
             distance = tl.where(valid, scores - origin, 0.0)
@@ -222,7 +244,7 @@ def _score_kernel(
             score = tl.sum(tl.where(new_lanes == 0, new_scores, 0.0))
             origin = tl.where(end == 0, score, origin)  # if it is the only key, its variance is 0
             tl.store(scores_ptr + batch * columns + end, score)
-            bin = score_bin(order_key(score))
+            bin = score_bin(order_key(score), not SIGMOID)
             slot = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
             tl.atomic_add(slot, 1, mask=bin > floor, sem="relaxed")
             distance = tl.where(lanes == 0, score - origin, 0.0)
@@ -242,6 +264,25 @@ def _score_kernel(
     tl.store(
         squares_ptr + slot, tl.maximum(squares_sum - total_sum * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     )
+
+
+@triton.jit
+def load_pages(table_ptr, tokens, valid, PAGE: tl.constexpr):
+    """Load the page of each token, where `valid`. Return zeros if PAGE, the number of tokens per page, is 0."""
+    pages = tokens * 0
+    if PAGE > 0:
+        pages = tl.load(table_ptr + tokens // PAGE, mask=valid, other=0)
+    return pages
+
+
+@triton.jit
+def row_offsets(pages, tokens, stride_page, stride_row, PAGE: tl.constexpr):
+    """Return the offset of each token's row in its page's cache or, if PAGE is 0, in its sequence's cache: int64."""
+    if PAGE == 0:
+        offsets = tokens.to(tl.int64) * stride_row
+    else:
+        offsets = pages.to(tl.int64) * stride_page + (tokens % PAGE).to(tl.int64) * stride_row
+    return offsets
 
 
 @triton.jit

@@ -1,14 +1,14 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-The score kernel counted the scores above a floor in a histogram. Every program finds the bin of the k-th score. The
-program selects the keys in higher bins and writes the few keys in that bin to a list. A second kernel searches the list
-for the exact cut and writes the indices. Each program has one span of keys. It counts the preceding keys from the
-spans' totals and the list, so that no program waits for another. The order of the list depends on timing, but the
-result does not. Many equal scores, or a floor that was too high, only make the list longer and the kernel slower.
+`score_keys` has counted the scores above a floor in a histogram. In the first kernel, every program finds the bin of
+the k-th highest score. The program counts its keys in higher bins and appends its keys in that bin to a list. A second
+kernel searches the list for the exact k-th score and writes the indices of the selected keys. Each program has one span
+of keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another.
+The order of the list depends on timing, but the result does not.
 
-Each kernel lets the next one start when about half of its own work is done. A kernel that runs beside it
-(`LayerCache.beside`) starts at once. For the selection's own kernels an immediate start is slower (docs/kernels.md,
-Tuning). The likely reason is that waiting programs hold registers, and multiprocessors hold different numbers of them.
+Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
+`LayerCache.beside` launches starts at once. For the selection's own kernels an immediate start is slower
+(docs/kernels.md, Tuning).
 """
 
 import torch
@@ -20,13 +20,14 @@ from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SPAN, DecodeW
 from gsa_kernels.selection.triton_search import INT_MAX, INT_MIN, above_cut, order_key, row_budget
 from gsa_kernels.types import BudgetRule
 
-# Bins divide octaves evenly. They reach from 2^-20, below which all values are in bin 0, to 2^12.
+# Bins divide octaves evenly, from 2^-20 to 2^12. Scores of sigmoids are positive. Other scores can be negative, and
+# negative scores take the first half of the bins. Bins at the end of a range also hold all values beyond.
 _BIN_SHIFT = tl.constexpr(23 - (BINS_PER_OCTAVE.bit_length() - 1))
 _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
-_LAST_BIN = tl.constexpr(BINS - 1)
+_BINS = tl.constexpr(BINS)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the number of multiprocessors of an H200. Below it, twice the programs of half the size are faster."""
+"""About the number of multiprocessors of an H200. If fewer programs run, halving their spans of keys is faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
@@ -40,17 +41,19 @@ def select_indices(
     rule: BudgetRule,
     variance_ema: torch.Tensor,
     chained: bool,
+    signed: bool,
 ) -> None:
-    """Fill the cache's selection from the results of `score_keys` in the workspace; clear the histogram for the next
+    """Fill the cache's selection from the results of `score_keys` in the workspace. Clear the histogram for the next
     call.
 
     Args:
         rule: with limits of at most L_max
         chained: start before `score_keys` has ended, and wait for it on the device
+        signed: whether scores can be negative
     """
     lengths, selection = cache.lengths, cache.selection
     columns = workspace.scores.shape[1]
-    max_length = cache.k.shape[1]
+    max_length = cache.max_length
     span = _span(lengths.shape[0], max_length)
     grid = (triton.cdiv(max_length, span), lengths.shape[0])
     options = {"num_warps": _WARPS, **({"launch_pdl": True} if chained else {})}
@@ -78,6 +81,7 @@ def select_indices(
         SPAN=span,
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
+        SIGNED=signed,
         CHAINED=chained,
         RELEASES_AT_ONCE=cache.beside is not None,
         **options,
@@ -99,21 +103,41 @@ def select_indices(
         SPAN=span,
         SPANS=triton.next_power_of_2(triton.cdiv(max_length, span)),
         BINS=BINS,
+        SIGNED=signed,
         CHAINED=chained,
         **options,
     )
 
 
 @triton.jit
-def score_bin(key):
+def score_bin(key, SIGNED: tl.constexpr):
     """Return the bin of an `order_key`; a higher bin holds higher scores."""
-    return tl.minimum(tl.maximum((key >> _BIN_SHIFT) - _FIRST_BIN, 0), _LAST_BIN)
+    if SIGNED:
+        half: tl.constexpr = _BINS // 2
+        size = tl.where(key < 0, ~key, key)
+        step = tl.minimum(tl.maximum((size >> (_BIN_SHIFT + 1)) - _FIRST_BIN // 2, 0), half - 1)
+        bin = tl.where(key < 0, half - 1 - step, half + step)
+    else:
+        bin = tl.minimum(tl.maximum((key >> _BIN_SHIFT) - _FIRST_BIN, 0), _BINS - 1)
+    return bin
 
 
 @triton.jit
-def bin_above(key, floor):
+def bin_start(bin, SIGNED: tl.constexpr):
+    """Return the lowest `order_key` of a bin, or INT_MAX for the number of bins."""
+    if SIGNED:
+        step = bin - _BINS // 2
+        size = (tl.abs(step) + _FIRST_BIN // 2) << (_BIN_SHIFT + 1)
+        start = tl.where(step == 0, 0, tl.where(step < 0, -size, size))
+    else:
+        start = (bin + _FIRST_BIN) << _BIN_SHIFT
+    return tl.where(bin == 0, INT_MIN, tl.where(bin == _BINS, INT_MAX, start))
+
+
+@triton.jit
+def bin_above(key, floor, SIGNED: tl.constexpr):
     """Return the bin of an `order_key`, with all bins up to the floor merged into bin 0."""
-    bin = score_bin(key)
+    bin = score_bin(key, SIGNED)
     return tl.where(bin > floor, bin, 0)
 
 
@@ -150,10 +174,12 @@ def _find_bin_kernel(
     SPAN: tl.constexpr,
     BINS: tl.constexpr,
     BINS_PER_OCTAVE: tl.constexpr,
+    SIGNED: tl.constexpr,
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """One program computes the budget and its bin; in one span it counts keys above the bin and lists keys in it."""
+    """One program finds the budget k and the bin of the k-th score. In its span it counts keys above this bin, and
+    lists keys in the bin."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -192,7 +218,7 @@ def _find_bin_kernel(
     variance = tl.sum(squares) / length.to(tl.float32)
     k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, dense_below, MODE)
 
-    # Find the last bin such that this bin and all higher bins hold at least k scores; first find its octave. Bin 0 is
+    # Find the last bin such that this bin and all higher bins hold at least k scores. First find its octave. Bin 0 is
     # not counted, because it holds all other scores.
     per_octave = tl.sum(in_bins, axis=0)
     from_octave = tl.sum(per_octave) - tl.cumsum(per_octave, axis=0) + per_octave
@@ -207,7 +233,7 @@ def _find_bin_kernel(
     if CHAINED and not RELEASES_AT_ONCE:
         gdc_launch_dependents()
     keys = order_key(scores)
-    bin = bin_above(keys, floor)
+    bin = bin_above(keys, floor, SIGNED)
     tl.store(
         span_counts_ptr + batch * (columns // SPAN) + span,
         tl.sum((valid & (bin > threshold_bin)).to(tl.int32)),
@@ -243,9 +269,10 @@ def _write_indices_kernel(
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
     BINS: tl.constexpr,
+    SIGNED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: the exact cut among the borderline, and the selected positions of one span."""
+    """One program finds the exact cut in the list, and writes the selected positions of one span."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -282,6 +309,7 @@ def _write_indices_kernel(
         floor,
         length,
         SPAN,
+        SIGNED,
     )
     if CHAINED:
         gdc_launch_dependents()
@@ -294,7 +322,7 @@ def _write_indices_kernel(
         offset += tl.sum((above_cut(more, where, cut, last) & (where < first)).to(tl.int32))
 
     keys = order_key(scores)
-    bin = bin_above(keys, floor)
+    bin = bin_above(keys, floor, SIGNED)
     borderline = (bin == threshold_bin) & above_cut(keys, positions, cut, last)
     selected = valid & ((bin > threshold_bin) | borderline)
     place = offset + tl.cumsum(selected.to(tl.int32), axis=0) - 1
@@ -305,17 +333,26 @@ def _write_indices_kernel(
 
 @triton.jit
 def _find_cut_in_list(
-    keys, positions, keys_ptr, positions_ptr, size, wanted, threshold_bin, floor, length, TILE: tl.constexpr
+    keys,
+    positions,
+    keys_ptr,
+    positions_ptr,
+    size,
+    wanted,
+    threshold_bin,
+    floor,
+    length,
+    TILE: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):
-    """Run `find_cut` (see there) for the `wanted` best keys of a list, whose keys are all in the bin `threshold_bin`.
+    """Run `find_cut` (triton_search.py) for the `wanted` best keys of a list. All its keys are in `threshold_bin`.
 
     Args:
         keys, positions: int32 [TILE], the start of the list; INT_MIN and INT_MAX after its end
         keys_ptr, positions_ptr: pointers to the whole list, `size` entries in any order
     """
-    low = tl.where(threshold_bin == 0, INT_MIN, (threshold_bin + _FIRST_BIN) << _BIN_SHIFT)
-    bin = tl.maximum(threshold_bin, floor)  # bin 0 reaches up to the floor
-    high = tl.where(bin == _LAST_BIN, INT_MAX, (bin + _FIRST_BIN + 1) << _BIN_SHIFT)
+    low = bin_start(threshold_bin, SIGNED)
+    high = bin_start(tl.maximum(threshold_bin, floor) + 1, SIGNED)  # bin 0 reaches up to the floor
     slots = tl.arange(0, TILE)
     count = size
     count_high = size * 0

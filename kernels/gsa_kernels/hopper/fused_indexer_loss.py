@@ -1,8 +1,7 @@
-"""Computes attention over selected keys; its backward pass also computes the indexer's gradients.
+"""Computes attention over selected keys. The backward pass also computes the gradients of the indexer loss.
 
-A separate loss would recompute the attention probabilities by a product of queries and keys for all heads. The backward
-pass computes these probabilities anyway for the gradient of q. It passes their sums over heads to the loss, tile by
-tile.
+Attention's backward pass computes the attention probabilities for the gradient of q. The sums of these probabilities
+over heads are the target of the indexer loss. A separate loss would recompute the probabilities.
 """
 
 from collections.abc import Callable
@@ -40,8 +39,7 @@ class Settings(NamedTuple):
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Return whether `attention_with_indexer_loss` supports q [B, L, H, D] and k [B, Lk, Hkv, D]. The requirements are
-    bf16, a multiple of four query heads per key-value head, and Hopper or the interpreter."""
+    """Return whether `attention_with_indexer_loss` supports q [B, L, H, D] and k [B, Lk, Hkv, D]."""
     return (
         q.dtype == torch.bfloat16 and q.shape[2] // k.shape[2] % FUSED_LOSS_HEADS == 0 and on_hopper(q.device)
     )
@@ -57,10 +55,10 @@ def attention_with_indexer_loss(
     gate_logits: torch.Tensor | None = None,
     row_chunk_bytes: int = FUSED_LOSS_CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `masked_attention`; its backward pass adds the gradients of loss.scale * `masked_indexer_loss`.
+    """Compute `masked_attention`. The backward pass adds the gradients of loss.scale * `masked_indexer_loss`.
 
-    Both use the same packed mask. The target sums over the heads of q, so q must have all heads. The target is fp16,
-    and the sum of each four heads is rounded separately. The function is deterministic.
+    Attention and loss use the same packed mask. q must have all heads of the layer, because the target sums over them.
+    Sums of four heads are rounded to fp16. The function is deterministic.
 
     Args:
         q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` must accept q and k
@@ -94,7 +92,7 @@ def attention_with_indexer_loss(
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
     if starts is not None:
         starts = starts.contiguous()
-    # The loss counts four bytes per row and key. The target has two bytes per part and query.
+    # The loss counts four bytes per row and key. The target has two bytes per part, row and key.
     loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS), 1)
     scale = loss.scale
     if not isinstance(scale, torch.Tensor):
@@ -118,8 +116,7 @@ def attention_with_indexer_loss(
 class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Arguments: four tensors of attention, six of the indexer, packed mask, document starts, log-sum,
-        `Settings`."""
+        """Take four tensors of attention, six of the indexer, packed mask, document starts, log-sum and `Settings`."""
         *tensors, settings = arguments
         packed_mask, document_starts, _ = tensors[10:]
         out, lse = attention_forward(AttentionInputs(*tensors[:4]), packed_mask, document_starts)
@@ -163,5 +160,5 @@ class _AttentionWithLoss(torch.autograd.Function):
 
 
 def _traced(name: str) -> AbstractContextManager[object]:
-    """Mark a part of the backward pass in a profiler's trace, which would count the loss as attention."""
+    """Mark a part of the backward pass for a profiler, which would otherwise count the loss as attention."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()

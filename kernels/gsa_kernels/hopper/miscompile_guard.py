@@ -1,15 +1,14 @@
-"""Finds kernels that Triton would compile to wrong sums in their intermediate code, and raises before they run.
+"""Finds kernels that Triton compiles to wrong sums, and raises an error before such a kernel runs.
 
-If several warps share the axis of a sum (`tt.reduce`), Triton 3.6 and 3.7 add the warps' partial sums in
-shared memory. The place of a partial sum follows from its warp's coordinate along the axis. `delinearize` in
-Triton's Utility.cpp computes this coordinate, and the coordinates of lanes. Some bits of a warp's number
-belong to one axis, and `delinearize` assumes that these bits are adjacent. Layouts that come from reshaping a
-matrix product can break this assumption. For example, the first bit can belong to rows, the second bit to
-heads, and the third bit to rows again. All heads are then written to one place. The sum then contains one
-head and old contents of the memory. The layout depends on the GPU.
+If several warps share the axis of a sum (`tt.reduce`), Triton 3.6 and 3.7 add the warps' partial sums in shared memory.
+The address of a partial sum follows from its warp's coordinate along the axis. `delinearize` in Triton's Utility.cpp
+computes the coordinates of warps and lanes. It assumes that the bits of a warp's number that belong to one axis are
+adjacent. Layouts that come from reshaping a matrix product can break this assumption. For example, the bits can belong
+to rows, heads, and rows again. In a sum over heads, all heads then share one address, and the sum contains one head and
+old contents of the memory. The layout depends on the GPU.
 
-A second case is `store_sums` in hopper/triton_backward_target.py. Its assembly adds the parts of each query in two
-lanes and hard-codes the addresses of the sums, which is right for one layout only.
+A second case is `store_sums` in hopper/triton_backward_target.py. Its inline assembly adds the values of two lanes and
+is right for one register layout only.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ STORED_SUM = re.compile(
 """Matches type of the first operand, its columns, and its layout."""
 
 Layout = dict[str, list[list[int]]]
-"""Gives for `register`, `lane` and `warp` what each bit of the number adds to the coordinates."""
+"""Gives what each bit of a `register`, `lane` or `warp` number adds to the coordinates."""
 
 STORED_LAYOUT: Layout = {
     "register": [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16]],
@@ -103,8 +102,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the named layout, or the slice of one. The result is None if the layout does not follow from a linear
-    layout, because such layouts count one axis after the other."""
+    """Return the named layout or slice of a layout, or None if it does not derive from a linear layout. In other
+    layouts the bits of an axis are adjacent, so sums are right."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:
@@ -114,11 +113,9 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 
 
 def _misplaces(layout: Layout, axis: int) -> bool:
-    """Return whether a sum over the axis is wrong in this layout.
-
-    The sum is wrong if it crosses warps, and the coordinate of a warp or lane along the axis is read from bits of
-    another axis. The sum is also wrong if the lanes to add are not a power of 2 apart.
-    """
+    """Return whether a sum over the axis is wrong in this layout. The sum is wrong if it crosses warps, and the
+    coordinate of a warp or lane along the axis is read from bits of another axis. The sum is also wrong if the axis has
+    lane bits that are not adjacent."""
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)
     for part in ("warp", "lane"):

@@ -2,8 +2,8 @@
 
 In the register layout of a matrix product, a warp covers eight rows, with four lanes per row. Lane i of a row holds
 eight columns: 2i and 2i + 1, and these two columns shifted by 8, 16 and 24. A block stores these eight values side by
-side. Each thread therefore stores and loads 16 bytes. With a layout in rows of keys, the loss would have to read
-through shared memory, where eight lanes would use one bank (docs/kernels.md, Tuning).
+side. Each thread therefore loads 16 bytes at once. The loss would have to read a row-major target through shared
+memory, where eight lanes would use one bank (docs/kernels.md, Tuning).
 """
 
 import torch
@@ -18,7 +18,7 @@ KEY = tl.constexpr(32)
 
 
 def block_shape(rows: int, keys: int) -> tuple[int, int, int]:
-    """Return (row blocks, key blocks, 1024), in even numbers because kernels take up to two blocks unmasked."""
+    """Return (row blocks, key blocks, 1024). The numbers are even, because kernels take up to two blocks unmasked."""
     size: int = BLOCK.value
     return 2 * triton.cdiv(rows, 2 * size), 2 * triton.cdiv(keys, 2 * size), size * size
 

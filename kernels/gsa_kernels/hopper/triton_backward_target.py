@@ -1,7 +1,7 @@
 """Computes the gradient of q and, from the same probabilities, the target of the indexer loss (sums over heads).
 
-A program has four heads of one key-value head. The 128 rows of a product are 32 queries for each of the four heads. The
-program sums these heads over registers and lanes. The loss then adds the parts of the key-value heads.
+A program has four query heads of one key-value head. The 128 rows of a product are 32 queries of these four heads. The
+program adds the heads' probabilities over registers and lanes. The loss then adds the sums of all groups of four heads.
 """
 
 import torch
@@ -24,8 +24,8 @@ from gsa_kernels.limits import FUSED_LOSS_HEADS
 from gsa_kernels.triton_constants import LOG2_E
 
 TILES = _Tiles(32, 64, 8, 3, registers=232)
-"""Tile with 32 queries of each head. `store_sums` requires 64 keys. The register limit exceeds the use: without a
-limit, ptxas saves registers, and the second product waits for the exponentials of the first."""
+"""Tile with 32 queries of each head. Without a register limit ptxas saves registers, and the second product then waits
+for the exponentials of the first."""
 
 WIDE_TILES = _Tiles(32, 32, 8, 2)
 """Tile for heads of 256. In 227 KiB of shared memory, 128 KiB hold q and the output's gradient, and two stages of 16
@@ -121,8 +121,8 @@ def _queries_with_target_kernel(
     start = row_start + tile * QUERIES
     batch64, start64 = batch.to(tl.int64), start.to(tl.int64)
 
-    # A thread has rows i and i + 8 of each 16 rows of a product. The lanes of its second half have the rows 4 further.
-    # These rows are the four heads of one query.
+    # A thread has rows i and i + 8 of each 16 rows of a product. The thread 16 lanes further has rows i + 4 and i + 12.
+    # These four rows are the four heads of one query.
     stacked = tl.arange(0, HEADS * QUERIES)
     own = stacked // 16 * 4 + stacked % 4
     member = stacked % 16 // 4

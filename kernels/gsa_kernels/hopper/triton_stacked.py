@@ -1,8 +1,8 @@
-"""Stacks the heads of a row tile side by side: device code of the loss kernels for 16-bit types with matrix units.
+"""Defines device code of the loss kernels that stack the indexer heads of a tile of rows (bf16 on Hopper).
 
-A tile of all heads is [HEADS, BM, BN], from one product of [HEADS * BM, DI] with the keys. In the register layout of
-this product every thread has all heads of its rows. Threads therefore need not exchange data to compute a score. A step
-waits for three products, where a loop over heads would wait for sixteen.
+One product of [HEADS * BM, DI] with the keys gives a tile of all heads, [HEADS, BM, BN] (triton_stacks.py). Each thread
+has all heads of its rows, so a score needs no exchange between threads. For each key tile the gradient kernel waits for
+three products. A loop over four heads would wait for sixteen.
 """
 
 # mypy: disable-error-code="assignment"
@@ -50,8 +50,7 @@ def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECIS
 
 @triton.jit
 def rounded_product(x, y, KIND: tl.constexpr):
-    """Return x * y elementwise. If KIND is TANH, the product is always rounded: the compiler cannot fuse it
-    with a later addition."""
+    """Return x * y elementwise. If KIND is TANH, the compiler cannot fuse the product with a later addition."""
     if KIND == TANH:
         z = tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -63,15 +62,15 @@ def rounded_product(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def sum_of_heads(weights, a, KIND: tl.constexpr):
-    """Return sum_j weights_j * a_j, [BM, BN], from [HEADS, BM, 1] and [HEADS, BM, BN]. The first product is rounded
-    separately. Otherwise the compiler fuses either product into the addition, and the choice changes the last bit."""
+    """Return sum_j weights_j * a_j, [BM, BN], from [HEADS, BM, 1] and [HEADS, BM, BN]. The first head's product is
+    rounded separately. Otherwise the compiler may fuse any product into an addition, which changes the last bit."""
     first = (tl.arange(0, weights.shape[0]) == 0)[:, None, None]
     return tl.sum(tl.where(first, rounded_product(weights, a, KIND), weights * a), 0)
 
 
 @triton.jit
 def exp2_of(x, KIND: tl.constexpr):
-    """Return 2^x elementwise; results below 2^-126 are 0 if the scores are approximate, too."""
+    """Return 2^x elementwise. If KIND is TANH, results below 2^-126 are 0."""
     if KIND == TANH:
         y = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -84,7 +83,7 @@ def exp2_of(x, KIND: tl.constexpr):
 @triton.jit
 def sum_in_lanes(x):
     """Sum [.., BM, BN] to [.., BM, 4] over the columns that one thread holds, without an exchange between lanes. Four
-    lanes share a row of a product, and one lane holds the columns 8 i + 2 lane + {0, 1}."""
+    lanes share a row of a product, and lane l of the four holds the columns 8 i + 2 l + {0, 1}."""
     if len(x.shape) == 3:
         parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2])
         total = tl.sum(tl.sum(parts, 4), 2)
@@ -96,10 +95,10 @@ def sum_in_lanes(x):
 
 @triton.jit
 def as_held(x):
-    """Reorder [D, keys] of a product to [D * keys] with the eight values of a thread side by side: 16 bytes to store.
+    """Reorder [D, keys] of a product to [D * keys], so that a thread stores its eight bf16 values at once.
 
-    In a part of 16 dimensions and 16 keys, a lane holds rows i and i + 8, columns 2 lane and 2 lane + 1, and the
-    columns 8 further.
+    In each part of 16 dimensions and 16 keys, lane 4 i + l holds dimensions i and i + 8 of keys 2 l, 2 l + 1, 2 l + 8
+    and 2 l + 9.
     """
     dims: tl.constexpr = x.shape[0]
     keys: tl.constexpr = x.shape[1]
@@ -124,10 +123,10 @@ def by_key_as_held(x):
 
 @triton.jit
 def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.constexpr, BN: tl.constexpr):
-    """Load BN / 32 words of each row, beginning with `first_word`. Each row loads one word for 32 keys.
+    """Load BN / 32 words of each row, beginning with `first_word`: a tuple with a tensor [BM] for each word.
 
-    The result is a tuple with a tensor [BM] for each word. Call the function one step of the key loop ahead.
-    Otherwise the compiler pipelines the loads, as it does for keys and target, and loads each word twice.
+    Call the function one iteration of the key loop ahead. Otherwise the compiler pipelines the loads, and loads each
+    word twice.
     """
     tile = ()
     for i in tl.static_range(BN // 32):
@@ -144,10 +143,10 @@ def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.co
 def expand_attended(
     tile_words, rows, cols, starts, HAS_MASK: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
 ):
-    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`. A position of
-    -1 has no keys. A packed mask contains only causal keys."""
+    """Return bool [BM, BN]: the query at position `rows` attends to key `cols`. Position -1 attends to no key. A
+    packed mask contains only causal keys."""
     if HAS_MASK:
-        # The shift has two parts, and the second is known at compile time: see the attention's `expand_words`.
+        # The shift has two parts, as `expand_words` in attention/triton_tiles.py explains.
         column = tl.arange(0, BN)
         for i in tl.static_range(BN // 32):
             bits = (tile_words[i][:, None] >> (column & 6)[None, :]) >> (column & 25)[None, :]
@@ -165,13 +164,11 @@ def expand_attended(
 
 @triton.jit
 def stable_kl_terms(log2_q, log2_p, p, g):
-    """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p.
-
-    The result is q where p is 0 and log2_p is the log of a tiny number. p and q both sum to 1 over the attended set, so
-    adding q - p does not change the sum. In r = log(q / p) the term is p (exp(r) - 1 - r), which is positive and of
-    second order. If abs(r) < 1/4, the term is p x^2 times a polynomial in x = r / log 2. The polynomial has the
-    smallest maximal relative error (1.4e-6, of both signs).
-    """
+    """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p. p is the target and q the softmax
+    of the scores. Both sum to 1 over the attended set, so adding q - p does not change the sum. With r = log(q / p) the
+    term is p (exp(r) - 1 - r), which is positive and of second order. If abs(r) < 1/4, the term is computed as p x^2
+    times a polynomial in x = r / log 2, with a relative error up to 1.4e-6. Where p is 0, log2_p is the log of a tiny
+    number, and the result is q."""
     x = log2_q - log2_p
     t = p * x
     near = t * x * (0.24022618 + x * (0.055504207 + x * (0.0096381735 + x * 0.0013340167)))
@@ -181,7 +178,7 @@ def stable_kl_terms(log2_q, log2_p, p, g):
 
 @triton.jit
 def log2_of_positive(x, KIND: tl.constexpr):
-    """Return log2 of x >= TINY elementwise, by the hardware's log2 if the scores are approximate, too."""
+    """Return log2 of x >= TINY elementwise. If KIND is TANH, it is the hardware's approximation."""
     if KIND == TANH:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

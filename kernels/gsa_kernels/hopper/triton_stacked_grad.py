@@ -1,4 +1,4 @@
-"""Runs the second pass over a chunk of rows with the heads side by side: the bf16 form of triton_grad."""
+"""Runs the second pass over a chunk of rows with stacked heads, in bf16. triton_grad.py has the formulas."""
 
 import triton
 import triton.language as tl
@@ -85,9 +85,8 @@ def stacked_grad_kernel(
 ):
     """Grid and segments are as in the first pass.
 
-    The gradients have the same bits whether the KL is computed or not. Products and sums are therefore written such
-    that the compiler has no choice between one fused instruction and two. With ReLU the KL is always computed and
-    stored.
+    Gradients have the same bits whether the KL is computed or not. To ensure this, the code leaves the compiler no
+    choice between one fused instruction and two. With ReLU the KL is always computed and stored.
     """
     counts_kl: tl.constexpr = WITH_VALUE or KIND == RELU
     segment = tl.program_id(0)

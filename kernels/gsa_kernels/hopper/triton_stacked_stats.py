@@ -1,4 +1,4 @@
-"""Runs the first pass over a chunk of rows with the heads side by side: the bf16 form of triton_stats."""
+"""Runs the first pass over a chunk of rows with stacked heads: the bf16 form of triton_stats.py."""
 
 import triton
 import triton.language as tl
@@ -60,8 +60,8 @@ def stacked_stats_kernel(
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,  # the sum of the target is known: it is not read
 ):
-    """One program scores BM rows against SEGMENT keys. Grid: (segments, tiles, B). Segments without a causal key of any
-    row write nothing. Scores are in units of log 2, for exp2."""
+    """One program computes scores of BM rows for SEGMENT keys. Grid: (segments, tiles, B). A program writes no
+    statistics if its segment has no causal key of the rows. Scores are multiplied by log2(e), for exp2."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -107,8 +107,8 @@ def stacked_stats_kernel(
                     load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
                 )
             scores = tl.where(attended, scores, NOT_A_SCORE)
-            # Lanes without a key so far sum meaningless values at the maximum NOT_A_SCORE. The first real score
-            # multiplies them by 0, and so do the merges of lanes and segments.
+            # Until a lane's first attended key, exp_sum adds meaningless values. The first real score or the merge of
+            # lanes and segments multiplies this sum by 0.
             of_lanes = tl.reshape(scores, [BM, BN // 8, 4, 2])
             new_maximum = tl.maximum(maximum, tl.max(tl.max(of_lanes, 3), 1))
             terms = exp2_of(of_lanes - new_maximum[:, None, :, None], KIND)

@@ -17,7 +17,6 @@ def indexer_scores(
     activation: Literal["sigmoid", "relu"] = "sigmoid",
 ) -> torch.Tensor:
     """Compute the scores of every query against every key, causal or not.
-
     sigmoid (GSA):  I[t,s] = sum_j sigmoid(w[t,j] + c_j) * sigmoid(q[t,j] . k[s] / sqrt(DI) + b_j),
                     in (0, HI)
     relu (DSA):     I[t,s] = sum_j w[t,j] * relu(q[t,j] . k[s] / sqrt(DI)), unbounded, without biases

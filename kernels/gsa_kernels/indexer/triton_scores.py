@@ -1,8 +1,8 @@
 """Computes indexer scores on the GPU (GSA, equation 7) in fp32 tiles of [queries, keys], causal tiles only.
 
-Arithmetic limits the speed of this kernel, because each (query, key) pair takes HI sigmoids. For bf16 inputs the kernel
-therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11). fp32
-inputs get the exact sigmoid and IEEE products.
+Arithmetic limits the speed of this kernel, because each (query, key) pair takes a sigmoid per indexer head. For bf16
+inputs the kernel therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to
+2^-11). fp32 inputs get the exact sigmoid and IEEE products.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
-"""With the heads side by side in one product: the fastest measured (docs/kernels.md, Tuning)."""
+"""Tiles for stacked heads (triton_stacks.py), the fastest measured (docs/kernels.md, Tuning)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ScoreInputs:
 
 
 def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
-    """Check dtypes, devices and limits; make the kernels' inputs contiguous. Without gradients."""
+    """Check dtypes, devices and limits, and make the kernels' inputs contiguous."""
     queries, keys = indexer.queries, indexer.keys
     batch, length, heads, dim = queries.shape
     check_shape("indexer.keys", keys, "[B, query_start + L, DI]", (batch, geometry.query_start + length, dim))
@@ -158,8 +158,8 @@ def write_scores(
     key_stride: int = 1,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """Write out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop, or with `inputs.key_group_size` above
-    1 the result of `best_of_groups`.
+    """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop. If
+    `inputs.key_group_size` is above 1, write the result of `best_of_groups`.
 
     The kernel writes every tile in which a row may select a key, up to the last column of `out`. Elsewhere `out` keeps
     its old values.
@@ -197,8 +197,7 @@ def write_scores(
 
 
 def can_stack(inputs: ScoreInputs) -> bool:
-    """Return whether one product can compute the scores of all heads (gsa_kernels.triton_stacks). In Hopper's register
-    layout for bf16 each thread then has all heads of its rows."""
+    """Return whether one matrix product can compute the scores of all heads (triton_stacks.py)."""
     queries = inputs.indexer.queries
     return queries.dtype == torch.bfloat16 and queries.shape[2] in (2, 4) and on_hopper(queries.device)
 

@@ -42,10 +42,10 @@ class KeyLists:
     """An upper bound on `counts` that the host knows, so that it can size buffers without waiting for the device."""
 
     query_start: int = 0
-    """Position of the first query: query t is at position query_start + t. A key's number is its position."""
+    """Position of the first query. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
-    """`counts`, or bounds of them, on the host, for buffers of the size of the lists; None for a chunk of the tiles."""
+    """`counts` or upper bounds on the host, which determine the sizes of buffers; None for a chunk of the tiles."""
 
     @property
     def num_keys(self) -> int:
@@ -62,7 +62,7 @@ def union_density(lists: KeyLists) -> float:
 
 def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:
     """Build lists from bool [B, L, Lk]. This plain torch code defines the format. The queries are the last L of Lk
-    positions. The code loops over the tiles and is only for tests."""
+    positions."""
     batch, length, num_keys = mask.shape
     check_mask("mask", mask, batch, length, max(num_keys, length))
     check_at_least("L", length, 1)
@@ -87,8 +87,7 @@ def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:
 
 
 def mask_from_key_lists(lists: KeyLists) -> torch.Tensor:
-    """Return bool [B, L, Lk], the inverse of `key_lists_from_mask`. The code loops over the tiles and is only for
-    tests.
+    """Return bool [B, L, Lk], the inverse of `key_lists_from_mask`. The code loops over the tiles.
 
     Raises:
         ValueError: a tile lists a key twice.

@@ -1,8 +1,7 @@
-"""Builds key lists from packed masks: transposes 32 by 32 bits and drops columns without a bit.
+"""Builds key lists from packed masks. The kernels transpose 32 by 32 bits and drop columns without a bit.
 
-The size of the lists depends on the data. The device therefore counts the keys of every piece of a tile first. The host
-reads the sums and allocates exactly this size, and the lists are filled. `count_keys` does not wait: until the caller
-calls `wait()` on its result, the device can do other work.
+The size of the lists depends on the data. `count_keys` therefore first counts the keys on the device, without waiting
+for the result. After `CountedKeys.wait()` the host knows the counts, and `fill_lists` allocates and fills the lists.
 """
 
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ class CountedKeys:
 
 @dataclass(frozen=True)
 class FilledLists:
-    """Holds the lists of adjacent tiles, with the fields of `KeyLists`; starts count from these tiles' first entry."""
+    """Holds the lists of adjacent tiles, with the fields of `KeyLists`. Starts count from these tiles' first entry."""
 
     keys: torch.Tensor
     words: torch.Tensor
@@ -93,7 +92,7 @@ def count_keys(
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy without waiting; read the result after an event that is recorded after the copy."""
+    """Copy without waiting. Read the result after an event that is recorded after the copy."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -164,7 +163,7 @@ def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_word
 
 @triton.jit
 def _union(rows, always_ptr, slot, index, QUERIES: tl.constexpr):
-    """The bits that are set in any of the rows, or always, per word."""
+    """Return per word the bits that are set in any row, or always."""
     union = rows[0]
     for r in tl.static_range(1, QUERIES):
         union |= rows[r]
@@ -239,11 +238,8 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Split the bit matrix into squares of 2 WIDTH rows and columns, and swap two quarters of each square.
-
-    The two quarters are the upper right one and the lower left one. The mask LOW has ones in the lower WIDTH
-    bits of every 2 WIDTH bits.
-    """
+    """Split the bit matrix into squares of 2 WIDTH rows and columns. In each square swap the upper right and the lower
+    left quarter. The mask LOW has ones in the lower WIDTH bits of every 2 WIDTH bits."""
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

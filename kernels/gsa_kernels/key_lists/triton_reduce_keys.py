@@ -1,11 +1,11 @@
 """Sums partial rows, one for each entry of a tile's list, into one row per key.
 
-This computes the gradients of gathered keys without atomics. First, a kernel loops over the lists and stores one
+This module computes the gradients of gathered keys without atomics. First, a kernel loops over the lists and stores one
 partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
 `add_partials_by_key` adds them in that order, so results repeat bit for bit.
 
-This file numbers the tiles of all sequences b * T + i. A caller limits the memory of the partial rows by taking a range
-of tiles at a time.
+Tile i of sequence b has the number b * T + i, with T tiles per sequence. A range of tiles at a time limits the memory
+of the partial rows.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class KeyHits:
     """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [num_rows]: the partial rows of each key in the order of the tiles; the first starts[-1] are used."""
+    """int32 [num_rows]: the partial rows of each key in the order of the tiles. The first starts[-1] are used."""
 
     num_rows: int
     """Partial rows of all tiles, including those without an entry."""
@@ -39,7 +39,7 @@ class KeyHits:
 
 @dataclass(frozen=True)
 class TileRows:
-    """Describes tiles first <= b * T + i < last; entry j of tile i has the partial row starts[i - first] + j."""
+    """Describes tiles first .. last - 1. Entry j of tile n has the partial row starts[n - first] + j."""
 
     first: int
     last: int
@@ -52,12 +52,11 @@ class TileRows:
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Split the tiles into ranges of about `max_rows` partial rows each, at least one tile, without waiting. A tile has
-    `host_counts` rows.
+    """Split the tiles into ranges of at most `max_rows` partial rows, but at least one tile. `host_counts` gives the
+    rows of each tile, so the host does not wait.
 
     Args:
-        multiple: a range has a multiple of this number of tiles, if `max_rows` allows; this keeps all multiprocessors
-            busy
+        multiple: a range has a multiple of this number of tiles, if `max_rows` allows
     """
     assert lists.host_counts is not None
     num_tiles = lists.counts.numel()
@@ -100,8 +99,8 @@ def equal_tiles(lists: KeyLists) -> TileRows:
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
-    """Transpose the lists of a range of tiles on the device. The result takes 4 bytes per partial row. The computation
-    needs B * Lk * tiles / 4 bytes of scratch memory."""
+    """List for each key the partial rows of a range of tiles, on the device. The result takes 4 bytes per partial row.
+    The computation needs B * Lk * tiles / 4 bytes of scratch memory."""
     batch, tiles_per_sequence = lists.counts.shape
     first_tile, num_rows = tile_rows.first, tile_rows.num_rows
     tiles = tile_rows.last - first_tile
@@ -162,7 +161,7 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
         )
     if not partials.is_contiguous():
         raise ValueError("partials has gaps; pass a contiguous tensor")
-    # Each key takes one warp with four rows of 512 bytes in flight, as measured on an H200.
+    # Each key takes one warp with four rows of 512 bytes in flight.
     rows = max(1, min(32, 2048 // (channels * partials.element_size())))
     _add_kernel[(out.shape[0] * out.shape[1], number)](
         partials, hits.starts, hits.rows, out, *out.stride()[:3], out.shape[1], hits.num_rows,

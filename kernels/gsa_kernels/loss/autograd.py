@@ -1,5 +1,5 @@
-"""Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function. The loss is
-linear in its upstream gradient, which is one scalar. The forward pass therefore also computes the gradients."""
+"""Implements the autograd function of the indexer loss. The upstream gradient is one scalar. The forward pass therefore
+also computes the gradients, and the backward pass only scales them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -51,8 +51,8 @@ def check_indexer(indexer: Indexer, query_start: int) -> tuple[int, int]:
 class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Arguments: `tensors_of` an indexer, its activation, and a function of the indexer that returns the sum of the
-        KL, the KL of each row, and the gradients of those tensors."""
+        """Take the tensors of an indexer (`tensors_of`), its activation and a function. The function maps the indexer
+        to the sum of the KL, the KL of each row, and the gradients of the tensors."""
         *tensors, activation, calculate = arguments
         total, rows, gradients = calculate(indexer_of(tensors, activation))
         ctx.mark_non_differentiable(rows)

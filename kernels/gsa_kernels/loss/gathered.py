@@ -1,7 +1,7 @@
 """Computes the indexer loss (GSA, equation 15) over key lists, for sparse training on long sequences.
 
-No tensor has size L x L. As in `masked_indexer_loss`, one forward pass computes value and gradients in chunks of tiles,
-and the backward pass only scales them. `head_sum_probs_lists` computes the target of a chunk.
+Key lists give, for each tile of queries, the keys that any of them selects. No tensor has size L x L. The forward pass
+computes loss and gradients in chunks of tiles. `head_sum_probs_lists` computes the target of a chunk.
 """
 
 from collections.abc import Callable
@@ -49,11 +49,10 @@ def gathered_indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = lists.query_start + row.
 
-    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the tensors of the indexer get
-    gradients.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
-    Exactness and determinism are as in `masked_indexer_loss`, with one exception. The gradients of the keys are added
-    in an order that depends on `scratch_bytes`, which may change their last bits.
+    Scores are as exact as in `masked_indexer_loss`, and results repeat bit for bit. Another value of `scratch_bytes`
+    may change the last bits of the keys' gradients.
 
     Args:
         indexer: with lists.num_keys keys

@@ -1,7 +1,7 @@
 """Computes the indexer loss (GSA, equations 14 and 15) and its gradients by Triton kernels.
 
-The loss is linear in its upstream gradient, which is one scalar. One forward pass therefore computes value and
-gradients in chunks of rows, and the backward pass only scales them. No tensor of size L x L is kept.
+The upstream gradient of the loss is one scalar. The forward pass therefore computes loss and gradients in chunks of
+rows, and the backward pass only scales them. No tensor of size L x L is kept.
 """
 
 from collections.abc import Callable
@@ -49,9 +49,9 @@ class Target:
     """The target at any positive scale, called once per chunk without gradients. Values off the attended set are
     ignored."""
     row_sum: float | None = None
-    """Sum of each row over the attended set, if known: `head_sum_probs_rows` gives one per head. A relative error of
-    1e-5 changes the gradients by this amount and the value by its square. Only the bf16 kernels use this field and
-    `Attended.log_sum`; the others compute both."""
+    """Sum of each row over the attended set, if known. For `head_sum_probs_rows` this is the number of heads. A
+    relative error of 1e-5 changes the gradients by this amount and the loss by its square. Only the stacked kernels use
+    this field and `Attended.log_sum`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Attended:
     causal keys of the document."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, R], log sum_{s in S_t} exp(beta I[t, s]) of the same inputs and beta, from `select_keys`; -inf for rows
-    that attend to nothing. Together with `Target.row_sum` it saves one pass."""
+    that attend to nothing. Together with `Target.row_sum` it saves one pass over the keys."""
     geometry: Geometry = ALL_OF_ONE_SEQUENCE
     """With a packed mask, document starts only save work."""
 
@@ -74,7 +74,7 @@ class Wanted:
     value: bool = True
     """False: the sum and the KL are None; the gradients have the same bits."""
     gradient_scale: torch.Tensor | None = None
-    """Factor of the gradients, fp32 with one element; 1 if None. The host does not read it."""
+    """Factor of the gradients, fp32 with one element; 1 if None."""
 
 
 def masked_indexer_loss(
@@ -88,11 +88,10 @@ def masked_indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = query_start + row.
 
-    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the tensors of the indexer get
-    gradients.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
     Scores are exact for fp32 inputs. For bf16 the products accumulate in fp32, and sigmoid is the hardware's
-    approximation (about 1e-5 of a score). Results repeat bit for bit, whatever `row_chunk_bytes`.
+    approximation (about 1e-5 of a score). Results repeat bit for bit and do not depend on `row_chunk_bytes`.
 
     Args:
         indexer: its keys up to the last query's own

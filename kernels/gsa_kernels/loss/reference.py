@@ -54,7 +54,7 @@ def indexer_kl(
     normalised_over = attended | ~attended.any(-1, keepdim=True)
     log_q = logits.masked_fill(~normalised_over, float("-inf")).log_softmax(-1)
     # p and q both sum to 1, so q - p may be added to p log(p / q). Each term is then positive and of second order in r
-    # = log(q / p). Nothing cancels where the two are close, as they are at the start.
+    # = log(q / p). Nothing cancels where p and q are close.
     counted = attended & (p.sum(-1, keepdim=True) > 0)
     log_q = torch.where(counted, log_q, 0)
     r = log_q - torch.where(p > 0, p, 1).log()

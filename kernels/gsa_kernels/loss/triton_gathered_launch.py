@@ -72,8 +72,8 @@ class GatheredOutputs:
 
 
 def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
-    """Return block shapes that fit registers and shared memory. The bf16 shapes are the fastest of five measured
-    (docs/kernels.md, Tuning). The others are chosen by their shared memory."""
+    """Return block shapes that fit registers and shared memory. For bf16 and up to `_WIDTH` elements they are the
+    fastest of five measured shapes (docs/kernels.md, Tuning)."""
     dtype = inputs.q_idx.dtype
     size = inputs.padded_heads * TILE_QUERIES * inputs.block_d
     if dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Runs the third step of a chunk of tiles: adds segments in order, so that results repeat bit for bit."""
+"""Adds segments of key lists in a fixed order, so that the loss repeats bit for bit."""
 
 import triton
 import triton.language as tl
@@ -36,7 +36,7 @@ def gathered_reduce_kernel(
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """One program reduces one tile and one head. Grid: (N, HI, or 1 without gradients, B)."""
+    """One program reduces one tile and one head. Grid: (N, HI, B); HI is 1 without gradients."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(0) + tl.program_id(0)

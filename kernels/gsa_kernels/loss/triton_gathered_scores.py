@@ -1,8 +1,8 @@
-"""Defines device code that the gathered kernels share: a tile of indexer scores for entries of a key list.
+"""Defines device code that the loss kernels over key lists share: a tile of indexer scores for entries of a key list.
 
 An entry is one key of the list. The matrix product of keys and queries has the entries as its rows. Its columns are
 pairs of an indexer head and a row of the loss, ordered by head. The number of heads is padded to a power of two. The
-product is reshaped to [entries, heads, rows] and summed over heads without an exchange between threads.
+sum of [entries, heads, rows] over heads needs no exchange between threads.
 """
 
 import triton
@@ -77,7 +77,7 @@ def activations(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a [ENTRIES, HP, ROWS], see triton_scores. The score is its sum over the heads, times the weights."""
+    """Compute activations a [ENTRIES, HP, ROWS] (triton_scores.py). A score is the sum of weight * a over heads."""
     product = tl.dot(key_rows, tl.trans(queries), input_precision=PRECISION)
     return activate(tl.reshape(product, [key_rows.shape[0], HP, ROWS]), scale, biases, KIND)
 

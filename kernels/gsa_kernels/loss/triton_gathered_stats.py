@@ -46,8 +46,8 @@ def gathered_stats_kernel(
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
 ):
-    """One program scores the rows of a tile against SEGMENT of its entries, up to its count. Grid: (segments, N, B).
-    Scores are in units of log 2, for exp2."""
+    """One program computes the scores of a tile's rows for one segment of its key list. Grid: (segments, N, B). Scores
+    are multiplied by log2(e), for exp2."""
     segment = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(1) + tl.program_id(1)

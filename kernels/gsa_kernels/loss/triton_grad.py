@@ -1,15 +1,13 @@
 """Runs the second pass over a chunk of rows: the KL and all gradients, in partial sums.
 
-G = q - p is the softmax of the scores minus the target. For indexer head j the activation of z_j = q_j . k / sqrt(DI)
-+ bias_j has the derivative slope_j, so dI/dz_j = weight_j * slope_j and the gradients are:
-
+G is the softmax of the scores minus the target. For indexer head j let z_j = q_j . k / sqrt(DI) + bias_j, weight_j the
+head weight and slope_j the derivative of the activation at z_j. The gradients are:
     dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
 
-In this code dz_j is dz_j * log2(e), because the weights contain that factor. The reduction removes it.
+In the code dz_j has a factor log2(e), which comes from the weights. triton_reduce.py removes this factor.
 
-A program owns BM rows and loops over a segment of the keys. It accumulates the sums over keys (dq_j and the row sums)
-until the segment ends. It writes the sums over rows (dk) for every key tile. A second kernel that owns keys would need
-more memory traffic for G and would compute the scores again.
+A program owns BM rows and loops over a segment of the keys. Sums over keys (dq_j and the row sums) accumulate until the
+segment ends. Sums over rows (dk) are stored for every key tile. A separate kernel for dk would recompute the scores.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
@@ -66,11 +64,9 @@ def merge_segments(
 
 @triton.jit
 def kl_terms(log2_q, q, p, log2_p):
-    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0 the result is q.
-
-    p and q both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the term is
-    p (exp(r) - 1 - r), which is positive and of second order. Near 0 it is computed by its Taylor series.
-    """
+    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0 the result is q. The target p and the
+    softmax q both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the term
+    is p (exp(r) - 1 - r), which is positive and of second order. For small r it is a Taylor series."""
     r = (log2_q - log2_p) * LN_2
     series = 1.0 + r * (1.0 / 3 + r * (1.0 / 12 + r * (1.0 / 60 + r * (1.0 / 360 + r * (1.0 / 2520)))))
     near = 0.5 * p * r * r * series

@@ -55,7 +55,7 @@ class Inputs:
     query_start: int = 0
     target_sum: float | None = None
     log_sum: torch.Tensor | None = None
-    """[B, R]. Set both if they are known; only the stacked kernels read them."""
+    """[B, R]. Only the stacked kernels read `target_sum` and `log_sum`."""
 
 
 @dataclass(frozen=True)
@@ -116,23 +116,23 @@ def new_outputs(
 
 
 FP32_WARPS = 8
-"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without a packed mask). The mask of
-the scores was empty and the KL infinite, while the same mask on the target was right."""
+"""Triton 3.6 miscompiles the fp32 kernels for 4 warps (H200, document_starts without a packed mask). The KL is then
+infinite."""
 
 
 STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
-"""The fastest measured for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments
-are faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
+"""Fastest blocks for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments are
+faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
 
 BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
 """Blocks for bf16 with a loop over heads."""
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
-    """Return block shapes that fit registers and shared memory; where speed matters, the fastest measured.
+    """Return block shapes that fit registers and shared memory.
 
-    Off Hopper, heads side by side are in several warps of a product's layout. This is slower, and on Blackwell Triton
-    3.7 sums four of them wrongly (gsa_kernels/hopper/miscompile_guard.py).
+    Indexer heads are stacked in one product on Hopper only. In the register layout of other GPUs the heads of a row are
+    in several warps. This is slower, and on Blackwell Triton 3.7 sums four heads wrongly (hopper/miscompile_guard.py).
     """
     q_idx = inputs.q_idx
     heads, dim = q_idx.shape[2:]
@@ -147,7 +147,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialised memory, because every element is written before it is read; the tests poison it."""
+    """Allocate uninitialised memory, because every element is written before it is read."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -170,7 +170,7 @@ def run_chunk(
 
 @dataclass(frozen=True)
 class Scratch:
-    """Holds the sizes of a chunk's launches, and the memory between them."""
+    """Holds the launch sizes of a chunk, and the memory that the kernels share."""
 
     tiles: int
     segments: int
@@ -363,7 +363,7 @@ def _reduction(
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows. The gradients are scaled; they are None without gradients or without the bias."""
+    """Holds sums over all rows. A gradient includes `gradient_scale`. It is None if unwanted or without its bias."""
 
     kl: torch.Tensor | None
     """0-d fp32; None without `kl_rows`"""
@@ -391,7 +391,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
 
 
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
-    """Return which form of the score the kernels compute (see triton_scores): exact for fp32, fast for bf16."""
+    """Return which form of the score the kernels compute (triton_scores.py), exact for fp32 and fast for bf16."""
     constant: tl.constexpr
     if not kernels_use_sigmoid(activation):
         constant = kinds.RELU

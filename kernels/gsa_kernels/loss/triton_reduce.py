@@ -1,7 +1,7 @@
-"""Runs the third step of a chunk: adds the partial sums in a fixed order, so that results repeat bit for bit.
+"""Adds the partial sums of a chunk of rows in a fixed order, so that results repeat bit for bit.
 
-After the last chunk it adds the sums over all rows. The parts of dq, dk and d/d b_j have a factor log2(e) (see
-triton_grad), which is removed here.
+After the last chunk, `totals_kernel` adds the sums over all rows. The partial sums of dq, dk and the score biases'
+gradients have a factor log2(e) (triton_grad.py). This module removes the factor.
 """
 
 import triton
@@ -51,8 +51,8 @@ def _reduce_rows(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Reduce BR rows of one row tile, from group * BR on, for one head. The first row's place receives their sums. The
-    loops are unrolled so that several loads are in flight, because the kernel waits for memory, not for arithmetic."""
+    """Add the results of all key segments for BR rows from group * BR on and one head. One element of `partial_sums`
+    receives the sum over these rows. The loops are unrolled so that several loads are in flight."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1)
@@ -143,7 +143,7 @@ def _reduce_keys(
     STACKED: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Reduce BK keys from group * BK on and BD dimensions from part * BD on, over row tiles with these causal keys."""
+    """Add the row tiles' parts of dk, for BK keys from group * BK on and BD dimensions from part * BD on."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1).to(tl.int64)
@@ -225,7 +225,7 @@ def reduce_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Compute both sums. Grid: (key_programs + tiles * BM / BR * HI, B), without gradients (tiles * BM / BR, B)."""
+    """Run both reductions. Grid: (key_programs + tiles * BM / BR * HI, B); HI is 1 without gradients."""
     program = tl.program_id(0)
     heads: tl.constexpr = HI if WITH_GRADIENTS else 1
     factor = 1.0 if gradient_scale is None else tl.load(gradient_scale)
@@ -259,7 +259,7 @@ def totals_kernel(
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program sums a row of `partial_sums`, in fp64 for tens of thousands of numbers, some of both signs."""
+    """One program sums a row of `partial_sums`, in fp64 because it has tens of thousands of numbers of both signs."""
     row = tl.program_id(0)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):

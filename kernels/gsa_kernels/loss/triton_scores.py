@@ -1,13 +1,12 @@
-"""Defines device code that the kernels share: a tile of indexer scores, and which entries are in the attended set.
+"""Defines device code that the kernels share: a tile of indexer scores, and its attended set.
 
-A score is stored as sum_j weight_j * a_j, in the form that costs least:
-
+A score is sum_j weight_j * a_j over indexer heads j. For head j, z is the scaled product plus bias, and w + c the head
+weight logit. There are three forms:
     SIGMOID      a = sigmoid(z)       weight = sigmoid(w + c)
     TANH         a = tanh(z / 2)      weight = sigmoid(w + c) / 2
     RELU         a = relu(z)          weight = w
-
-TANH omits the row's constant sum_j weight_j. No result depends on this constant: softmax, KL and all gradients do not
-change if a constant is added to the scores of a row.
+TANH omits the row's constant sum_j weight_j. Softmax, KL and gradients do not change if a constant is added to the
+scores of a row.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
@@ -21,7 +20,7 @@ from gsa_kernels.hopper.target_blocks import KEY, block_places, tile_of_blocks
 
 SIGMOID = tl.constexpr(0)
 TANH = tl.constexpr(1)
-"""Computes sigmoid by one hardware instruction, which is a third of the instructions of exp and a division."""
+"""Computes sigmoid by one hardware instruction instead of exp and a division."""
 TANH_PLAIN = tl.constexpr(2)
 """Computes the same as TANH without inline assembly, for the interpreter."""
 RELU = tl.constexpr(3)
@@ -174,7 +173,7 @@ def attended_tile(
     HAS_STARTS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has no keys."""
+    """Return bool [BM, BN]: the query at position `rows` attends to key `cols`. Position -1 attends to no key."""
     attended = cols[None, :] <= rows[:, None]
     if HAS_STARTS:
         attended = attended & (cols[None, :] >= starts[:, None])
@@ -196,7 +195,7 @@ def attended_tile(
 def target_places(
     target, b, tile, stride_b, stride_row, BM: tl.constexpr, BN: tl.constexpr, IN_BLOCKS: tl.constexpr
 ):
-    """Return where a tile of rows has its target for key 0: [BM], or `block_places` if stride_row is for row blocks."""
+    """Return pointers to the target of a tile of rows at key 0: [BM], or as `block_places` if IN_BLOCKS."""
     target += b.to(tl.int64) * stride_b
     if IN_BLOCKS:
         places = target + (tile * (BM // 32)).to(tl.int64) * stride_row + block_places(BM, BN, stride_row)
@@ -217,8 +216,8 @@ def load_target(
     PARTS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
-    """Load target probabilities [BM, BN] of the keys from `key` on, and add the parts in their own type. Off the
-    attended set the result is 0, because the memory is unspecified there."""
+    """Load target probabilities [BM, BN] of the keys from `key` on, and add the target's parts in their own dtype. Off
+    the attended set the memory is unspecified, and the result is 0."""
     if IN_BLOCKS:
         places += key * KEY
         p = tl.load(places)

@@ -62,8 +62,8 @@ def stats_kernel(
     HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """One program scores BM rows against SEGMENT keys. The grid is (segments, tiles, B). A program writes
-    nothing if its segment has no causal key for any of the rows. Scores are in units of log 2, for exp2."""
+    """One program computes scores of BM rows for SEGMENT keys. The grid is (segments, tiles, B). A program writes no
+    statistics if its segment has no causal key of the rows. Scores are multiplied by log2(e), for exp2."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -109,8 +109,8 @@ def stats_kernel(
                 1,
             )
             scores = tl.where(attended, scores, NOT_A_SCORE)
-            # Rows without a key so far sum meaningless values at the maximum NOT_A_SCORE. The first real score
-            # multiplies them by 0, and so does the merge of the segments.
+            # Until a row's first attended key, exp_sum adds meaningless values. The first real score or the merge of
+            # segments multiplies this sum by 0.
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + tl.sum(
                 tl.exp2(scores - new_maximum[:, None]), 1

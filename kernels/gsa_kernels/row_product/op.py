@@ -1,21 +1,22 @@
-"""Computes `row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
-A chain of these products and of decoding's other kernels starts each kernel while its predecessor still runs
-(programmatic dependent launch). Five rules make this safe, for all kernels of this package that are launched this way:
+"""Computes `row_product` (reference.py) by a kernel that reads each weight once.
+
+In decoding, each kernel of a chain starts while the previous kernel (its predecessor) still runs (programmatic
+dependent launch). Five rules make this safe for all kernels of this package that are launched this way:
 
 1. A kernel reads results of other kernels, and writes, only after its `gdc_wait`. The wait ends when the predecessor
    has ended and its writes are visible.
-2. At least one program of every kernel waits before it ends, whatever the inputs. A kernel therefore ends only after
-   its predecessor, and a wait for the predecessor is a wait for all earlier kernels.
+2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends only after its
+   predecessor, and a wait for the predecessor is a wait for all earlier kernels.
 3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
-   exceptions. The ordinary kernel that begins the chain (look_up.py) may write the data; it waits for all earlier work.
+   exceptions. The kernel that begins the chain (look_up.py) may write the data, because it waits for all earlier work.
    The last kernel of a chain may write the data after its own wait, when all readers have ended.
 4. A kernel may run beside its predecessor if the predecessor lets it start only after its own wait, when all earlier
    kernels have ended. The kernel may then read their results. It may write what the predecessor neither reads nor
    writes. One of its programs waits before the kernel ends, for rule 2.
-5. A kernel beside its predecessor need not wait if the next kernel waits for both. The next kernel waits for the kernel
-   by `gdc_wait`, and for the predecessor by a counter (`Awaited`). The predecessor increments the counter when its
-   results are written. This wait ends, because all programs of the predecessor are on the device before the next kernel
-   starts. The counter is reset by a kernel whose own wait ends before any program counts.
+5. A kernel B that runs beside its predecessor A need not wait if the next kernel C waits for both. C waits for B by
+   `gdc_wait`, and for A by a counter (`Awaited`). A increments the counter when its results are written. The wait of C
+   ends, because all programs of A are on the device before C starts. A kernel resets the counter after its own wait,
+   and before any program of A counts.
 """
 
 import torch
@@ -39,10 +40,10 @@ def row_product(
     x_gate: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """Arguments and result are as in the reference: all bf16 or all fp32, contiguous, on one device.
+    """Compute `row_product` of reference.py. All tensors are bf16 or all fp32, contiguous, and on one device.
 
-    The product is deterministic and not differentiable. On Hopper it starts early. Kernels of a chain must therefore
-    not write weight, bias or norm (rule 3 above).
+    The product is deterministic and not differentiable. On Hopper it starts before the previous kernel ends. Kernels of
+    a chain must therefore not write weight, bias or norm (rule 3 above).
 
     Args:
         x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py

@@ -1,4 +1,4 @@
-"""Multiplies few rows by a weight, with the fused operations of a decoder layer around the product: plain torch."""
+"""Multiplies few rows by a weight in plain torch, with the fused operations around the product."""
 
 from typing import NamedTuple
 

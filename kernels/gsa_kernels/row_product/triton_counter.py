@@ -13,7 +13,7 @@ _LOOK = tl.constexpr("""
     @first ld.acquire.gpu.global.u32 $0, [$1];
 }
 """)
-"""Only one thread polls, so that waiting threads do not keep the counter's memory busy; the others see the maximum."""
+"""Only the first thread polls, so that the counter's memory stays free. All other threads get the maximum."""
 
 
 @triton.jit
@@ -27,9 +27,9 @@ def count_one(counter_ptr):
 def await_count(counter_ptr, COUNT: tl.constexpr, COMPILED: tl.constexpr):
     """Wait until the counter is at least COUNT.
 
-    Afterwards the writes of every program that counted are visible, past the first-level cache. The barrier passes on
-    what one thread may see (PTX ISA, memory consistency model). The interpreter runs programs one after the other, so
-    it has nothing to wait for and no inline assembly.
+    Afterwards the writes of every program that counted are visible to loads that bypass the first-level cache. The
+    barrier extends what one thread may see to all threads (PTX ISA, memory consistency model). The interpreter runs
+    programs one after the other and does not wait.
     """
     if COMPILED:
         seen = _look(counter_ptr)

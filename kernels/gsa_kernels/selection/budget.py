@@ -1,4 +1,4 @@
-"""Computes how many keys each query gets from the spread of its indexer scores (GSA, equation 8)."""
+"""Computes the number of keys of each query from the variance of its indexer scores (GSA, equation 8)."""
 
 from typing import Literal
 
@@ -11,8 +11,8 @@ def score_moments(scores: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Ten
     """Compute mean and population variance of each row's scores over its causal keys.
 
     The variance takes two passes, mean((x - mean(x))^2), because E[x^2] - E[x]^2 cancels if scores are nearly equal.
-    The sums are fp64, so that equal scores have variance 0. Later keys do not change a row's statistics, and prefill
-    and decoding agree.
+    The sums are fp64, so that equal scores have variance 0. Later keys do not change a row's statistics, so prefill and
+    decoding agree.
 
     Args:
         scores: [B, R, Lk]
@@ -45,14 +45,13 @@ def adaptive_budget(
     dense_below: int = 0,
 ) -> torch.Tensor:
     """Compute k_t = min(clamp(floor(raw), k_min, k_max), number of causal keys).
-
     inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
     direct:   raw = k_base * var / ema   (equation 8 as printed)
     off:      raw = k_base
 
-    A row with fewer than `dense_below` causal keys gets all of them. While the EMA is 0 there are no statistics yet,
-    and raw is k_base. With ema > 0 and var = 0, inverse gives k_max and direct k_min. A NaN variance (non-finite
-    scores) gives k_base, so that the loss monitor can report the step instead of an index error.
+    A row with fewer than `dense_below` causal keys gets all of them. While ema is 0 there are no statistics yet, and
+    raw is k_base. With ema > 0 and var = 0, inverse gives k_max, and direct gives k_min. A NaN variance (non-finite
+    scores) gives k_base.
 
     Args:
         variance: [B, R], per query

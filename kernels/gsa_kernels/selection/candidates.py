@@ -1,9 +1,9 @@
 """Finds the exact top-k of a chunk of long rows from a guess, and verifies the guess.
 
-A sample of the keys gives each row a threshold, a score that slightly more than its k_t keys reach. The score kernel
-keeps only these keys, the candidates, and a second kernel finds the k_t best among them. If a row has at least k_t
-candidates, they include the k_t best keys, whatever the sample was, so the result is exact. A row with fewer
-candidates, or far more, is scored again in full and selected by groups of keys.
+A sample of the keys gives each row a threshold, a score that slightly more than k_t of its keys should reach. The score
+kernel keeps only the keys that reach the threshold (candidates). A second kernel finds the k_t best candidates. If a
+row has at least k_t candidates, these include the k_t best keys, so the result is exact. A row with fewer candidates,
+or with more than fit in memory, fails. `select_failed` then selects from all its scores.
 """
 
 from dataclasses import replace
@@ -27,8 +27,8 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    The golden ratio varies which neighbour is sampled. Otherwise periodic text could show the sample only one phase.
-    The last neighbours may have no sample: whether a key is sampled does not depend on the end of the sequence.
+    The golden ratio varies which neighbour is sampled, because text may be periodic. The last group of neighbours may
+    have no sample, because the length of the sequence does not change which keys are sampled.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE
@@ -60,7 +60,7 @@ def select_by_candidates(
 
     Args:
         sample: from `sample_keys`
-        outputs: the packed mask is written up to the diagonal, except before the documents, where it must contain zeros
+        outputs: the packed mask must contain zeros before the documents; the kernels write the rest up to the diagonal
 
     Returns:
         failed: int32 [B, R], 1 for the rows that `select_failed` must select; their rows of the packed mask are 0

@@ -8,7 +8,7 @@ from gsa_kernels.packed_mask import int32_words
 def causal_packed_mask(
     positions: torch.Tensor, num_keys: int, document_starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Set the bits of the keys from the start of a query's document to the query itself.
+    """Set the bits of the keys from the start of a query's document to the query.
 
     Args:
         positions: int64 [R], of the queries
@@ -17,8 +17,7 @@ def causal_packed_mask(
 
     Returns:
         int32 [B, R, ceil(Lk / 32)], or [1, R, ...] without `document_starts`: bit s % 32 of word s // 32 says that key
-        s is
-        causal for the query
+        s is causal for the query
     """
     starts = torch.zeros_like(positions[None]) if document_starts is None else document_starts
     return packed_mask_of_ranges(starts, positions[None] + 1, num_keys)

@@ -45,9 +45,9 @@ def select_keys(
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
     Ties go to the lower index. `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k` define the
-    result. The top-k is exact for the scores of this call, which differ from the reference only by rounding. There are
-    no gradients, the host does not wait for the device, and equal inputs give equal bits. A query's row does not depend
-    on other queries in the call.
+    result. The top-k is exact for the scores of this call, which differ from the reference by rounding. There are no
+    gradients, the host does not wait for the device, and equal inputs give equal bits. A query's row does not depend on
+    other queries.
 
     Args:
         indexer: bfloat16 or float32
@@ -82,7 +82,7 @@ def select_keys(
 
 
 class Selector:
-    """Scores and selects chunk by chunk: short rows from a buffer of all scores, long rows by candidates."""
+    """Scores and selects chunk by chunk. Short rows use a buffer of all scores, and long rows use candidates."""
 
     def __init__(
         self,

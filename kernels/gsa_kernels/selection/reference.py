@@ -12,7 +12,7 @@ from gsa_kernels.checks import (
 
 
 def select_top_k(scores: torch.Tensor, causal: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """Select S_t: the `budget` causal keys with the highest scores; ties go to the lower index.
+    """Select S_t: the `budget` causal keys with the highest scores. Ties go to the lower index.
 
     Args:
         scores: [B, R, Lk], finite on causal keys
@@ -41,7 +41,7 @@ def local_window_mask(num_keys: int, window: int, *, query_positions: torch.Tens
 
     Args:
         num_keys: Lk
-        window: keys per query, including its own; 0 gives an all-False mask
+        window: keys per query, including its own; 0 gives no keys
         query_positions: int64 [R], the position t_r of each row
 
     Returns:

@@ -1,4 +1,4 @@
-"""Divides rows into chunks that fit in a buffer of scores, and into blocks for kernels of one register size."""
+"""Divides rows into chunks whose scores fit in a buffer, and chunks into blocks for kernels of one register size."""
 
 import math
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def chunk_view(buffer: torch.Tensor, inputs: ScoreInputs, rows: range) -> torch.
 
 
 def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
-    """Split rows at powers of two. A row's block, and therefore its result, depends only on its position."""
+    """Split rows where positions reach powers of two. A row's block and result depend only on its position."""
     start = rows.start
     while start < rows.stop:
         block = max(SMALLEST_BLOCK, 1 << inputs.position(start).bit_length())
@@ -59,7 +59,7 @@ def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
 
 
 def score_columns(inputs: ScoreInputs, rows: range) -> int:
-    """Return the number of columns of a score buffer for `rows`: enough for the last row."""
+    """Return the number of columns that `rows` need in a score buffer."""
     return _rounded_columns(inputs.position(rows.stop - 1))
 
 

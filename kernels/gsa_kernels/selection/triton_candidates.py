@@ -26,7 +26,7 @@ _COLUMNS, _MAX_REGISTERS = 32, 128
 combination of 32 or 64 keys with 128, 168 or 255 registers."""
 
 _TIED_SPANS = 8
-"""Spans per program for tiles of rows with equal scores: these are rare, and fewer programs skip other tiles faster."""
+"""Spans of keys per program for tiles with tied rows. They are rare, and fewer programs skip other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Smallest finite fp32. Keys that are not causal score -inf, so they are not candidates even without a threshold."""
@@ -50,18 +50,18 @@ class Candidates:
     """int32 [B, R]: zeros at first, then the number of candidates, which may exceed C."""
 
     sums: torch.Tensor
-    """fp32 [B, R, P, 2]: sums of x - centre and of its square over the causal keys in the p-th `columns_per_program`
-    columns. They are written from the start of the documents in a tile's rows up to the diagonal."""
+    """fp32 [B, R, P, 2]: sums of (score - centre) and of its square over the causal keys of each span of
+    `columns_per_program` keys. They are written from the start of the documents in a tile's rows up to the diagonal."""
 
 
 def write_candidates(
     inputs: ScoreInputs, rows: range, guesses: Guesses, candidates: Candidates, outputs: Outputs
 ) -> None:
-    """Score `rows` against all their causal keys, and keep the keys that reach the row's guess.
+    """Score `rows` for all their causal keys, and keep the keys that reach the row's threshold.
 
-    Keys whose score equals the threshold are kept up to the tile of columns with the guess's last key. The kernel sets
-    the candidates' bits in the packed mask. It writes the packed mask up to the diagonal, except before the documents
-    of all rows of a tile.
+    Keys whose score equals the threshold are kept up to the tile of keys with the guess's `last`. The kernel sets the
+    candidates' bits in the packed mask. For each tile of rows it writes the packed mask from the first document's start
+    up to the diagonal.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
@@ -106,12 +106,9 @@ def _options(inputs: ScoreInputs) -> dict[str, int]:
 
 @triton.jit
 def append(list_ptr, before, word, up_to, score, column, threshold, ASM: tl.constexpr):
-    """Store list_ptr[before + rank] = (score, column) if `score` reaches the threshold.
-
-    rank is the number of candidates among the lower bits of `word`; `up_to` has the column's bit and all lower bits
-    set. `tl.store` would first move the values between threads for adjacent addresses, although these addresses are
-    scattered.
-    """
+    """Store list_ptr[before + rank] = (score, column) if `score` reaches `threshold`. rank is the number of candidates
+    among the lower bits of `word`. `up_to` has the column's bit and all lower bits set. The code avoids `tl.store`,
+    which would first exchange the values between threads."""
     if ASM:
         # popc shares a slow pipe with tanh, so it runs only where it is needed.
         tl.inline_asm_elementwise(
@@ -190,11 +187,8 @@ def _candidates_kernel(
     TIED: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """One program scores BLOCK_ROWS queries against SPANS times up to TILES tiles of BLOCK_COLS keys.
-
-    With TIED it handles only tiles of rows in which some row counts keys at the threshold up to a last key. Without
-    TIED it handles the other tiles.
-    """
+    """One program scores BLOCK_ROWS queries for SPANS spans of up to TILES tiles of BLOCK_COLS keys. With TIED the
+    program handles only tiles with a row whose guess has a finite `last`, and without TIED all other tiles."""
     first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS
@@ -278,8 +272,8 @@ def _candidates_kernel(
                 scores = tl.where(visible, scores, float("-inf"))
 
             if TIED:
-                # After the last key at the threshold, only higher scores count. The score after infinity is a NaN, and
-                # nothing is below a NaN, so keys that are not causal would become candidates.
+                # After `last`, only scores above the threshold count. Above infinity there is only NaN. No score is
+                # below a NaN, so keys that are not causal would become candidates.
                 higher = score_of_key(order_key(threshold) + 1)
                 threshold = tl.where((col > last) & (threshold < float("inf")), higher, threshold)
                 last = tl.where(col > last, float("inf"), last)

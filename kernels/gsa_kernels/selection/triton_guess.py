@@ -1,6 +1,6 @@
 """Guesses a threshold for each row from a sample of its keys: a score that slightly more than k_t keys reach.
 
-Many keys may have exactly this score if the indexer's sigmoids saturate. The guess then also names a last key. A key
+If the indexer's sigmoids saturate, many scores may equal the threshold. The guess then also names a last key. A key
 passes if its score is above the threshold, or if its score equals the threshold and it does not come after the last
 key. In a tie the lower index wins. If at least k_t keys pass, they therefore contain the best k_t keys.
 """
@@ -17,7 +17,7 @@ from gsa_kernels.selection.criteria import Criteria
 from gsa_kernels.selection.triton_search import order_key, row_budget, score_of_key
 
 FEWEST_SAMPLES = 64
-"""Rows with fewer samples have a threshold of -inf. They have few causal keys, which then all become candidates."""
+"""Rows with fewer samples have the threshold -inf. All their causal keys become candidates."""
 
 SLACK = tl.constexpr(limits.CANDIDATE_SLACK)
 _MOST_ROUNDS = tl.constexpr(12)
@@ -28,8 +28,8 @@ class Guesses:
     """Holds the thresholds of a chunk of rows, from `guess_thresholds`."""
 
     of_rows: torch.Tensor
-    """fp32 [B, R, 3]: threshold, centre and last. Keys at the threshold are candidates up to the key `last`, which is
-    infinite if all of them are candidates."""
+    """fp32 [B, R, 3]: threshold, centre (the mean of the sample) and last. Keys at the threshold are candidates up to
+    the key `last`, which is infinite if all of them are candidates."""
 
     tied: torch.Tensor
     """int32 [B, tiles of rows]: 1 for tiles of the score kernel in which some row has a finite `last`, else 0."""
@@ -47,7 +47,7 @@ def guess_thresholds(
     """Fill in the guesses of `rows`, whose positions are all below `block`.
 
     Args:
-        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on, as for the guesses
+        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on
         sampled: int32 [S], ascending positions of the sampled keys: one of each CANDIDATE_SAMPLE_STRIDE neighbours
     """
     inputs, rule = criteria.inputs, criteria.rule
@@ -175,8 +175,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` causal scores reach, and the number that reach it. The number is at most
-    `most`, unless scores are equal."""
+    """Find a score that at least `wanted` sampled causal scores reach, and count the scores that reach it. The count is
+    at most `most`, unless scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

@@ -180,8 +180,8 @@ def _narrow_kernel(
             squares += tl.load(sums_ptr + spans * 2 + 1, mask=in_row, other=0.0)
         mean = tl.sum(total) / divisor
         square = tl.sum(squares) / divisor
-        # The centre is the mean of a sample, a part p of the row: (mean - centre)^2 <= variance (1 - p) / p. At most
-        # five bits therefore cancel. The maximum keeps a NaN; a plain maximum on a GPU returns the number instead.
+        # The centre is the mean of a fraction p of the row, so (mean - centre)^2 <= variance (1 - p) / p. At most five
+        # bits cancel. This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
         variance = tl.maximum(square - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
     words_ptr += (batch * words_rows + row - words_start) * words_per_row

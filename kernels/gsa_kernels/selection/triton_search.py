@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 KEYS_PER_WARP = 2048
-"""Each thread holds 64 keys, half of its registers. Every warp does the scalar work of a round. With fewer keys per
-warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
+"""Each thread holds 64 keys, half of its registers. Every warp does the scalar work of each search round. With fewer
+keys per warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -21,7 +21,7 @@ def search_options(num_keys: int, min_warps: int = 4) -> dict[str, int]:
 
 @triton.jit
 def order_key(x):
-    """Map fp32 to int32 in the same order; -0.0 and 0.0 map to one value. Only a NaN could map to INT_MAX, which is
+    """Map fp32 to int32 in the same order. -0.0 and 0.0 map to one value. Only a NaN could map to INT_MAX, which is
     left free because `find_cut` needs a key above all others."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), INT_MAX - 1)
@@ -35,10 +35,10 @@ def score_of_key(key):
 
 @triton.jit
 def normal_guess(mean, variance, num_valid, k):
-    """Estimate the key that k of num_valid entries reach, if the entries are normal with this mean and variance.
+    """Estimate the `order_key` of the score that k of num_valid scores reach, if the scores have a normal distribution.
 
-    The quantile comes from Tukey's lambda distribution. With the constants 0.14 and 4.91 it matches the normal
-    quantiles to 0.01 between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
+    The quantile comes from Tukey's lambda distribution. Its constants 0.14 and 4.91 match the normal quantiles to 0.01
+    between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))

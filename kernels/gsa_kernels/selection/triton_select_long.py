@@ -1,10 +1,10 @@
 """Selects the exact top-k of rows too long for registers, by the maxima of groups of 8 neighbouring keys.
 
-The k groups with the best maxima (ties to the lower group) contain the k best keys: any key outside them ranks after
-the best key of each of these k groups. One program therefore finds these groups among L / 8 maxima, and a second one
-selects among their 8 k keys. If the L / 8 maxima also exceed the registers, the groups are found in the same way: the k
-clusters of 8 groups with the best maxima contain the k best groups. All searches are exact and never fail. The row is
-read in full only once. The 8 keys of a group are one byte of the row's packed mask.
+The k groups with the highest maxima (ties to the lower group) contain the k best keys, because any other key ranks
+after these k maxima. One kernel finds these groups among the L / 8 maxima of a row of L keys. A second kernel selects
+among their 8 k keys. If registers cannot hold the L / 8 maxima, the first kernel finds the k best clusters of 8 groups
+first, which contain the k best groups. The row is read in full only once. The 8 keys of a group are one byte of the
+row's packed mask.
 """
 
 import torch

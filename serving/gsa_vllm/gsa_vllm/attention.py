@@ -1,4 +1,4 @@
-"""Attention over pages in plain torch, one request after another. Exact and slow.
+"""Attention over pages: by kernels (kernels.py), or in plain torch, one request after another, exact and slow.
 
 Letters in shapes are as in pages.py.
 """
@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gsa_hf.attention_gsa import GSAAttention
+from gsa_hf.gates_gsa import has_paper_form
 from gsa_hf.indexer_gsa import IndexedTokens, best_of_groups, select_keys
-from gsa_vllm.pages import PagedCache, PageMetadata, Request
+from gsa_vllm.pages import PagedCache, PageMetadata, Request, has_kernels
 
 
 @dataclass
@@ -34,6 +35,13 @@ def attend(
     if attention.indexer is not None and indexer_keys is not None:
         indexed = attention.indexer(x, step.indexer_rotary)
         indexer_keys.write(indexed.keys[0, :, None], slots)
+    logits = None if attention.output_gate_proj is None else attention.output_gate_proj(x)
+    if has_kernels(x.device):
+        from gsa_vllm import kernels  # imports Triton
+
+        fused = logits if has_paper_form(attention.config) else None
+        out = kernels.attend(attention, q, fused, indexed, (keys, indexer_keys), step.metadata)
+        return attention.leave(out, None if fused is logits else logits, x)
     out = torch.zeros_like(q)
     for request in step.metadata.requests:
         if indexed is not None and indexer_keys is not None:
@@ -44,7 +52,6 @@ def attend(
         out[:, :, request.tokens] = scaled_dot_product_attention(
             queries, *cached, attn_mask=mask[:, None], scale=attention.scaling, enable_gqa=True
         )
-    logits = None if attention.output_gate_proj is None else attention.output_gate_proj(x)
     return attention.leave(out.transpose(1, 2), logits, x)
 
 

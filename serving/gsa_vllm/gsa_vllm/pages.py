@@ -5,7 +5,9 @@ block table, so prefix caching, chunked prefill and preemption work for both. Sh
 of one request in it, n keys of this request, and N tokens per page.
 """
 
+import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
@@ -29,34 +32,65 @@ class Request:
     """its tokens in the step"""
     pages: torch.Tensor
     """int32 [pages]"""
-    causal: torch.Tensor
-    """bool [1, t, n], the causal keys of each token"""
-    selection: torch.Tensor | None = None
-    """bool [1, t, n], the keys that the indexer of this or an earlier layer selected"""
+    length: int
+    """n"""
+    selection: Any = None
+    """bool [1, t, n], the keys that the indexer of this or an earlier layer selected; with kernels a `Selection`"""
+
+    @cached_property
+    def causal(self) -> torch.Tensor:
+        """Return bool [1, t, n], the causal keys of each token."""
+        keys = torch.arange(self.length, device=self.pages.device)
+        return (keys <= keys[self.length - (self.tokens.stop - self.tokens.start) :, None])[None]
 
 
 @dataclass
 class PageMetadata(AttentionMetadata):
     requests: list[Request]
+    """all but the first B"""
     slots: torch.Tensor
     """int64 [T], page * N + row of the step's tokens"""
+    lengths: torch.Tensor
+    """int32 [B], keys of the requests that the decoding kernels compute, one token each; B is 0 without kernels"""
+    block_table: torch.Tensor
+    """int32 [B, pages]"""
+    decoding: Any = None
+    """what the layers share to decode, a `LayerCache` of gsa_kernels"""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether attention on this device runs the kernels."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
+    reorder_batch_threshold = 1  # requests of one token are the first of a step
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PageMetadata:
-        common, requests = common_attn_metadata, []
+        common, decoding, table = common_attn_metadata, 0, common_attn_metadata.block_table_tensor
+        lengths = common.seq_lens
+        if has_kernels(lengths.device):  # which never wait for the device
+            decoding = split_decodes_and_prefills(common)[0]
+            lengths = common.seq_lens_cpu_upper_bound
+            assert lengths is not None
         starts = common.query_start_loc_cpu.tolist()
-        for number, length in enumerate(common.seq_lens[: common.num_reqs].tolist()):
-            tokens = slice(starts[number], starts[number + 1])
-            keys = torch.arange(length, device=common.slot_mapping.device)
-            causal = keys <= keys[length - (tokens.stop - tokens.start) :, None]
-            requests.append(Request(tokens, common.block_table_tensor[number], causal[None]))
-        return PageMetadata(requests, common.slot_mapping[: common.num_actual_tokens])
+        requests = [
+            Request(slice(*starts[number : number + 2]), table[number], length)
+            for number, length in enumerate(lengths[: common.num_reqs].tolist())
+            if number >= decoding
+        ]
+        used = -(-common.max_seq_len // self.kv_cache_spec.block_size)
+        return PageMetadata(
+            requests,
+            common.slot_mapping[: common.num_actual_tokens],
+            common.seq_lens[:decoding],
+            table[:decoding, :used],
+        )
 
 
 class PageBackend(AttentionBackend):
@@ -102,7 +136,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
     def metadata(self) -> PageMetadata:
         """Return the step's metadata. A profiling run has no requests and no slots."""
         found = get_forward_context().attn_metadata
-        return found[self.name] if isinstance(found, dict) else PageMetadata([], torch.empty(0))
+        return found[self.name] if isinstance(found, dict) else PageMetadata([], *(torch.empty(0),) * 3)
 
     def write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows [T, heads, width] to the slots [T]."""
@@ -110,8 +144,12 @@ class PagedCache(nn.Module, AttentionLayerBase):
             size = self.kv_cache.shape[2]
             self.kv_cache[slots // size, :, slots % size] = rows[: len(slots)]
 
+    def key_and_value(self) -> tuple[torch.Tensor, ...]:
+        """Return the keys and the values, [pages, N, heads, D]."""
+        return self.kv_cache.transpose(1, 2).chunk(2, -1)
+
     def read(self, request: Request) -> torch.Tensor:
         """Return the rows of a request, [heads, n, width]."""
-        length = request.causal.shape[-1]
+        length = request.length
         used = request.pages[: -(-length // self.kv_cache.shape[2])].long()
         return self.kv_cache[used].transpose(0, 1).flatten(1, 2)[:, :length]

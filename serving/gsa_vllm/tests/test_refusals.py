@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from vllm import EngineArgs
 from vllm.platforms import current_platform
 
-from gsa_vllm.supported import check_version
+from gsa_vllm.supported import CheckedConfig, check_version
 from small_models import VARIANTS, engine, save_model
 
 
@@ -31,10 +31,20 @@ def test_options_are_refused(folder: str, options: dict[str, Any], reason: str) 
         EngineArgs(folder, skip_tokenizer_init=True, **options).create_engine_config()
 
 
-def test_a_gpu_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_platform_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
-    with pytest.raises(ValueError, match="gsa_vllm runs on CPUs only"):
+    with pytest.raises(ValueError, match="gsa_vllm runs on CPUs and CUDA devices"):
         EngineArgs(folder, skip_tokenizer_init=True).create_engine_config()
+
+
+def test_speculative_decoding_on_a_gpu_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    config = EngineArgs(
+        folder, skip_tokenizer_init=True, speculative_config=speculative
+    ).create_engine_config()
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    with pytest.raises(ValueError, match="speculative_config is set on a CUDA device"):
+        CheckedConfig.verify_and_update_config(config)
 
 
 def test_other_versions_are_refused() -> None:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 import gsa_hf
 from gsa_eval.commands import export_hf as command
 from gsa_eval.convert.export_hf import export_hf, find_source
-from gsa_eval.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF, to_hf_config
+from gsa_eval.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, to_hf_config
 from gsa_eval.convert.import_hf import import_hf
 from gsa_train.config import GSAConfig, ModelConfig
 from helpers.converted import (
@@ -129,13 +129,13 @@ def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) 
 
 
 def test_every_field_of_the_model_has_been_thought_of() -> None:
-    """An export must not omit a new field that `gsa_hf` does not know: add it to NOT_IN_HF, or here."""
+    """An export must not omit a new field that `gsa_hf` does not know: refuse it in to_hf_config, or add it here."""
     rotary = {"rope_base", "rope_scaling", "rotary_percent"}  # in rope_parameters
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     for section, fields, others in (
         (ModelConfig, MODEL_FIELDS, rotary),
-        (GSAConfig, GSA_FIELDS, trains | runs | {*NOT_IN_HF["gsa"]}),
+        (GSAConfig, GSA_FIELDS, trains | runs),
     ):
         assert {field.name for field in dataclasses.fields(section)} == {*fields} | others
     for theirs in (*MODEL_FIELDS.values(), *GSA_FIELDS.values()):

@@ -18,9 +18,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
-    Qwen3NextConfig,
 )
-from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from gsa_eval.commands import import_hf as command
 from gsa_eval.convert.dense_models import OPEN_BIAS
@@ -49,13 +47,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "eos_token_id": 2,
 }
-FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
-
-
-def next_config(head_dim: int, **rope: Any) -> Qwen3NextConfig:
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}} if rope else {}
-    return Qwen3NextConfig(**SIZES, **{**FULL, "head_dim": head_dim}, num_experts=0, **rope)
 
 
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, **YARN}
@@ -69,13 +61,6 @@ DENSE_MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
     "qwen3, YaRN": lambda: Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN_ROPE),
-    "qwen3_next": lambda: next_config(16),
-    "qwen3_next, 28 of 100 channels turn": lambda: next_config(100, partial_rotary_factor=0.29),
-    "qwen3_next, 6 of 25 channels turn": lambda: next_config(25),
-    "qwen3_next, YaRN, 14 of 50 channels turn": lambda: next_config(
-        50, **YARN_ROPE, partial_rotary_factor=0.29
-    ),
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **FULL),
 }
 
 
@@ -156,7 +141,6 @@ def change(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-NEXT: dict[str, Any] = {"model_type": "qwen3_next", "head_dim": 8}
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 LINEAR = {**ROPE, "rope_type": "linear", "factor": 2.0}
 PARTS = {**ROPE, "rope_type": "yarn", **YARN, "truncate": False}
@@ -173,8 +157,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "mistral", "sliding_window": 16},
         "= 16: shorter than the 64.*--seq-len-tokens 16 or less",
     ),
-    ({**NEXT, "num_experts": 0, "layer_types": None}, "layer_types has linear_attention: a GSA model has"),
-    ({**NEXT, "num_experts": 4, **FULL}, "num_experts = 4: only a GSA model may come with experts"),
+    ({"model_type": "qwen3_next"}, "model_type = qwen3_next: unknown architecture"),
     ({"vocab_size": 4000}, "vocab_size = 4000: .* has 4096 tokens, more than the embedding has rows"),
     ({"intermediate_size": 40}, r"mlp.gate_proj.weight has the shape \[48, 32\], .* of \[40, 32\]"),
     ({"model_type": "qwen2"}, "self_attn.q_proj.bias: missing in the weights; copy the folder"),

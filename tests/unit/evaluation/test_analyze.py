@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from gsa_eval.analyze import _write_numbers, given_text
-from gsa_eval.attention_pictures import draw_maps, pooled
+from gsa_eval.attention_pictures import draw_maps
 from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_eval.commands import analyze as command
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.report.page import write_report
 from gsa_hf.gates_gsa import gate_heads
 from helpers.evaluated import evaluated_config, evaluated_model, files_of_run, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
@@ -120,7 +118,7 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
 # --- the command -----------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_pictures_that_the_report_shows(run, monkeypatch, tmp_path, capsys):
+def test_the_command_writes_pictures(run, monkeypatch, tmp_path, capsys):
     run_dir = run[2]
     before = files_of_run(run_dir)
     assert analyzed(monkeypatch, "--run", run_dir, "--name", "own", "--head", 3, "--max-tokens", 60) == 0
@@ -141,13 +139,6 @@ def test_the_command_writes_pictures_that_the_report_shows(run, monkeypatch, tmp
     assert (numbers["least_keys"], numbers["text"]["origin"]) == (30, "a validation document")
     assert numbers["command"].startswith("gsa-analyze --run")
     assert set(np.load(run_dir / "analysis" / "dense" / "maps.npz")) == {"weights", "full"}
-
-    (run_dir / "analysis" / ".tmp_killed").mkdir()
-    page = write_report([run_dir], tmp_path / "report.html").read_text()
-    analyses = page[page.index('<h2 id="analyses">') :]
-    assert analyses.count('src="data:image/png;base64,') == 7
-    assert '<a href="#analyses">' in page
-    assert "tmp_killed" not in page
 
     assert analyzed(monkeypatch, "--run", run_dir, "--name", "own") == 2
     assert "exists; give another name, or remove the folder" in capsys.readouterr().err
@@ -185,20 +176,6 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
 
 
 # --- pictures --------------------------------------------------------------------------------------------
-
-
-def test_thinned_maps_are_means_of_squares() -> None:
-    values = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
-    counted = torch.ones(7, 7).tril() > 0
-    shown = counted & (values > 0)
-    found = pooled(values, counted, 3, shown)
-    assert found.shape == (3, 3)
-    for row, column in itertools.product(range(3), range(3)):
-        cell = slice(3 * row, 3 * row + 3), slice(3 * column, 3 * column + 3)
-        assert bool(found.mask[row, column]) == (not shown[cell].any())
-        if not found.mask[row, column]:
-            mean = values[cell][counted[cell]].mean().item()
-            assert found[row, column] == pytest.approx(mean, rel=1e-6)
 
 
 def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ pytest.importorskip("lm_eval")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -23,8 +22,9 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.evaluated_model import Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
-from gsa_eval.harness import GSATrainLM, run_tasks
+from gsa_eval.harness import EvaluatedLM, run_tasks
 from gsa_eval.text import as_piece
 from gsa_train.validation.harness_tasks import _Encoder, find_tasks
 from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
@@ -74,19 +74,21 @@ def no_world_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[EvaluatedLM, HFLM, Path]:
     config = evaluated_config(train={"seq_len_tokens": LENGTH})
     folder = tmp_path_factory.mktemp("harness")
     run = save_run(evaluated_model(config), config, folder / "run")
     exported = export_hf(run / "checkpoints" / "step_00000003", folder / "hf").folder
     theirs = HFLM(pretrained=str(exported), device="cpu", batch_size=2, max_length=LENGTH)
-    return GSATrainLM(run=str(run), batch_size=3), theirs, run
+    return EvaluatedLM(load_evaluated_model(Source(run=run)), 3), theirs, run
 
 
 @pytest.fixture(
     scope="module", params=["sentencepiece", "json", "json with a BOS", "json chat", "sentencepiece chat"]
 )
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[EvaluatedLM, HFLM]:
     """Create our class on a run or its export, and lm-evaluation-harness's class on the export."""
     folder = tmp_path_factory.mktemp("pair")
     data: dict[str, Any] = {}
@@ -109,8 +111,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     run = save_run(model, config, folder / "run")
     exported = export_hf(run / "checkpoints" / "step_00000003", folder / "hf").folder
     theirs = HFLM(pretrained=str(exported), device="cpu", batch_size=1, max_length=LENGTH)
-    source = {"run": str(run)} if "json" in request.param else {"hf": str(exported)}
-    return GSATrainLM(**source, batch_size=3), theirs
+    source = Source(run=run) if "json" in request.param else Source(hf=exported)
+    return EvaluatedLM(load_evaluated_model(source), 3), theirs
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, arguments=each, idx=number) for number, each in enumerate(arguments)]
 
 
-def test_log_likelihoods_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> None:
+def test_log_likelihoods_request_by_request(pair: tuple[EvaluatedLM, HFLM]) -> None:
     ours, theirs = pair
     asked = [(document["question"], choice) for document in DOCUMENTS for choice in document["choices"]]
     asked += [("", "The sky"), ("Ends in a space ", "x"), ("x" * 300, " y"), ("New line\n", "x")]
@@ -140,13 +142,13 @@ def test_log_likelihoods_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> No
     assert len({round(answer[0], 3) for answer in found}) > len(found) // 2
 
 
-def test_a_continuation_without_tokens_is_refused(models: tuple[GSATrainLM, HFLM, Path]) -> None:
+def test_a_continuation_without_tokens_is_refused(models: tuple[EvaluatedLM, HFLM, Path]) -> None:
     """A continuation without tokens would have the probability 1."""
     with pytest.raises(ValueError, match=r"the continuation '\):' of 'def main\(' has no separate tokens"):
         models[0].loglikelihood(requests("loglikelihood", ("def main(", "):")))
 
 
-def test_a_greedy_continuation_is_told(models: tuple[GSATrainLM, HFLM, Path]) -> None:
+def test_a_greedy_continuation_is_told(models: tuple[EvaluatedLM, HFLM, Path]) -> None:
     ours, _, _ = models
     prompt = ours.tok_encode("The sky is")
     model = ours.evaluated.model
@@ -158,7 +160,7 @@ def test_a_greedy_continuation_is_told(models: tuple[GSATrainLM, HFLM, Path]) ->
     assert [greedy for _, greedy in ours._loglikelihood_tokens(asked)] == [True, False]
 
 
-def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> None:
+def test_rolling_and_generation_request_by_request(pair: tuple[EvaluatedLM, HFLM]) -> None:
     ours, theirs = pair
     texts = [(document["question"],) for document in DOCUMENTS] + [(" in front",), ("",)]
     rolling = ours.loglikelihood_rolling(requests("loglikelihood_rolling", *texts))
@@ -180,32 +182,6 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
         if ours.evaluated.tokenizer.front_bytes:  # there `hf` loses the first space of each answer
             found, expected = ([text.removeprefix(" ") for text in each] for each in (found, expected))
         assert found == expected
-
-
-def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: list[Path]) -> None:
-    """Requests are as with --apply_chat_template, with examples as turns."""
-    ours, theirs = pair
-    said = {"system": "Answer.", "user": "a", "assistant": "b"}
-    messages = [{"role": role, "content": text} for role, text in said.items()]
-    messages.append({"role": "user", "content": "c"})
-    if theirs.tokenizer.chat_template is None:
-        with pytest.raises(ValueError, match="--apply_chat_template: the model has no chat template"):
-            ours.chat_template(chat_template=True)
-        return
-    assert ours.chat_template(chat_template=True) == theirs.chat_template(chat_template=True)
-    for opens in (True, False):
-        assert ours.apply_chat_template(messages, opens) == theirs.apply_chat_template(messages, opens)
-    written = ours.apply_chat_template(messages)
-    assert ours.tok_encode(written) == theirs.tok_encode(written)
-    wanted = [load_yaml(task, resolve_func=True) for task in tasks]
-    options: dict[str, Any] = {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": True}
-    options["task_manager"] = TaskManager(include_defaults=False)
-    ours_found, theirs_found = (simple_evaluate(each, tasks=wanted, **options)["samples"] for each in pair)
-    assert set(ours_found) == {"colours", "continues"}
-    for found, expected in zip(ours_found["colours"], theirs_found["colours"], strict=True):
-        assert found["arguments"] == expected["arguments"]
-        for (answer,), (other,) in zip(found["resps"], expected["resps"], strict=True):
-            assert answer == (pytest.approx(other[0], rel=1e-5), other[1])
 
 
 WRITTEN = "def f(x):\n    return x\n"
@@ -233,7 +209,7 @@ def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypat
         assert steps[-1] < len(whole)  # it stopped there
 
 
-def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
+def plain_sum(model: EvaluatedLM, tokens: list[int]) -> float:
     logits = model.evaluated.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
     return sum(float(logits[place, token]) for place, token in enumerate(tokens[1:]))
 
@@ -254,7 +230,7 @@ def test_where_a_context_has_no_tokens_an_eos_stands_in(context, continuation, p
     assert (request.tokens.tolist(), request.scored) == (tokens, len(tokens) - 1)
 
 
-def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFLM, Path]) -> None:
+def test_an_empty_prompt_and_an_empty_continuation(models: tuple[EvaluatedLM, HFLM, Path]) -> None:
     ours = models[0]
     prompts = [("", {"max_gen_toks": 4}), ("</s>", {"max_gen_toks": 4})]
     found = ours.generate_until(requests("generate_until", *prompts))
@@ -336,17 +312,6 @@ def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, monkeypatch):
     monkeypatch.setattr(NAMING, lambda **_: TaskManager(include_defaults=False))
     with pytest.raises(TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no"):
         prepare_tasks(["no_such_task"], tokenizer, LENGTH, 0)
-
-
-def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM, Path]) -> None:
-    assert get_model("gsa_train") is GSATrainLM
-    with pytest.raises(ValueError, match="give one of run=DIR"):
-        GSATrainLM(run="x", hf="y")
-    with pytest.raises(ValueError, match="batch_size=auto"):
-        GSATrainLM(run="x", batch_size="auto")
-    message = "model_args: parallelize=True is unknown; give some of run, checkpoint"
-    with pytest.raises(ValueError, match=message):
-        GSATrainLM(run="x", parallelize=True)
 
 
 @pytest.mark.parametrize("limit", [None, 3])

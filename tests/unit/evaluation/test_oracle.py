@@ -16,7 +16,7 @@ LENGTH, FIRST_ROW = 45, 12
 
 @pytest.mark.parametrize("name", ["q1k1", "q1k4", "q3k1", "q4k8", "q1k1hkv", "q2k4hkv"])
 def test_what_is_selected(name: str) -> None:
-    form, budget = Form.parse(name), Budget(selected=8, window=3, first=1)
+    form, budget = Form.parse(name), Budget(selected=8, window=3)
     assert str(form) == name
     rows = torch.arange(FIRST_ROW, LENGTH)
     places = torch.arange(LENGTH)
@@ -31,7 +31,7 @@ def test_what_is_selected(name: str) -> None:
             best = {start: max(leader[start : start + form.keys]) for start in range(0, LENGTH, form.keys)}
             starts = sorted(best, key=lambda start: -best[start])[: budget.selected // form.keys]
             expected = {start + step for start in starts for step in range(form.keys)}
-            expected |= {0, row - 2, row - 1, row}
+            expected |= {row - 2, row - 1, row}
             seen = set(found[head, number].nonzero()[:, 0].tolist())
             assert seen == {each for each in expected if each <= row}
 
@@ -67,7 +67,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.model").write_bytes(Path(TOKENIZER).read_bytes())
     out = tmp_path / "found.json"
-    words = f"--hf {tmp_path}/model --haystack {SAMPLE}/validation --lengths 400 --samples 2 --share 10"
+    words = f"--hf {tmp_path}/model --haystack {SAMPLE}/validation --lengths 400 --samples 2"
     words += f" --tasks niah_single_2 --out {out} --forms "
 
     def code(forms: str) -> int:
@@ -80,6 +80,6 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert all(row["log_probability"] < 0 for row in rows)
     assert code("") == 0, capsys.readouterr().err
     assert json.loads(out.read_text())["rows"] == rows[:1]
-    for wrong, message in (("q1", "form 'q1': give"), ("q1k3", "40 keys are not a multiple of 3")):
+    for wrong, message in (("q1", "form 'q1': give"), ("q1k3", "25 keys are not a multiple of 3")):
         assert code(wrong) == 2
         assert message in capsys.readouterr().err

@@ -26,7 +26,7 @@ from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_eval.perplexity import by_position, score_text
 from gsa_eval.settings import apply_settings
-from gsa_eval.text import TextOptions, read_text, wikitext_articles
+from gsa_eval.text import TextOptions, read_text
 from gsa_hf import GSAConfig
 from gsa_train.data.batches import read_validation_sets
 from gsa_train.validation.perplexity import evaluate
@@ -42,10 +42,6 @@ from helpers.evaluated import (
 from helpers.single_rank import single_rank
 
 BLOCKS = 5
-WIKI = (
-    " \n = Valkyria = \n \n It was a game . \n\n = = Plot = = \n \n A hero = x = leaves home . \n"
-    "\n\n = Tower = \n \n A tall tower of stone , \u00e9 . \n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -230,30 +226,6 @@ def test_windows_equal_a_plain_loop(batch_size, run, exported, tmp_path):
     assert sum(each["tokens"] for each in found["loss_by_position"]) == count
 
 
-def test_wikitext_is_articles_and_its_perplexity_is_of_words(run, exported, tmp_path):
-    (tmp_path / "wiki.test.tokens").write_text(WIKI, encoding="utf-8")
-    articles = wikitext_articles(tmp_path)
-    assert [article.split()[1] for article in articles[-2:]] == ["Valkyria", "Tower"]
-    assert "\n".join(articles).split() == WIKI.split()
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "parquet").mkdir()
-    rows = [f"{line}\n" for line in WIKI.split("\n")[:-1]]
-    pq.write_table(pa.table({"text": rows}), tmp_path / "parquet" / "test-00000-of-00001.parquet")
-    assert "\n".join(wikitext_articles(tmp_path / "parquet")).split() == WIKI.split()
-
-    evaluated, options = load_evaluated_model(Source(run=run[2])), TextOptions(64, None, None, False)
-    tokenizer = evaluated.tokenizer
-    text = read_text(f"wikitext:{tmp_path / 'wiki.test.tokens'}", tokenizer, options)
-    found = score_text(evaluated.model, text, 2)
-    sequences = [([tokenizer.eos_id, *tokenizer.encode(each).tolist()], 0) for each in articles]
-    assert max(len(tokens) for tokens, _ in sequences) <= 65
-    expected = math.exp(straight_line(exported, sequences) / len(WIKI.split()))
-    assert found["word_perplexity"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match=r"not WikiText; give a file wiki"):
-        read_text(f"wikitext:{SAMPLE / 'README.md'}", tokenizer, options)
-
-
 def test_buckets_of_positions() -> None:
     found = by_position(np.array([1.0, 2.0, 4.0, 8.0]), np.array([1, 16, 17, 33]))
     assert [(each["from"], each["to"], each["loss"], each["tokens"]) for each in found] == [
@@ -322,8 +294,8 @@ def test_wrong_settings_are_refused(settings: list[str], said: str) -> None:
 
 
 def test_wrong_use(run, tmp_path, monkeypatch, capsys):
-    latin = tmp_path / "wiki.test.tokens"
-    latin.write_bytes(b" = caf\xe9 = \n")
+    file = tmp_path / "file"
+    file.touch()
     checkpoint = run[2] / "checkpoints" / "step_00000003"
     of_run = ("--run", run[2])
     for words, message in (
@@ -336,8 +308,7 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
         ((*of_run, "--stride", "64"), "above the context length 32"),
         ((*of_run, "--device", "abacus"), "--device abacus: not on this machine"),
         ((*of_run, "--device", "meta"), "--device meta: models run only on cpu and cuda"),
-        ((*of_run, "--data", f"wikitext:{latin}"), f"{latin}: not UTF-8 text"),
-        ((*of_run, "--out", latin), f"{latin} is not a writable folder"),
+        ((*of_run, "--out", file), f"{file} is not a writable folder"),
     ):
         assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
         assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tests results of evaluations: as files, in the run's report and as a W&B run."""
+"""Tests results of evaluations: as files and as a W&B run."""
 
 import json
 import time
@@ -8,11 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_eval.report.evaluations import scores_of
-from gsa_eval.report.page import write_report
 from gsa_eval.results import write_results
-from gsa_eval.wandb_run import log_to_wandb
+from gsa_eval.wandb_run import log_to_wandb, scores_of
 from gsa_train.config import Config
+from gsa_train.metrics.record_format import numbers_back
 from helpers.run_logs import refuse_constant
 from helpers.single_rank import tiny_config
 
@@ -30,7 +29,6 @@ RULER = {
     "tasks": ["niah_single_1"],
     "samples": 3,
 }
-GOLD = {"bits_per_byte": {"1000": {"vt": 1.5}}, "mean": {"1000": 1.5}, "tasks": ["vt"], "samples": 3}
 RESULTS: dict[str, Any] = {
     "name": "all",
     "model": {"checkpoint": "/runs/x/step_3", "step": 3, "tokens_trained": 192, "settings": ["gsa.k_base=5"]},
@@ -39,7 +37,6 @@ RESULTS: dict[str, Any] = {
     "ruler": RULER,
     "requests": {"piqa_rc": {"accuracy": 0.5, "length_normalised_accuracy": 0.75, "bits_per_byte": 1.25}},
     "tasks": {"results": {"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.01}}},
-    "ruler_gold": GOLD,
 }
 
 
@@ -69,44 +66,22 @@ def test_scores_in_short() -> None:
         "acc/arc": 0.25,
         "ruler/1000": 100.0,
         "ruler/2000": 33.3,
-        "ruler_bits_per_byte/1000": 1.5,
     }
 
 
-def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir: Path, tmp_path: Path) -> None:
-    """Results are strict JSON like metrics.jsonl. Older files have Python's own JSON and can still be read."""
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     places = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]
     text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan, "loss_by_position": places}
     requests = {"piqa_rc": {"accuracy": 0.5, "bits_per_byte": -inf}}
     results = {**RESULTS, "data": {"wiki": text}, "requests": requests}
-    (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
-    for name in ("strict", "before"):
-        write_results(tmp_path / "evaluations" / name, results)
-    path, before = (tmp_path / "evaluations" / name / "results.json" for name in ("strict", "before"))
-    before.write_text(json.dumps(results))
-    assert "NaN," in before.read_text()
-
-    content = json.loads(path.read_text(), parse_constant=refuse_constant)
+    write_results(tmp_path / "strict", results)
+    text_of_file = (tmp_path / "strict" / "results.json").read_text()
+    content = json.loads(text_of_file, parse_constant=refuse_constant)
     assert content["data"]["wiki"]["loss_by_position"][1] == {"from": 17, "to": 32, "loss": "Infinity"}
     assert content["requests"]["piqa_rc"]["bits_per_byte"] == "-Infinity"
-    page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
-    shown = {"perplexity/wiki": "inf", "bits per byte/wiki": "nan", "bits per byte/piqa rc": "-inf"}
-    for score, value in shown.items():
-        assert f"<tr><td>{score}</td>{f'<td class=number>{value}</td>' * 2}</tr>" in page
-
-
-def test_the_report_shows_evaluations(run_dir, tmp_path, caplog):
-    for name, content in (("damaged", "{"), (".tmp_killed", json.dumps(RESULTS))):
-        (run_dir / "evaluations" / name).mkdir()
-        (run_dir / "evaluations" / name / "results.json").write_text(content)
-    page = write_report([run_dir], tmp_path / "report.html").read_text(encoding="utf-8")
-    assert '<a href="#evaluations">Evaluations</a>' in page
-    assert "<tr><td>changed</td><td class=number>gsa.k_base=5</td></tr>" in page
-    assert "<tr><td>perplexity/wiki</td><td class=number>7.389</td></tr>" in page
-    assert "gsa-evaluate --run &lt;x&gt;" in page
-    assert "damaged: no evaluation in it" in caplog.text
-    assert "tmp_killed" not in page
+    scores = scores_of(numbers_back(content))
+    assert (scores["perplexity/wiki"], scores["bits_per_byte/piqa_rc"]) == (inf, -inf)
 
 
 def wandb_config(**logging: str) -> Config:
@@ -122,7 +97,7 @@ def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) 
     (kept,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert f"run-{run_id}.wandb" == kept.name
     words = ["evaluation", "study", "gsa all", "training_run", "trained1"]
-    words += ["eval/perplexity/wiki", "eval/ruler_bits_per_byte/1000"]
+    words += ["eval/perplexity/wiki", "eval/ruler/1000"]
     deadline = time.monotonic() + 60  # W&B's process writes the file some time after it reports success
     while missing := [word for word in words if word.encode() not in kept.read_bytes()]:
         assert time.monotonic() < deadline, missing

@@ -17,9 +17,7 @@ from gsa_eval.ruler import TASKS, Material, Sample, Setting, samples
 from gsa_eval.ruler_score import (
     RulerOptions,
     answer_score,
-    gold_table,
     ruler_table,
-    score_gold,
     score_ruler,
 )
 from gsa_eval.ruler_words import FIRST, NOUNS
@@ -93,32 +91,6 @@ def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch)
     without_room = RulerOptions([1000, 100], ["niah_single_1"], samples=1)
     with pytest.raises(ValueError, match="niah_single_1 at 100 tokens: has no room"):
         list(ruler_score._asked(tokenizer, without_room))
-
-
-def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> None:
-    """The model gives each byte of an answer 2 bits if the prompt contains the answer, and 5 otherwise."""
-    asked: list[tuple[str, str, int]] = []
-
-    def nats_of(prompt: str, answer: str) -> float:
-        bits = 2 if answer.split(", ")[-1].strip() in prompt else 5
-        return bits * math.log(2) * len(answer.encode())
-
-    def score(texts: Sequence[tuple[str, str]], length: int) -> list[float]:
-        asked.extend((*each, length) for each in texts)
-        return [nats_of(*each) for each in texts]
-
-    names = ["niah_single_1", "niah_multivalue", "cwe"]
-    found = score_gold(score, tokenizer, RulerOptions([LENGTH, 1000], names, samples=2, material=material))
-    assert [*found["bits_per_byte"]] == ["1000", str(LENGTH)]
-    assert found["bits_per_byte"][str(LENGTH)] == dict.fromkeys(names, pytest.approx(2))
-    assert found["mean"][str(LENGTH)] == pytest.approx(2)
-    assert len(asked) == 2 * 2 * len(names)
-    for prompt, answer, length in asked:
-        assert answer.startswith(" ")
-        assert len(tokenizer.encode(prompt + answer)) <= length
-    assert gold_table(found)["rows"][0] == ["1000", "2.000", "2.000", "2.000", "2.000"]
-    with pytest.raises(ValueError, match="RULER has no task niah"):
-        score_gold(score, tokenizer, RulerOptions([LENGTH], ["niah"]))
 
 
 MANY = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
@@ -222,13 +194,10 @@ def test_the_command(tmp_path, monkeypatch, capsys, caplog):
     assert len(found["without"]) == 10
     assert "RULER, 1 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
 
-    words[3:6] = ["gold", "--ruler", "300"]
+    words[3:6] = ["essay", "--ruler", "300"]
     words[-1] += ",niah_single_2"
-    monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--ruler-gold", "--validation"])
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--validation"])
     assert command.main() == 0, capsys.readouterr().err
-    results = json.loads((run / "evaluations" / "gold" / "results.json").read_text())
+    results = json.loads((run / "evaluations" / "essay" / "results.json").read_text())
     assert results["data"]["validation"]["loss"] > 0
-    of_tasks = results["ruler_gold"]["bits_per_byte"]["300"]
-    assert [*of_tasks] == ["niah_single_1", "niah_single_2"]
-    assert all(1 < bits < 20 for bits in of_tasks.values()), "of random weights"
-    assert "RULER, bits per byte of the expected answers, 1 samples of each" in capsys.readouterr().out
+    assert [*results["ruler"]["scores"]["300"]] == ["niah_single_1", "niah_single_2"]

@@ -154,6 +154,22 @@ def test_loss_and_gradients() -> None:
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_autocast() -> None:
+    """Trainer's bf16: the rotary embedding leaves queries and keys in fp32, and the kernels take one dtype."""
+    model, tokens = model_of(num_hidden_layers=1, indexer_loss_coef=1.0).train(), distinct_tokens(2, 20)
+    found = []
+    for attention in ("sdpa", "gsa"):
+        model.set_attn_implementation(attention)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(tokens, labels=tokens, use_cache=False)
+            new = model.eval().generate(tokens, max_new_tokens=2, do_sample=False)
+        outputs.loss.backward()
+        found.append(torch.stack([outputs.loss.detach(), outputs.indexer_loss.detach()]))
+        assert new.shape == (2, 22)
+        model.train()
+    torch.testing.assert_close(*found, rtol=2e-3, atol=1e-3)
+
+
 def test_pieces_and_documents() -> None:
     model, tokens = model_of(num_hidden_layers=1), distinct_tokens(1, 20)
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]

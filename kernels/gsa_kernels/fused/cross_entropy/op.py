@@ -1,5 +1,5 @@
-"""Computes cross-entropy over a vocabulary that may be split over ranks, with one pass over the logits each way. No
-temporary has the size of the logits. The backward pass can overwrite the logits with their gradient."""
+"""Computes cross-entropy over a vocabulary that may be split over ranks. Each pass reads the logits once. No temporary
+has the size of the logits. The backward pass can overwrite the logits with their gradient."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ def cross_entropy_and_log_sums(
     group: dist.ProcessGroup | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of `vocab_parallel_cross_entropy`, and logsumexp(logits) of each row, fp32 [N], which is
-    differentiable, too."""
+    """Return the losses of `vocab_parallel_cross_entropy`, and logsumexp(logits) of each row, fp32 [N]. Both are
+    differentiable."""
     _check(logits, targets)
     losses, log_sums = _CrossEntropy.apply(logits, targets.contiguous(), group, overwrite_logits, True)
     return losses, log_sums
@@ -102,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _over_ranks(
     maximum: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduce the three over the whole vocabulary; a target's logit is 0 on the ranks that do not hold it."""
+    """Reduce the three tensors over the ranks. A target's logit is 0 on ranks that do not hold it."""
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (maximum - highest).exp(), target_logit])

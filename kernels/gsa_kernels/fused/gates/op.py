@@ -1,4 +1,4 @@
-"""Computes a sigmoid gate in one kernel each way; both inputs are saved."""
+"""Computes a sigmoid gate by one kernel forward and one backward."""
 
 from typing import Any
 

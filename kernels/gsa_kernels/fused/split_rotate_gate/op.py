@@ -1,4 +1,4 @@
-"""Computes split, rotary embedding and gate G2 in one kernel each way, with one gradient per projection."""
+"""Splits the projection and applies RoPE and gate G2, by one kernel forward and one backward."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Turns the projections of a layer into attention inputs: split, rotary embedding on Q and K, gate G2 on V."""
+"""Turns the projections of a layer into attention inputs: split, RoPE on Q and K, gate G2 on V."""
 
 import torch
 
@@ -16,7 +16,7 @@ def split_rotate_gate(
     value_gate: bool,
     output_gate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return rotated Q and K, V * sigmoid(G2), and the logits of G1, batch first; computed in fp32 (fp64).
+    """Return rotated Q and K, V * sigmoid(G2), and the logits of G1, batch first, computed in fp32 (fp64).
 
     G query heads share a key-value head. The rotation applies to the pairs (x[i], x[i + D / 2]).
 

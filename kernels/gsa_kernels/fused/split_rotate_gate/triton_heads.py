@@ -1,7 +1,7 @@
-"""Implements the kernels: one program takes some tokens and one key-value head with its query heads.
+"""Implements the kernels. One program takes some tokens and one key-value head with its query heads.
 
-Tokens are rows n = position * B + sequence in the memory order [L, B]. A head is handled as two halves, whose elements
-the rotary embedding pairs.
+Tokens are rows n = position * B + sequence in the memory order [L, B]. Heads have two halves, whose elements the rotary
+embedding pairs.
 """
 
 import triton

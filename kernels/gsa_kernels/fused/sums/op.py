@@ -1,5 +1,5 @@
-"""Adds sums of a step to existing values in one or two launches each, deterministically. torch needs one launch for the
-sum, one before it for a cast to fp64, and one for the addition."""
+"""Adds sums over tensors to existing values in one or two launches, deterministically. torch would need up to three
+launches: a cast to fp64, the sum, and the addition."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
 """Tile of `add_column_sums`: each thread makes eight loads of 16 bytes in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
-"""Total programs, about what an H200 runs at once, and the maximum per column, for which a thread has registers."""
+"""Programs that an H200 runs at once, and the most programs per column, whose partial sums fit a thread's registers."""
 
 
 def add_total(values: torch.Tensor, total: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Computes SwiGLU in one kernel each way; only the input is saved."""
+"""Computes SwiGLU by one kernel forward and one backward."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Computes SwiGLU with a weight per row, for experts: one kernel forward, one backward; the two inputs are saved."""
+"""Computes SwiGLU with a weight per row, for experts, by one kernel forward and one backward."""
 
 from typing import Any
 
