@@ -70,8 +70,8 @@ def page_parts(results: Results) -> list[str]:
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
         f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
-        f"Cells have mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), "
-        "[records](records). `python launch/results.py` writes the page except the verdict.",
+        "Cells have mean ± standard deviation over the seeds. "
+        f"[{values.name}]({values.name}) and [records](records) have all numbers.",
     ]
 
 
@@ -83,8 +83,8 @@ def setup(results: Results) -> str:
     )
     devices = ", ".join(sorted({device for each in finished for device in each.devices}))
     unrecorded = sum(not each.losses for each in finished)
-    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each trained on {of_each} tokens"
-    said += f" on {devices}." if devices else "."
+    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each run trained on"
+    said += f" {of_each} tokens on {devices}." if devices else f" {of_each} tokens."
     if unrecorded == len(finished):
         said += " The figure was drawn from the run folders, because [records](records) lack the losses."
     elif unrecorded:
@@ -118,8 +118,6 @@ def write_overview(standings: Sequence[Standing], out: Path) -> Path:
     text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
     rows = [["study", "runs", "verdict"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
-    made = (
-        "`python launch/results.py` writes this table. [Studies](../how_to/studies.md) says how to run one."
-    )
+    made = "`python launch/results.py` [writes](../how_to/studies.md#pages-of-results) the tables and pages."
     write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
     return path

@@ -91,7 +91,7 @@ def test_a_run_of_another_machine_joins_those_whose_folders_are_gone(folder: Pat
     finish(folder, "two", 2, 33.0, text="1f")
     assert main() == 0
     assert before.items() <= values(folder).items()
-    assert "4 of 4 runs are finished. Each trained on 100 tokens" in page.read_text()
+    assert "4 of 4 runs are finished. Each run trained on 100 tokens" in page.read_text()
     (row,) = (each for each in page.read_text().splitlines() if "31.5 ± 2.1" in each)
     assert row.endswith("| 20.50 ± 0.71 | 31.5 ± 2.1 |")
     assert "- The text of 2 of the 4 finished runs is not recorded." in page.read_text()
