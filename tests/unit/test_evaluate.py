@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from gsa_data.faults import Reading
-from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
@@ -190,17 +188,6 @@ def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> 
         "rng": torch.get_rng_state(),
         "data": batches.state(),
     }
-
-
-def test_a_validation_set_may_be_tokens(tmp_path: Path) -> None:
-    config = run_config(SPARSE, 0)
-    tokenizer = Tokenizer(str(SAMPLE / "tokenizer.model"))
-    text = next(iter(config.data.validation_folders.values()))
-    prepare_tokens(text, tokenizer, tmp_path, 1, Reading())
-    data = dataclasses.replace(config.data, validation_sets={"text": text, "tokens": str(tmp_path)})
-    sets = read_validation_sets(dataclasses.replace(config, data=data), tokenizer)
-    assert np.array_equal(sets[0].text.blocks, sets[1].text.blocks)
-    assert sets[0].text.text_bytes == sets[1].text.text_bytes > 0
 
 
 @pytest.mark.parametrize("phase", [WARM_UP, SPARSE], ids=lambda phase: phase.name)
