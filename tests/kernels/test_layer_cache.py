@@ -142,21 +142,6 @@ def test_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param(
-            "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU")
-        ),
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ],
-)
-@pytest.mark.parametrize(
     ("fields", "mode"),
     [
         ({}, {}),

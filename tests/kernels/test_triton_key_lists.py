@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_devices import ON_GPU
 from poison import poison_buffers
 from random_lists import lists_of
-from selection_cases import FULL_RULE, ON_GPU, RULE, Case, make_case
+from selection_cases import FULL_RULE, RULE, Case, make_case
 
 from gsa_kernels import packed_mask
 from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask

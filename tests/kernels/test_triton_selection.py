@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("triton")
 
 from covering import covered
+from kernel_devices import ON_GPU
 from poison import poison_buffers
 from selection_cases import (
     BY_GROUPS,
     BY_REGISTERS,
     FULL_RULE,
-    ON_GPU,
     RULE,
     Case,
     all_equal,
