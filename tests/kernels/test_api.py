@@ -28,15 +28,7 @@ from api_cases import (
 )
 
 import gsa_kernels
-from gsa_kernels import (
-    api,
-    indexer_loss,
-    limits,
-    operations_triton,
-    sampling,
-    sparse_attention,
-    types,
-)
+from gsa_kernels import api, indexer_loss, limits, operations_triton, sampling, sparse_attention, types
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 

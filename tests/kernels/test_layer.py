@@ -214,12 +214,7 @@ def test_recomputation_changes_nothing() -> None:
 def test_the_call_that_the_authors_print() -> None:
     """The call is the authors' quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md) with our import."""
     config = GSAConfig(
-        hidden_size=1024,
-        num_heads=8,
-        num_kv_heads=2,
-        k_base=256,
-        value_gate=True,
-        output_gate=True,
+        hidden_size=1024, num_heads=8, num_kv_heads=2, k_base=256, value_gate=True, output_gate=True
     )
     gsa = GatedSparseAttention(config)
     x = torch.randn(1, 512, 1024)

@@ -143,11 +143,7 @@ def test_positions() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "mode"),
-    [
-        ({}, {}),
-        ({"key_group_size": 4}, {}),
-        ({"output_gate": False}, {"attention": "dense"}),
-    ],
+    [({}, {}), ({"key_group_size": 4}, {}), ({"output_gate": False}, {"attention": "dense"})],
     ids=["each", "groups", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:

@@ -81,14 +81,7 @@ def last_list() -> KeyLists:
     keys[far:], words[far:] = KEYS, -1
     counts, starts = reserved(1, TILES, dtype=torch.int32), reserved(1, TILES, dtype=torch.int64)
     counts[0, -1], starts[0, -1] = len(KEYS), far
-    return KeyLists(
-        keys=keys,
-        words=words,
-        starts=starts,
-        counts=counts,
-        length=LENGTH,
-        max_count=len(KEYS),
-    )
+    return KeyLists(keys=keys, words=words, starts=starts, counts=counts, length=LENGTH, max_count=len(KEYS))
 
 
 @pytest.fixture(scope="module", params=["tokens first", "heads first"])

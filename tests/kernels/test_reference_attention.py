@@ -28,14 +28,7 @@ def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(17))
     mask = random_selection(17)
     mask[:, [0, 5, 16]] = False
-    result = ops.sparse_attention(
-        q,
-        k,
-        v,
-        mask,
-        recall_among=ops.causal_mask(17),
-        return_probs=True,
-    )
+    result = ops.sparse_attention(q, k, v, mask, recall_among=ops.causal_mask(17), return_probs=True)
     for tensor in (result.out, result.head_sum_probs, result.recall):
         assert tensor is not None
         assert tensor.isfinite().all()

@@ -22,13 +22,7 @@ NONE, BIAS, RESIDUAL, GATED = "none", "bias", "residual", "gated"
 
 
 def operands(
-    batch: int,
-    columns: int,
-    count: int,
-    norm: bool,
-    epilogue: str,
-    dtype: torch.dtype,
-    x_gate: bool = False,
+    batch: int, columns: int, count: int, norm: bool, epilogue: str, dtype: torch.dtype, x_gate: bool = False
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(batch * columns + count)
 

@@ -7,12 +7,7 @@ import torch
 from attention_problems import random_mask
 
 from gsa_kernels.key_lists.format import key_lists_from_mask
-from gsa_kernels.key_lists.triton_reduce_keys import (
-    TileRows,
-    add_partials_by_key,
-    find_key_hits,
-    split_tiles,
-)
+from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
 
 
 def test_ranges_of_tiles():
