@@ -153,7 +153,10 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
         return sparse_attention(q, k, v, selection, geometry, implementation=name)
 
     return {
-        "another implementation": ("implementation is 'cuda'", lambda: attend(None, name="cuda")),
+        "another implementation": (
+            "implementation is 'cuda'; pass 'triton' or 'reference'",
+            lambda: attend(None, name="cuda"),
+        ),
         "another kernel": ("kernel is 'dense'", lambda: chosen(kernel="dense")),
         "rows of all queries": ("has 40 rows; pass 32: the queries", lambda: chosen(Geometry(query_start=8))),
         "queries beyond the keys": ("query_start is 40", lambda: chosen(Geometry(query_start=40))),
