@@ -258,7 +258,7 @@ def test_chunks_add_up(device):
 
 
 def test_errors(device):
-    q, k, v, gate = make_inputs(1, 40, 4, 2, 32, torch.float32, device)
+    q, k, v, _ = make_inputs(1, 40, 4, 2, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
 
     def changed(**fields):
@@ -266,11 +266,7 @@ def test_errors(device):
 
     good = {"q": q, "k": k, "v": v, "lists": lists}
     bad = [
-        ({"k": k[:, 1:]}, "k has shape"),
-        ({"q": q[:, :, :3]}, "multiple"),
-        ({"k": k.half()}, "one dtype"),
-        ({"gate_logits": gate[..., :1]}, "gate_logits has shape"),
-        ({"q": q.half()}, "float16; pass bfloat16 or float32, or use implementation"),
+        ({"k": k[:, 1:]}, "k has shape"),  # test_triton_attention.py has the other errors of q, k, v and gate
         ({"scratch_bytes": 0}, "scratch_bytes is 0"),
         (changed(length=41), "41 tokens"),
         (changed(counts=lists.counts[:, :1]), "lists.counts has shape"),
