@@ -351,11 +351,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gsa_chaos_") as name:
         scratch = Path(name)
         damaged_corpus(scratch / "text")
-        command = (
-            *MODEL,
-            f"phases.1.steps={arguments.steps - 10}",
-            f"data.train_dir={scratch / 'text'}",
-        )
+        command = (*MODEL, f"phases.1.steps={arguments.steps - 10}", f"data.train_dir={scratch / 'text'}")
         command += (
             f"parallel.timeout_minutes={arguments.timeout_minutes}",
             f"data.read_timeout_seconds={4 * arguments.timeout_minutes}",  # shorter for all attempts together

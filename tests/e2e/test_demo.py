@@ -2,14 +2,13 @@
 
 import json
 import math
-import re
 import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gsa_train.config import load_config
-from helpers.runs import REPOSITORY, Run, run_script, start, whole_run
+from helpers.runs import Run, start, whole_run
 
 CONFIG = "configs/demo.yaml"
 STEPS, TOKENS = 40, 40 * 4 * 128
@@ -32,13 +31,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
             assert (run.checkpoints / latest / "metadata.json").exists() or run.latest != latest
         time.sleep(0.02)
     return run.wait()
-
-
-def test_the_tiny_experiment_of_the_code_tour_runs_as_printed(tmp_path):
-    tour = (REPOSITORY / "docs/code.md").read_text("utf-8")
-    (words,) = re.findall(r"^\.venv/bin/python (launch/pretrain\.py .+)$", tour, re.MULTILINE)
-    output = run_script([*words.split(), f"run.dir={tmp_path}"], tmp_path / "log", 1, launcher="python")
-    assert "\nstep     20/20  sparse " in output
 
 
 def test_no_library_warns(demo):
@@ -97,12 +89,6 @@ def test_the_resolved_config_repeats_the_run(demo):
     assert config == load_config(CONFIG, [*SHORT.split(), f"run.dir={demo.folder.parent}", "run.name=run"])
     for checkpoint in demo.checkpoints.glob("step_*"):
         assert load_config(checkpoint / "config.yaml") == config
-
-
-def test_the_last_two_checkpoints_are_kept(demo):
-    names = {path.name for path in demo.checkpoints.iterdir()}
-    assert names == {"step_00000030", "step_00000040", "latest"}
-    assert demo.latest == "step_00000040"
 
 
 def test_tensorboard_is_written(demo):

@@ -56,28 +56,6 @@ def test_a_dry_run_refuses_a_tokenizer_as_the_start_does():
     assert without.stdout.endswith("loaded: []\n")
 
 
-CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n'
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [pytest.param("configs/demo_sft.yaml", CHAT, marks=pytest.mark.nightly), (CONFIG, '{"text": "hi"}\n')],
-    ids=["conversations", "text"],
-)
-def test_a_validation_set_shorter_than_a_sequence_is_refused(config, line, tmp_path):
-    folder = tmp_path / "validation"
-    folder.mkdir()
-    (folder / "short.jsonl").write_text(line)
-    overrides = [f"data.validation_dir={folder}", f"run.dir={tmp_path}", "checkpoint.initial_weights=''"]
-    result = run("launch/pretrain.py", "--config", config, *overrides, **ENVIRONMENT)
-    assert result.returncode == 2, result.stderr
-    (message,) = [each for each in result.stderr.splitlines() if each.startswith("data.validation_dir")]
-    assert message.startswith(f"data.validation_dir = {folder}: split '{folder}' is shorter than one block")
-    assert message.endswith(" tokens; use a larger split or a smaller seq_len_tokens")
-    assert "Traceback" not in result.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["validation"]
-
-
 NODES = """
 import os, runpy, sys
 import gsa_train.run_folder.same_on_all

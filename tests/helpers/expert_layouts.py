@@ -19,16 +19,7 @@ from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.model.moe import router
-from helpers.layout_cases import (
-    ALL_KEYS,
-    INSTANCES,
-    INTERLEAVED,
-    MORE_STEPS,
-    OVERLAP,
-    PAIRS,
-    Case,
-    Reshard,
-)
+from helpers.layout_cases import ALL_KEYS, INSTANCES, INTERLEAVED, MORE_STEPS, OVERLAP, PAIRS, Case, Reshard
 from helpers.many_layouts import cross_all, finish, prepare_rank, resume_all, train_all, train_case
 
 WORLD = 4
@@ -83,11 +74,7 @@ CASES = {
 }
 
 RESHARDED = {
-    "expert": Reshard(
-        {"expert": 2},
-        [{"expert": 2}, {}, {"tensor": 2}, {"expert": 4}],
-        BALANCED,
-    ),
+    "expert": Reshard({"expert": 2}, [{"expert": 2}, {}, {"tensor": 2}, {"expert": 4}], BALANCED),
     "split experts": Reshard(
         {"tensor": 2, "expert_tensor": 2},
         [

@@ -21,10 +21,7 @@ from helpers.single_rank import CONFIG, SPARSE, WARM_UP, with_sections
 
 LENGTHS, STRETCH = {"bits": 72, "lists": 40}, 32
 """Tokens, and rows of a stretch: two or three stretches for two ranks; the last one is short."""
-CASES: dict[str, dict[str, Any]] = {
-    "bits": {},
-    "lists": {"attention_kernel": "gathered"},
-}
+CASES: dict[str, dict[str, Any]] = {"bits": {}, "lists": {"attention_kernel": "gathered"}}
 PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE]}
 """Phases by case. A warm-up attends to all keys, so one case suffices."""
 

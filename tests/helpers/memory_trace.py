@@ -224,11 +224,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (step, "update_variance_emas", lambda *args: None),
             (step, "update_routers", lambda *args: None),
             (token_exchange, "expert_counts", _even_counts),
-            (
-                token_exchange,
-                "_by_expert",
-                lambda received, total: torch.empty(total, dtype=torch.int64),
-            ),
+            (token_exchange, "_by_expert", lambda received, total: torch.empty(total, dtype=torch.int64)),
             (moe_layer, "plan_exchange", _planned),
             (dist, "all_gather_into_tensor", _gathered_counts(dist.all_gather_into_tensor)),
             (SpikeDetector, "judge", lambda *args: Mock(applied=torch.tensor(True))),

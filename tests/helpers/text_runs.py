@@ -19,7 +19,7 @@ from gsa_train.reliability.stop_signals import Stopped
 from gsa_train.run.state import Run
 from gsa_train.trainer import run_phase
 from gsa_train.validation.tasks import TaskClock
-from helpers.single_rank import single_rank, tiny_config, tiny_model
+from helpers.single_rank import named_weights, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
@@ -69,3 +69,33 @@ def train_on_text(
         close_optimizer(model, optimizer)
         run.services.saver.close()
     return [each for each in records if not each.get("event", "").startswith("checkpoint")], run, ended_by
+
+
+TIMING = ("seconds", "per_second", "data_wait", "slowest", "time", "mfu")
+
+
+def left_by(run: Run, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what two runs that train the same have in common to the last bit."""
+    kept = [
+        {name: each[name] for name in each if not any(word in name for word in TIMING)} for each in records
+    ]
+    return {
+        "records": kept,
+        "weights": named_weights(run.model),
+        "averages": [a.variance.ema.item() for a in run.model.attentions if a.variance is not None],
+        "rng": torch.get_rng_state(),
+        "data": run.data.batches.state(),
+    }
+
+
+def assert_trained_alike(found: dict[str, Any], wanted: dict[str, Any], but: str) -> None:
+    """Compare two runs to the last bit; only the first one has events `but`."""
+    assert [each for each in found["records"] if each.get("event") != but] == wanted["records"]
+    assert (found["averages"], found["data"]) == (wanted["averages"], wanted["data"])
+    assert torch.equal(found["rng"], wanted["rng"])
+    for name, weight in wanted["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+
+
+def of_event(result: dict[str, Any], event: str) -> list[dict[str, Any]]:
+    return [record for record in result["records"] if record.get("event") == event]

@@ -28,10 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MICRO_BATCHES = {name: {} if name == TENSOR_PIPELINE_DATA else PAIRS for name in LAYOUTS}
 """Two micro-batches per step for a pipeline, one otherwise."""
 CASES = {name: Case(layout, SELECTED, MICRO_BATCHES[name], MORE_STEPS) for name, layout in LAYOUTS.items()}
-CHAIN = (
-    (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA),
-    (TENSOR_CONTEXT_DATA, TENSOR_PIPELINE_CONTEXT),
-)
+CHAIN = ((TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA), (TENSOR_CONTEXT_DATA, TENSOR_PIPELINE_CONTEXT))
 """Layouts that take the steps of each phase, one each; each continues from the previous layout's checkpoint."""
 PHASE_STEPS = len(CHAIN[0])
 CHAINED = Case({"pipeline": 2}, TIED, steps=(PHASE_STEPS, PHASE_STEPS))

@@ -1,14 +1,24 @@
-"""Lists calls of the API, one for each kind of selection, and their inputs."""
+"""Lists calls of the API, one for each kind of selection, and compares Triton's results with the reference."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 import gsa_kernels
-from gsa_kernels import BudgetRule, Geometry, Indexer, Selection, limits
+from gsa_kernels import (
+    BudgetRule,
+    Geometry,
+    Indexer,
+    Selection,
+    indexer_loss,
+    limits,
+    sampling,
+    sparse_attention,
+)
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.types import Implementation, RowSample
 
@@ -23,24 +33,39 @@ EMA = 0.01
 class Case:
     kernel: limits.Kernel = "auto"
     query_start: int = 0
-    documents: bool = False
+    documents: tuple[tuple[int, ...], ...] = ()
+    """First positions of the documents of both sequences."""
     local_window: int = 0
     activation: str = "sigmoid"
     dense: bool = False
     rows: RowSample = dataclasses.field(default_factory=RowSample)
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, SIZE)
+    queries: int = LENGTH
+    rule: BudgetRule = RULE
+    group: int = 1
+
+    def geometry(self) -> Geometry:
+        starts = None
+        if self.documents:
+            positions = range(self.query_start, self.query_start + self.queries)
+            rows = [[max(f for f in firsts if f <= t) for t in positions] for firsts in self.documents]
+            starts = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+        return Geometry(starts, self.query_start, self.local_window, self.group)
 
 
+DOCUMENTS = ((0, 27), (*range(12), 19))
 HALF, SHARE = RowSample(0.5, draw=1), RowSample(0.5, draw=3, share=(0, 2))
 CASES = {
     "packed mask, a share of the rows": Case(rows=SHARE, query_start=32),
-    "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),
-    "key lists, documents, relu": Case("gathered", 16, documents=True, activation="relu"),
+    "packed mask, documents, relu": Case(
+        "masked", 16, documents=DOCUMENTS, local_window=3, activation="relu"
+    ),
+    "key lists, documents, relu": Case("gathered", 16, documents=DOCUMENTS, activation="relu"),
     "key lists, half of the rows": Case("gathered", rows=HALF),
-    "dense": Case(dense=True, documents=True),
+    "dense": Case(dense=True, documents=DOCUMENTS),
     "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
-    "heads of 256, packed mask": Case("masked", 16, documents=True, local_window=3, heads=WIDE),
-    "heads of 256, key lists": Case("gathered", documents=True, local_window=3, heads=(8, 1, 256)),
+    "heads of 256, packed mask": Case("masked", 16, documents=DOCUMENTS, local_window=3, heads=WIDE),
+    "heads of 256, key lists": Case("gathered", documents=DOCUMENTS, local_window=3, heads=(8, 1, 256)),
     "heads of 256, dense": Case(dense=True, heads=(12, 1, 256)),
 }
 
@@ -68,39 +93,34 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         return values.to(DEVICE, dtype).requires_grad_()
 
-    keys = case.query_start + LENGTH
+    queries, keys = case.queries, case.query_start + case.queries
     heads, kv_heads, size = case.heads
     gated = case.activation == "sigmoid"
     indexer = Indexer(
-        leaf(BATCH, LENGTH, 2, 16),
+        leaf(BATCH, queries, 2, 16),
         leaf(BATCH, keys, 16),
-        leaf(BATCH, LENGTH, 2),
+        leaf(BATCH, queries, 2),
         leaf(2) if gated else None,
         leaf(2) if gated else None,
         case.activation,  # type: ignore[arg-type]
         torch.tensor(1.3, device=DEVICE, requires_grad=True),
     )
-    starts = None
-    if case.documents:
-        positions = case.query_start + torch.arange(LENGTH)
-        starts = torch.stack([torch.where(positions < 27, 0, 27), torch.where(positions < 19, 11, 19)])
-        starts = torch.minimum(starts, positions).to(DEVICE, torch.int32)
     return Problem(
-        leaf(BATCH, LENGTH, heads, size),
+        leaf(BATCH, queries, heads, size),
         leaf(BATCH, keys, kv_heads, size),
         leaf(BATCH, keys, kv_heads, size),
-        leaf(BATCH, LENGTH, heads, size),
+        leaf(BATCH, queries, heads, size),
         indexer,
-        Geometry(starts, case.query_start, case.local_window),
+        case.geometry(),
     )
 
 
 def select(case: Case, given: Problem, implementation: Implementation) -> Selection:
     ema = torch.tensor(EMA, device=DEVICE)
-    kernel, log_sum = case.kernel, case.kernel != "gathered"
+    kernel, log_sum = case.kernel, case.kernel != "gathered" and case.group == 1
     return gsa_kernels.select(
         given.indexer,
-        RULE,
+        case.rule,
         ema,
         given.geometry,
         implementation=implementation,
@@ -110,4 +130,57 @@ def select(case: Case, given: Problem, implementation: Implementation) -> Select
 
 
 def mask_of(selection: Selection, num_keys: int) -> torch.Tensor:
-    return unpack_mask(selection.packed_rows(torch.arange(LENGTH, device=DEVICE)), num_keys)
+    rows = torch.arange(selection.budget.shape[1], device=DEVICE)
+    return unpack_mask(selection.packed_rows(rows), num_keys)
+
+
+def results(
+    case: Case, given: Problem, selection: Selection | None, implementation: Implementation
+) -> dict[str, torch.Tensor]:
+    """Return output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
+    q, k, v, by = given.q, given.k, given.v, {"implementation": implementation}
+    out, lse = sparse_attention(q, k, v, selection, given.geometry, given.gate_logits, **by)
+    loss, rows = indexer_loss(given.indexer, q, k, lse, selection, given.geometry, case.rows, **by)
+    assert not lse.requires_grad
+    assert not rows.requires_grad
+    upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+    leaves = given.leaves()
+    gradients = torch.autograd.grad((out * upstream).sum() + 0.7 * loss, list(leaves.values()))
+    return {"out": out, "lse": lse, "loss": loss, "rows": rows} | dict(zip(leaves, gradients, strict=True))
+
+
+def check_selections(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
+    assert ours.format == ("key_lists" if case.kernel == "gathered" else "packed_mask")
+    mask = mask_of(ours, num_keys)
+    assert torch.equal(mask, mask_of(wanted, num_keys))
+    assert mask.sum() < BATCH * case.queries * (2 * num_keys - case.queries + 1) // 2
+    assert torch.equal(ours.budget, wanted.budget)
+    torch.testing.assert_close(ours.variance, wanted.variance)
+    assert ours.budget.dtype == wanted.budget.dtype == torch.int32
+    if ours.log_sum is not None:
+        torch.testing.assert_close(ours.log_sum, wanted.log_sum)
+    if case.kernel == "gathered":
+        assert ours.density == wanted.density
+        assert ours.density is not None
+        assert 0 < ours.density <= 1
+
+
+def check_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare selection, results and gradients by Triton with those by the reference."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)  # two stretches of the short sequence
+    given = problem(case)
+    selection = None if case.dense else select(case, given, "triton")
+    if selection is not None:
+        check_selections(case, selection, select(case, given, "reference"), given.k.shape[1])
+    ours, wanted = (results(case, given, selection, each) for each in ("triton", "reference"))
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            ours[name],
+            value,
+            rtol=2e-4,
+            atol=2e-5,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+    assert wanted["loss"] > 0
+    assert wanted["rows"].isnan().any() == (case.rows != RowSample())

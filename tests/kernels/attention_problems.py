@@ -9,6 +9,28 @@ GPUS = ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 99))
 """Dtypes, and the KiB of shared memory of a GPU with smaller tiles. None: of the GPU at hand."""
 
 
+def causal(batch, length, starts=None):
+    """Return bool [B, L, L], with `starts` int32 [B, L] only within the document."""
+    position = torch.arange(length, device="cpu" if starts is None else starts.device)
+    mask = (position[None, :] <= position[:, None]).expand(batch, length, length)
+    return mask if starts is None else mask & (position >= starts[..., None])
+
+
+def document_starts(batch, length, device):
+    """Return the starts of packed documents, int32 [B, L], which begin at different positions in each sequence."""
+    starts = torch.zeros(batch, length, dtype=torch.int32)
+    for b in range(batch):
+        for cut in (length // 3 + b, length // 2 + 2 * b):
+            starts[b, min(cut, length) :] = min(cut, length)
+    return starts.to(device)
+
+
+def random_mask(batch, length, chance, device):
+    """Let every query select itself and each earlier key with the given chance."""
+    mask = (torch.rand(batch, length, length, device=device) < chance).tril()
+    return mask | torch.eye(length, dtype=torch.bool, device=device)
+
+
 def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
     """Draw q, k, v and the logits of the gate."""
     return [

@@ -1,15 +1,13 @@
 import pytest
 import torch
-from selection_cases import DEVICES
+from kernel_devices import CPU, CUDA, GPU
 
 from gsa_kernels.devices import on_hopper
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Ask for the device here, because asking during collection would initialise CUDA and prevent forks."""
-    if item.get_closest_marker("hopper") and not (
-        torch.cuda.is_available() and on_hopper(torch.device("cuda"))
-    ):
+    if item.get_closest_marker("hopper") and not (CUDA and on_hopper(torch.device("cuda"))):
         pytest.skip("needs a Hopper")
 
 
@@ -21,6 +19,6 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=[CPU, GPU])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)

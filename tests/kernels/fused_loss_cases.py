@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_devices import CPU
 from loss_problems import Problem, make_problem
 
 from gsa_kernels import api
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.types import FusedLoss
 
-CUDA = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.hopper])
 devices = pytest.mark.parametrize("device", [CPU, GPU])
 

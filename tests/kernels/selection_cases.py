@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 
 from gsa_kernels import packed_mask
@@ -12,16 +11,6 @@ from gsa_kernels import reference as ops
 from gsa_kernels.selection import op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU instead")
-    ),
-    pytest.param("cuda", marks=ON_GPU),
-]
 EMA = 0.02
 RULE = BudgetRule(k_base=12, k_min=4, k_max=20)
 FULL_RULE = BudgetRule(k_base=2048, k_min=256, k_max=4096)

@@ -15,79 +15,27 @@ from api_cases import (
     BATCH,
     CASES,
     DEVICE,
+    DOCUMENTS,
     EMA,
     LENGTH,
     RULE,
     Case,
-    Problem,
+    check_results,
     mask_of,
     problem,
+    results,
     select,
 )
 
 import gsa_kernels
-from gsa_kernels import (
-    api,
-    indexer_loss,
-    limits,
-    operations_triton,
-    sampling,
-    sparse_attention,
-    types,
-)
+from gsa_kernels import api, indexer_loss, limits, operations_triton, sampling, sparse_attention, types
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 
 
-def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
-    assert ours.format == ("key_lists" if case.kernel == "gathered" else "packed_mask")
-    assert torch.equal(mask_of(ours, num_keys), mask_of(wanted, num_keys))
-    assert torch.equal(ours.budget, wanted.budget)
-    torch.testing.assert_close(ours.variance, wanted.variance)
-    assert ours.budget.dtype == wanted.budget.dtype == torch.int32
-    if ours.log_sum is not None:
-        torch.testing.assert_close(ours.log_sum, wanted.log_sum)
-    if case.kernel == "gathered":
-        assert ours.density == wanted.density
-        assert ours.density is not None
-        assert 0 < ours.density <= 1
-
-
-def results(
-    case: Case, given: Problem, selection: Selection | None, implementation: Implementation
-) -> dict[str, torch.Tensor]:
-    """Return output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
-    q, k, v, by = given.q, given.k, given.v, {"implementation": implementation}
-    out, lse = sparse_attention(q, k, v, selection, given.geometry, given.gate_logits, **by)
-    loss, rows = indexer_loss(given.indexer, q, k, lse, selection, given.geometry, case.rows, **by)
-    assert not lse.requires_grad
-    assert not rows.requires_grad
-    upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
-    leaves = given.leaves()
-    gradients = torch.autograd.grad((out * upstream).sum() + 0.7 * loss, list(leaves.values()))
-    return {"out": out, "lse": lse, "loss": loss, "rows": rows} | dict(zip(leaves, gradients, strict=True))
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)  # two stretches of the short sequence
-    given = problem(case)
-    selection = None if case.dense else select(case, given, "triton")
-    if selection is not None:
-        assert_selections_agree(case, selection, select(case, given, "reference"), given.k.shape[1])
-    ours, wanted = (
-        results(case, given, selection, implementation) for implementation in ("triton", "reference")
-    )
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            ours[name],
-            value,
-            rtol=2e-4,
-            atol=2e-5,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-    assert wanted["rows"].isnan().any() == (case.rows != RowSample())
+    check_results(case, monkeypatch)
 
 
 NEIGHBOURS = {  # For each form: the query whose selection changes, and the queries whose last bits may change, too.
@@ -145,8 +93,8 @@ def _chosen(case: Case) -> tuple[Selection, Implementation]:
     return select(case, problem(case), "reference"), "reference"
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_the_loss_in_attentions_backward_pass_agrees(documents: bool) -> None:
+@pytest.mark.parametrize("documents", [(), DOCUMENTS], ids=["whole", "documents"])
+def test_the_loss_in_attentions_backward_pass_agrees(documents: tuple[tuple[int, ...], ...]) -> None:
     case = Case(documents=documents, query_start=16)
     given = problem(case, torch.bfloat16)
     selection = select(case, given, "reference")
@@ -205,7 +153,10 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
         return sparse_attention(q, k, v, selection, geometry, implementation=name)
 
     return {
-        "another implementation": ("implementation is 'cuda'", lambda: attend(None, name="cuda")),
+        "another implementation": (
+            "implementation is 'cuda'; pass 'triton' or 'reference'",
+            lambda: attend(None, name="cuda"),
+        ),
         "another kernel": ("kernel is 'dense'", lambda: chosen(kernel="dense")),
         "rows of all queries": ("has 40 rows; pass 32: the queries", lambda: chosen(Geometry(query_start=8))),
         "queries beyond the keys": ("query_start is 40", lambda: chosen(Geometry(query_start=40))),

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from attention_problems import check, differentiated, make_inputs
-from gathered_problems import random_mask
-from kernel_devices import GPU, devices
+from attention_problems import check, differentiated, make_inputs, random_mask
+from kernel_devices import GPU
 
 from gsa_kernels.attention import triton_backward_keys
 from gsa_kernels.attention.gathered import gathered_attention
@@ -41,7 +40,6 @@ def assert_equal(results, wanted):
         assert torch.equal(value, want)
 
 
-@devices
 @every_format
 def test_strides_do_not_matter(device, form):
     """Memory in the order [L, B, ...], slices of a fused projection, and an expanded gradient give the same bits."""
@@ -61,7 +59,6 @@ def test_strides_do_not_matter(device, form):
         check([misaligned, *views[1:]], mask, attend)
 
 
-@devices
 @every_format
 def test_everything_is_written(device, form, monkeypatch):
     """All buffers begin as NaN or -1, which must not reach a result. Entries after the end of a list are not read."""
@@ -95,7 +92,6 @@ def test_repetitions_are_equal(device, form):
         assert_equal(differentiated(attend, inputs, grad), first)
 
 
-@devices
 @formats
 def test_large_logits(device, form):
     """The first keys of a row are unselected and logits are far apart, but nothing overflows or becomes NaN."""

@@ -223,10 +223,7 @@ def test_errors(device: str) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"q": q[:, :, :2]}, "2 heads and k has 1; pass bf16 and 4 heads"),
         ({"k": k.expand(-1, -1, 2, -1), "v": v.expand(-1, -1, 2, -1)}, "4 heads and k has 2; pass bf16"),
-        (
-            {"q": q.float(), "k": k.float(), "v": v.float()},
-            r"q is torch\.float32 .*; pass bf16 and 4 heads",
-        ),
+        ({"q": q.float(), "k": k.float(), "v": v.float()}, r"q is torch\.float32 .*; pass bf16 and 4 heads"),
         ({"k": k.half()}, r"k has dtype torch\.float16 and q torch\.bfloat16"),
         ({"v": v[:, 1:]}, "v has shape"),
         ({"geometry": replace(problem.geometry, query_start=1)}, "k has shape"),

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from covering import Case, covered
-from kernel_devices import GPU, devices
+from kernel_devices import GPU
 from loss_problems import FORMS, Problem, assert_same, check, differentiate, make_problem, through_api
 
 from gsa_kernels import operations_triton, sampling
@@ -59,7 +59,6 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     )
 
 
-@devices
 @covered(
     "case",
     attended=[
@@ -108,7 +107,6 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
     check(problem, samples[case["rows"]])
 
 
-@devices
 @pytest.mark.parametrize(
     ("form", "indexer", "documents"),
     [
@@ -125,14 +123,12 @@ def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], 
     check(make_problem(form, 150, device, dtype=BF16, indexer=indexer, batch=1, documents=documents))
 
 
-@devices
 def test_bf16_head_by_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices other than Hopper loop over the heads."""
     cut(monkeypatch, BY_HEAD)
     check(make_problem("packed mask", 70, device, dtype=BF16, indexer=(4, 64), batch=1))
 
 
-@devices
 @pytest.mark.parametrize("form", ["packed mask", "key lists"])
 @pytest.mark.parametrize("blocks", ["small", "side by side"])
 def test_saturated_scores(device: str, form: str, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +175,6 @@ def test_long_sequences(
     assert_same(check(problem), differentiate(problem, through_api(problem, "triton", RowSample())))
 
 
-@devices
 @pytest.mark.parametrize(
     ("form", "blocks"), [("packed mask", SMALL), ("packed mask", STACKED), ("key lists", SMALL)]
 )
@@ -203,7 +198,6 @@ def test_rows_without_target_or_attended_keys(
         assert (got.grads["head_weight_logits"][:, row] == 0).all()
 
 
-@devices
 @pytest.mark.parametrize("form", ["packed mask", "key lists"])
 def test_temperature_scale_and_frozen_tensors(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +221,6 @@ def test_temperature_scale_and_frozen_tensors(
     assert torch.equal(frozen, once.total)
 
 
-@devices
 @pytest.mark.parametrize("form", ["packed mask", "key lists"])
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
@@ -263,7 +256,6 @@ def test_chunks_and_repetitions_change_nothing(
     assert_same(chunked, whole, near=() if form == "packed mask" else ("keys",))
 
 
-@devices
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +301,6 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
     return lambda indexer, q, k: masked_indexer_loss(indexer, made, attended, **options)
 
 
-@devices
 def test_value_near_its_minimum(device: str) -> None:
     """The KL must be accurate near its minimum. The target differs from the softmax of the scores by about 1%, so the
     KL is much smaller than the log sums from which it is computed. Rounding of these sums must hardly change the KL."""
@@ -325,7 +316,6 @@ def test_value_near_its_minimum(device: str) -> None:
         torch.testing.assert_close(total.double(), exact, rtol=3e-5, atol=0)
 
 
-@devices
 @pytest.mark.parametrize(
     ("blocks", "dtype"),
     [

@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_devices import devices
 from loss_problems import make_problem
 
 from gsa_kernels import api
@@ -66,7 +65,6 @@ def test_errors() -> None:
             masked_indexer_loss(*arguments)
 
 
-@devices
 def test_errors_of_key_lists(device: str) -> None:
     problem, longer = (make_problem("key lists", length, device) for length in (10, 12))
     assert problem.selection is not None

@@ -142,27 +142,8 @@ def test_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param(
-            "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU")
-        ),
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ],
-)
-@pytest.mark.parametrize(
     ("fields", "mode"),
-    [
-        ({}, {}),
-        ({"key_group_size": 4}, {}),
-        ({"output_gate": False}, {"attention": "dense"}),
-    ],
+    [({}, {}), ({"key_group_size": 4}, {}), ({"output_gate": False}, {"attention": "dense"})],
     ids=["each", "groups", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:

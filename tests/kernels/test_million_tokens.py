@@ -31,7 +31,6 @@ from gsa_kernels.reference import indexer_scores
 from gsa_kernels.selection.candidates import sample_keys, select_by_candidates
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.op import Selector
-from gsa_kernels.selection.triton_select_long import select_long_rows
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample
 from helpers.corner_programs import run_corners
 
@@ -81,14 +80,7 @@ def last_list() -> KeyLists:
     keys[far:], words[far:] = KEYS, -1
     counts, starts = reserved(1, TILES, dtype=torch.int32), reserved(1, TILES, dtype=torch.int64)
     counts[0, -1], starts[0, -1] = len(KEYS), far
-    return KeyLists(
-        keys=keys,
-        words=words,
-        starts=starts,
-        counts=counts,
-        length=LENGTH,
-        max_count=len(KEYS),
-    )
+    return KeyLists(keys=keys, words=words, starts=starts, counts=counts, length=LENGTH, max_count=len(KEYS))
 
 
 @pytest.fixture(scope="module", params=["tokens first", "heads first"])
@@ -233,21 +225,6 @@ def test_scores() -> None:
     rows = slice(LENGTH - 32, None)  # of the last program
     wanted = indexer_scores(x.queries[:, rows], x.keys[:, -64:], x.head_weight_logits[:, rows])
     torch.testing.assert_close(scores[:, -32:, -64:], wanted.float(), atol=2e-2, rtol=0)
-
-
-def test_a_row_of_a_million_scores() -> None:
-    rule = BudgetRule(2048, 256, 4096, "off")
-    selector = Selector(make_indexer(LENGTH), rule, torch.zeros(()), Geometry(), 2**20, None)
-    rows = range(LENGTH - 1, LENGTH)
-    packed = torch.zeros(1, 1, TILES, dtype=torch.int32)
-    outputs = Outputs(
-        packed, reserved(1, LENGTH, dtype=torch.int32), reserved(1, LENGTH, dtype=torch.float32), rows.start
-    )
-    scores = torch.randn(1, 1, LENGTH)
-    select_long_rows(selector.criteria, scores, rows.start, rows, LENGTH, outputs)
-    wanted = scores[0, 0].topk(2048).indices.sort().values
-    bits = (packed[0, 0, :, None] >> torch.arange(32)) & 1
-    assert torch.equal(bits.flatten().nonzero()[:, 0], wanted)
 
 
 def test_candidates() -> None:

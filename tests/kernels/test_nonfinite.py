@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 import api_cases
-from api_cases import Case, Problem, mask_of, problem
+from api_cases import DOCUMENTS, Case, Problem, mask_of, problem
 from covering import covered
 from decode_cases import RULE as DECODE_RULE
 from decode_cases import make_case as make_decode_case
@@ -34,10 +34,10 @@ from gsa_kernels.types import Geometry, Indexer
 BAD = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
 PLACES = ("queries", "keys", "head_weight_logits")
 CASES = {
-    "packed mask": Case("masked", documents=True, local_window=3),
+    "packed mask": Case("masked", documents=DOCUMENTS, local_window=3),
     "packed mask, relu": Case("masked", 16, activation="relu"),
     "key lists": Case("gathered"),
-    "key lists, relu": Case("gathered", 16, documents=True, activation="relu"),
+    "key lists, relu": Case("gathered", 16, documents=DOCUMENTS, activation="relu"),
 }
 POSITION = 21
 """Position of the bad token in the first sequence."""
@@ -131,7 +131,7 @@ def dense_loss(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: str) -> None:
     """In the warm-up every row attends to all keys before it."""
-    case = Case(dense=True, documents=True, activation=activation)
+    case = Case(dense=True, documents=DOCUMENTS, activation=activation)
     bad, old = spoiled(case, place, math.nan), dense_loss(case)
     total, kl = loss(bad, None)
     wanted = loss(bad, None, "reference")[1]

@@ -157,19 +157,6 @@ def test_negative_scores_are_selected_before_invisible_keys() -> None:
         assert selected[0, 0].nonzero().flatten().tolist() == expected
 
 
-def test_saturated_indexer_scores_tie_exactly() -> None:
-    """Saturated sigmoids are 1.0 to the bit, and the lowest indices are selected."""
-    q_idx = torch.full((1, 6, 2, 4), 100.0)
-    k_idx = torch.full((1, 6, 4), 100.0) * torch.linspace(1, 2, 6)[None, :, None]
-    scores = ops.indexer_scores(q_idx, k_idx, torch.full((1, 6, 2), 100.0))
-    assert torch.equal(scores, torch.full((1, 6, 6), 2.0))
-    visible = ops.causal_mask(6)
-    _, variance = ops.score_moments(scores, visible)
-    assert not variance.any()
-    selected = ops.select_top_k(scores, visible, torch.full((1, 6), 2))
-    assert torch.equal(selected[0], visible[0] & (torch.arange(6) < 2))
-
-
 # indexer scores
 
 
@@ -183,30 +170,3 @@ def test_scores_are_calculated_in_fp32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-5)
     assert scores.min() > 0
     assert scores.max() < 4
-
-
-# statistics
-
-
-def test_overlap_and_union_ratio() -> None:
-    same = torch.zeros(2, 96, 100, dtype=torch.bool)
-    same[:, :, :8] = True
-    assert torch.equal(ops.adjacent_overlap(same), torch.ones(2, 95))
-    assert torch.equal(ops.union_ratio(same), torch.ones(2, 3))
-
-    disjoint = torch.zeros(1, 64, 64, dtype=torch.bool)
-    disjoint[0].fill_diagonal_(True)
-    assert torch.equal(ops.adjacent_overlap(disjoint), torch.zeros(1, 63))
-    assert torch.equal(ops.union_ratio(disjoint), torch.full((1, 2), 32.0))
-    assert torch.equal(ops.union_ratio(disjoint, group=4), torch.full((1, 16), 4.0))
-
-    rows = torch.tensor([[[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]], dtype=torch.bool)
-    torch.testing.assert_close(ops.adjacent_overlap(rows), torch.tensor([[1 / 2, 2 / 3]]))
-    torch.testing.assert_close(ops.union_ratio(rows, group=3), torch.tensor([[4 / (7 / 3)]]))
-    torch.testing.assert_close(ops.union_ratio(rows[:, :2], group=2), torch.tensor([[3 / 2]]))
-
-
-def test_statistics_of_nothing_are_zero() -> None:
-    assert ops.adjacent_overlap(torch.ones(1, 1, 1, dtype=torch.bool)).shape == (1, 0)
-    assert torch.equal(ops.adjacent_overlap(torch.zeros(1, 5, 5, dtype=torch.bool)), torch.zeros(1, 4))
-    assert torch.equal(ops.union_ratio(torch.zeros(1, 5, 5, dtype=torch.bool), group=5), torch.zeros(1, 1))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from covering import covered
+from kernel_devices import CUDA, ON_GPU
 
 pytest.importorskip("triton")
 
@@ -16,20 +17,12 @@ from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_product import Awaited, Launch, pieces
 from helpers.corner_programs import run_corners
 
-CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 NONE, BIAS, RESIDUAL, GATED = "none", "bias", "residual", "gated"
 
 
 def operands(
-    batch: int,
-    columns: int,
-    count: int,
-    norm: bool,
-    epilogue: str,
-    dtype: torch.dtype,
-    x_gate: bool = False,
+    batch: int, columns: int, count: int, norm: bool, epilogue: str, dtype: torch.dtype, x_gate: bool = False
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(batch * columns + count)
 
@@ -124,12 +117,12 @@ def test_counters_advance() -> None:
         (8192, 520, True, NONE, False),
     ],
 )
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_GPU)])
 def test_sizes_of_a_model(batch, columns, count, norm, epilogue, x_gate, marked):
     check(operands(batch, columns, count, norm, epilogue, torch.bfloat16, x_gate), None)
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_GPU)])
 def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
     """A graph of 200 products with early launches, each on the previous result, is replayed repeatedly."""
     weights = [torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5 for _ in range(8)]

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_devices import devices
 
+from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.reference import adjacent_overlap, causal_mask, union_ratio
 from gsa_kernels.selection import triton_statistics
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
@@ -18,15 +18,6 @@ def random_mask(length: int, keys: int, density: float) -> torch.Tensor:
     return torch.rand(2, length, keys, generator=generator) < density
 
 
-def to_words(mask: torch.Tensor) -> torch.Tensor:
-    batch, length, keys = mask.shape
-    words = torch.zeros(batch, length, -(-keys // 32), dtype=torch.int64)
-    for key in range(keys):
-        words[:, :, key // 32] |= mask[:, :, key].long() << (key % 32)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-@devices
 @pytest.mark.parametrize(
     ("length", "density", "group", "columns"),
     [
@@ -42,7 +33,7 @@ def test_packed_masks_and_masks_give_the_same(
     device: str, length: int, density: float, group: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = random_mask(length, 100, density)
-    words = to_words(mask).to(device)
+    words = pack_mask(mask).to(device)
     monkeypatch.setattr(triton_statistics, "_COLUMNS", columns)
     neighbours = torch.arange(0, length - 1, 2)
     grouped = torch.arange(length % group, length)
@@ -69,4 +60,4 @@ def test_the_causal_packed_mask_matches_the_mask(documents: bool) -> None:
         ids = torch.tensor([[0] * 32 + [1] * 33 + [2] * 35, [0] * 99 + [1]])
         starts = torch.searchsorted(ids, ids[:, positions].contiguous()).int()
     wanted = causal_mask(length, query_positions=positions, document_ids=ids)
-    assert torch.equal(causal_packed_mask(positions, length, starts), to_words(wanted))
+    assert torch.equal(causal_packed_mask(positions, length, starts), pack_mask(wanted))

@@ -5,10 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_devices import devices
 from layer_kernels import (
     DTYPES,
-    assert_as_good,
+    compare,
     poisoned_memory,  # noqa: F401 - pytest finds it here
     run,
 )
@@ -24,19 +23,15 @@ from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 # --- SwiGLU -----------------------------------------------------------------------------------------------
 
 
-@devices
 @pytest.mark.parametrize("shape", [(3, 2, 74), (1, 1030), (5, 2)])
 def test_swiglu(device, shape):
     for dtype in DTYPES:
         x = (torch.randn(shape, device=device) * 3).to(dtype)
         x.view(-1)[:2] = torch.tensor([30.0, -30.0])
         grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device)
-        found, again = (run(fused_swiglu, [x], [grad]) for _ in range(2))
-        assert_as_good(found, run(swiglu, [x], [grad]), run(swiglu, [x.double()], [grad]), dtype)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        compare(fused_swiglu, swiglu, [x], [grad])
 
 
-@devices
 @pytest.mark.parametrize(("rows", "width"), [(3, 74), (21, 300), (8, 256), (1, 1)])
 def test_weighted_swiglu(device, rows, width):
     for dtype in DTYPES:
@@ -44,14 +39,9 @@ def test_weighted_swiglu(device, rows, width):
         x.view(-1)[:2] = torch.tensor([30.0, -30.0])
         weights, grad = torch.rand(rows, device=device), torch.randn(rows, width, device=device)
         weights[0] = 0  # its row still gets a gradient
-        found, again = (run(fused_weighted_swiglu, [x, weights], [grad]) for _ in range(2))
-        exact = run(weighted_swiglu, [x.double(), weights.double()], [grad])
-        assert_as_good(found, run(weighted_swiglu, [x, weights], [grad]), exact, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-        assert found[-1][0] != 0
+        assert compare(fused_weighted_swiglu, weighted_swiglu, [x, weights], [grad])[-1][0] != 0
 
 
-@devices
 def test_swiglu_of_nothing(device):
     x = torch.empty(0, 8, device=device, requires_grad=True)
     fused_swiglu(x).sum().backward()
@@ -93,20 +83,15 @@ def test_fp16_is_refused_by_all():
 # --- sigmoid gate -----------------------------------------------------------------------------------------
 
 
-@devices
 @pytest.mark.parametrize("shape", [(2, 5, 3, 32), (1, BLOCK + 3), (7,)])
 def test_sigmoid_gate(device, shape):
     for dtype in DTYPES:
         x, logits = ((torch.randn(shape, device=device) * 3).to(dtype) for _ in range(2))
         logits.view(-1)[:2] = torch.tensor([30.0, -30.0])
         grad = torch.randn(shape, device=device)
-        found, again = (run(fused_sigmoid_gate, [x, logits], [grad]) for _ in range(2))
-        exact = run(sigmoid_gate, [x.double(), logits.double()], [grad])
-        assert_as_good(found, run(sigmoid_gate, [x, logits], [grad]), exact, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        compare(fused_sigmoid_gate, sigmoid_gate, [x, logits], [grad])
 
 
-@devices
 def test_sigmoid_gate_of_other_orders_of_memory(device):
     x, logits = (torch.randn(4, 6, 32, device=device) for _ in range(2))
     grad = torch.randn(6, 4, 32, device=device).transpose(0, 1)

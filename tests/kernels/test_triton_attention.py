@@ -2,41 +2,20 @@
 
 import pytest
 import torch
-from attention_problems import GPUS, check, from_query, make_inputs
+from attention_problems import GPUS, causal, check, document_starts, from_query, make_inputs
 from covering import covered
-from kernel_devices import CUDA, devices
+from kernel_devices import CUDA
 
 from gsa_kernels import sampling
 from gsa_kernels.attention import inputs, triton_backward_keys, triton_backward_queries, triton_forward
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Geometry
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def pack(mask):
-    """Pack bool [B, L, Lk] into words int32 [B, L, ceil(Lk / 32)]."""
-    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    words = (padded.long() << torch.arange(32, device=mask.device)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def causal(batch, length, starts=None):
-    """Return bool [B, L, L], with `starts` int32 [B, L] only within the document."""
-    position = torch.arange(length, device="cpu" if starts is None else starts.device)
-    mask = (position[None, :] <= position[:, None]).expand(batch, length, length)
-    return mask if starts is None else mask & (position >= starts[..., None])
-
-
-def document_starts(batch, length, device):
-    starts = torch.zeros(batch, length, dtype=torch.int32)
-    for b in range(batch):
-        for cut in (length // 3 + b, length // 2 + 2 * b):
-            starts[b, min(cut, length) :] = min(cut, length)
-    return starts.to(device)
 
 
 def make_mask(kind, batch, length, starts, device):
@@ -58,7 +37,6 @@ def attention(packed=None, geometry=None):
     return lambda q, k, v, gate: masked_attention(q, k, v, packed, geometry or Geometry(), gate)
 
 
-@devices
 @covered(
     "case",
     length=[1, 33, 70, 128],
@@ -89,7 +67,7 @@ def test_output_and_gradients(device, case, monkeypatch):
     *projections, gate = make_inputs(batch, num_keys, heads, kv_heads, case["head_size"], dtype, device)
     inputs = from_query([*projections, gate if case["gated"] else None], first)
     geometry = Geometry(None if starts is None else starts[:, first:], first)
-    check(inputs, mask, attention(pack(mask) if words else None, geometry))
+    check(inputs, mask, attention(pack_mask(mask) if words else None, geometry))
 
 
 @pytest.mark.gpu
@@ -105,7 +83,7 @@ def test_long_sequences(length, heads, dim, words):
     mask = make_mask("random" if words else "full", 2, length, starts, "cuda")
     inputs = make_inputs(2, length, *heads, dim, torch.bfloat16, "cuda")
     q, k, v, _ = inputs
-    packed = pack(mask) if words else None
+    packed = pack_mask(mask) if words else None
     check(inputs, mask, attention(packed, Geometry(starts)))
     _, lse = masked_attention(q, k, v, packed, Geometry(starts))
     probs = head_sum_probs_rows(q, k, lse, packed, SampledRows(0, length), Geometry(starts))
@@ -113,7 +91,6 @@ def test_long_sequences(length, heads, dim, words):
     torch.testing.assert_close(probs.double(), wanted, atol=1e-5, rtol=1e-4)
 
 
-@devices
 @covered(
     "case",
     words=[True, False],
@@ -129,7 +106,7 @@ def test_head_sum_probs(device, case, monkeypatch):
     length, chunk = 150, SampledRows(*case["rows"])
     starts = document_starts(2, length, device) if case["documents"] else None
     mask = make_mask("random" if case["words"] else "full", 2, length, starts, device)
-    packed = pack(mask) if case["words"] else None
+    packed = pack_mask(mask) if case["words"] else None
     q, k, v, _ = make_inputs(2, length, 4, 2, case["head_size"], case["dtype"], device)
     _, lse = masked_attention(q, k, v, packed, Geometry(starts))
     wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
@@ -141,10 +118,9 @@ def test_head_sum_probs(device, case, monkeypatch):
     assert torch.equal(halves[~hidden], probs[~hidden].half())
 
 
-@devices
 def test_errors(device):
     q, k, v, gate = make_inputs(1, 40, 4, 2, 32, torch.float32, device)
-    words = pack(causal(1, 40)).to(device)
+    words = pack_mask(causal(1, 40)).to(device)
     good = {"q": q, "k": k, "v": v, "packed_mask": words}
     bad = [
         ({"q": q[0]}, "q has shape"),
@@ -171,7 +147,6 @@ def test_errors(device):
         head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, SampledRows(30, 11))
 
 
-@devices
 def test_forward_tiles_agree(device, monkeypatch):
     """Key tiles of all widths expand words in the same way."""
     torch.manual_seed(13)
@@ -183,11 +158,10 @@ def test_forward_tiles_agree(device, monkeypatch):
         for tma in (False, True):
             tiles = triton_forward.Tiles(64, keys, 4, 2, tma)
             monkeypatch.setattr(triton_forward, "forward_tiles", lambda *_, tiles=tiles: tiles)
-            out, _ = masked_attention(q, k, v, pack(mask))
+            out, _ = masked_attention(q, k, v, pack_mask(mask))
             assert (out.double() - wanted).abs().max() <= 2 * rounded
 
 
-@devices
 @pytest.mark.parametrize(
     ("capability", "kib", "size"), [((8, 0), 163, 256), ((8, 9), 99, 256), ((7, 5), 64, 32)]
 )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from covering import covered
+from kernel_devices import ON_GPU
 from poison import poison_buffers
 from selection_cases import (
     FULL_RULE,
-    ON_GPU,
     Case,
     all_equal,
     assert_same_bits,

@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_devices import devices
 from layer_kernels import (
     DTYPES,
     assert_as_good,
@@ -19,7 +18,6 @@ from gsa_kernels.fused.cross_entropy.reference import cross_entropy
 from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient
 
 
-@devices
 @pytest.mark.parametrize(("rows", "vocabulary"), [(5, 37), (2, 9000), (1, 1)])
 def test_cross_entropy(device, rows, vocabulary):
     for dtype in DTYPES:
@@ -50,7 +48,6 @@ def test_cross_entropy(device, rows, vocabulary):
         assert torch.equal(both[0], results[0][0])
 
 
-@devices
 def test_a_second_backward_pass_after_the_logits_are_gone_is_an_error(device):
     """The first pass has overwritten the logits with the gradient, which a second pass would read as logits."""
     targets = torch.zeros(2, dtype=torch.int64, device=device)
@@ -65,7 +62,6 @@ def test_a_second_backward_pass_after_the_logits_are_gone_is_an_error(device):
             assert torch.equal(torch.autograd.grad(loss, leaf)[0], first)
 
 
-@devices
 def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
     """The test runs two ranks in turn, and does their collectives by hand."""
     logits = torch.randn(6, 40, device=device) * 3
@@ -94,7 +90,6 @@ def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
         torch.testing.assert_close(out, expected.chunk(2, 1)[rank], atol=1e-6, rtol=1e-5)
 
 
-@devices
 def test_cross_entropy_names_what_is_wrong(device):
     logits, targets = torch.randn(4, 6, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     for arguments, message in [

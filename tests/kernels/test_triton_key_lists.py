@@ -1,12 +1,14 @@
 """Tests key lists from packed masks and from scores, and packed masks of some queries from key lists."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from kernel_devices import ON_GPU
 from poison import poison_buffers
 from random_lists import lists_of
-from selection_cases import FULL_RULE, ON_GPU, RULE, Case, make_case
+from selection_cases import FULL_RULE, RULE, Case, make_case
 
 from gsa_kernels import packed_mask
 from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
@@ -113,3 +115,9 @@ def test_packed_mask_of_a_chunk_far_from_the_start(device: str) -> None:
     assert torch.equal(mask_from_key_lists(lists), mask)
     with pytest.raises(ValueError, match="packed_mask is"):
         lists_op.key_lists_from_packed_mask(words, 35, query_start=4300)
+
+
+def test_a_key_named_twice_is_refused() -> None:
+    lists = key_lists_from_mask(torch.ones(1, 32, 32, dtype=torch.bool).tril())
+    with pytest.raises(ValueError, match="names a key twice"):
+        mask_from_key_lists(replace(lists, keys=torch.zeros_like(lists.keys)))

@@ -5,10 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_devices import devices
 from layer_kernels import (
     DTYPES,
-    assert_as_good,
+    compare,
     poisoned_memory,  # noqa: F401 - pytest finds it here
     run,
 )
@@ -49,7 +48,6 @@ SHAPES = [  # batch, length, kv heads, group, head size, G2, G1
 ]
 
 
-@devices
 @pytest.mark.parametrize("shape", SHAPES)
 def test_split_rotate_gate(device, shape):
     options = {"kv_heads": shape[2], "value_gate": shape[5], "output_gate": shape[6]}
@@ -63,15 +61,9 @@ def test_split_rotate_gate(device, shape):
     for dtype in DTYPES:
         *leaves, cos, sin, grads = prologue_inputs(*shape, dtype, device)
         leaves, tables = [leaf for leaf in leaves if leaf is not None], (cos, sin)
-
-        found, again = (run(call(fused_split_rotate_gate), leaves, grads) for _ in range(2))
-        plain = run(call(split_rotate_gate), leaves, grads)
-        exact = run(call(split_rotate_gate), [leaf.double() for leaf in leaves], grads)
-        assert_as_good(found, plain, exact, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        compare(call(fused_split_rotate_gate), call(split_rotate_gate), leaves, grads)
 
 
-@devices
 def test_split_rotate_gate_names_what_is_wrong(device):
     qkv, logits, cos, sin, _ = prologue_inputs(2, 4, 1, 1, 32, True, True, torch.float32, device)
     options = {"kv_heads": 1, "value_gate": True, "output_gate": True}
@@ -100,7 +92,6 @@ def causal(q):
     return torch.ones(q.shape[0], q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
 
 
-@devices
 @pytest.mark.parametrize(
     ("kernel", "shape"),
     [("packed mask", (2, 9, 2, 2, 32, True, True)), ("key lists", (2, 5, 3, 1, 32, False, True))],
@@ -127,10 +118,7 @@ def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
             q, k, v, gates = split_rotate_gate(qkv, logits, *tables, **options)
             return sigmoid_gate(sparse_attention(q, k, v, causal(q)).out, gates.flatten(2, 3))
 
-        found, again = (run(fused, [qkv, logits], grad) for _ in range(2))
-        exact = run(written_out, [qkv.double(), logits.double()], grad)
-        assert_as_good(found, run(written_out, [qkv, logits], grad), exact, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        found = compare(fused, written_out, [qkv, logits], grad)
         if shape[5]:
             assert found[2].data_ptr() == given[0].data_ptr()
         given.clear()
@@ -153,48 +141,25 @@ def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
 # --- the indexer's projection -------------------------------------------------------------------------------
 
 
-@devices
 @pytest.mark.parametrize(
-    ("shape", "heads", "dim"), [((37, 2, 328), 4, 64), ((5, 3, 32), 3, 6), ((16, 1, 11), 1, 5)]
+    ("shape", "heads", "dim", "rotates"),
+    [
+        ((37, 2, 328), 4, 64, False),
+        ((5, 3, 32), 3, 6, False),
+        ((16, 1, 11), 1, 5, False),
+        ((37, 2, 328), 4, 64, True),
+        ((5, 3, 32), 3, 6, True),
+    ],
 )
-def test_split_projection(device, shape, heads, dim):
-    def plain(together):
-        sizes = [heads * dim, dim, heads, shape[2] - heads * dim - dim - heads]
-        queries, keys, weights, _ = (part.transpose(0, 1) for part in together.split(sizes, -1))
-        return queries.unflatten(-1, (heads, dim)), keys, weights
-
-    for dtype in DTYPES:
-        together = torch.randn(shape, device=device).to(dtype)
-        sizes = [(heads, dim), (dim,), (heads,)]
-        grads = [torch.randn(shape[0], shape[1], *size, device=device).transpose(0, 1) for size in sizes]
-
-        def fused(together):
-            parts = split_projection(together, heads, dim)
-            assert all(part.is_contiguous() for part in parts)
-            return parts
-
-        for found, wanted in zip(run(fused, [together], grads), run(plain, [together], grads), strict=True):
-            assert torch.equal(found, wanted)
-    wrong = [
-        ((together[0], heads, dim), "together has shape"),
-        ((together[:, :, 2:].contiguous(), heads, dim + 1), "columns; pass"),
-        ((together.transpose(0, 2).contiguous().transpose(0, 2), heads, dim), "together has strides"),
-        ((together, 0, dim), "heads is 0"),
-    ]
-    for arguments, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            split_projection(*arguments)
-
-
-@devices
-@pytest.mark.parametrize(("shape", "heads", "dim"), [((37, 2, 328), 4, 64), ((5, 3, 32), 3, 6)])
-def test_split_projection_rotates(device, shape, heads, dim):
+def test_split_projection(device, shape, heads, dim, rotates):
     angles = torch.randn(shape[0], dim // 2, device=device) * 3
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = tables = (angles.cos(), angles.sin()) if rotates else (None, None)
 
     def turn(x):  # [B, L, ..., dim], in fp32, rounded once
+        if not rotates:
+            return x
         first, second = x.float().chunk(2, -1)
-        c, s = (table.view(-1, *[1] * (x.ndim - 3), dim // 2) for table in (cos, sin))
+        c, s = (table.view(-1, *[1] * (x.ndim - 3), dim // 2) for table in tables)
         return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
 
     def plain(together):
@@ -202,19 +167,30 @@ def test_split_projection_rotates(device, shape, heads, dim):
         queries, keys, weights, _ = (part.transpose(0, 1) for part in together.split(sizes, -1))
         return turn(queries.unflatten(-1, (heads, dim))), turn(keys), weights
 
+    def fused(together):
+        parts = split_projection(together, heads, dim, *tables)
+        assert all(part.is_contiguous() for part in parts)
+        return parts
+
     for dtype in DTYPES:
         together = torch.randn(shape, device=device).to(dtype)
         sizes = [(heads, dim), (dim,), (heads,)]
         grads = [torch.randn(shape[0], shape[1], *size, device=device).transpose(0, 1) for size in sizes]
-        found = run(lambda x: split_projection(x, heads, dim, cos, sin), [together], grads)
-        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-        for value, wanted in zip(found, run(plain, [together], grads), strict=True):
-            torch.testing.assert_close(value, wanted, **tolerance)
+        tolerance = (1e-5 if dtype == torch.float32 else 1e-2) if rotates else 0
+        for found, wanted in zip(run(fused, [together], grads), run(plain, [together], grads), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     wrong = [
-        ((together, heads, dim, cos), "sin is None"),
-        ((together, heads, dim, cos, sin[1:]), "sin has shape"),
-        ((together, heads, dim, cos.double(), sin), "cos is torch.float64"),
+        ((together[0], heads, dim), "together has shape"),
+        ((together[:, :, 2:].contiguous(), heads, dim + 1), "columns; pass"),
+        ((together.transpose(0, 2).contiguous().transpose(0, 2), heads, dim), "together has strides"),
+        ((together, 0, dim), "heads is 0"),
     ]
+    if rotates:
+        wrong = [
+            ((together, heads, dim, cos), "sin is None"),
+            ((together, heads, dim, cos, sin[1:]), "sin has shape"),
+            ((together, heads, dim, cos.double(), sin), "cos is torch.float64"),
+        ]
     for arguments, message in wrong:
         with pytest.raises(ValueError, match=message):
             split_projection(*arguments)

@@ -4,16 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from gathered_problems import random_mask
-from kernel_devices import devices
+from attention_problems import random_mask
 
 from gsa_kernels.key_lists.format import key_lists_from_mask
-from gsa_kernels.key_lists.triton_reduce_keys import (
-    TileRows,
-    add_partials_by_key,
-    find_key_hits,
-    split_tiles,
-)
+from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
 
 
 def test_ranges_of_tiles():
@@ -42,7 +36,6 @@ def test_ranges_of_tiles():
     assert [each.last - each.first for each in split_tiles(lists, 2 * lists.max_count, 3)] == [2] * 7
 
 
-@devices
 def test_errors(device):
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
     starts = torch.tensor([0, 64], device=device)

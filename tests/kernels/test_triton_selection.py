@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("triton")
 
 from covering import covered
+from kernel_devices import ON_GPU
 from poison import poison_buffers
 from selection_cases import (
     BY_GROUPS,
     BY_REGISTERS,
     FULL_RULE,
-    ON_GPU,
     RULE,
     Case,
     all_equal,
@@ -264,12 +264,8 @@ def test_chunks_cover_the_rows_within_their_bytes(batch: int, length: int) -> No
     columns = [-(-chunk.stop // 128) * 128 for chunk in chunks]
     for chunk, width in zip(chunks, columns, strict=True):
         assert 4 * batch * len(chunk) * width <= limit or len(chunk) <= 64
-
-
-def test_what_just_fits_is_one_chunk() -> None:
-    for length, query_start in ((4096, 0), (4000, 96)):
-        columns = 4096
-        limit = 4 * 8 * columns * length
+    for length, query_start in ((4096, 0), (4000, 96)):  # what just fits is one chunk
+        limit = 4 * 8 * 4096 * length
         assert list(score_chunks.row_chunks(8, length, 64, limit, query_start)) == [range(length)]
         assert len(list(score_chunks.row_chunks(8, length, 64, limit - 1, query_start))) > 1
 
@@ -300,6 +296,8 @@ def test_long_sequences(length: int, documents: bool) -> None:
 def test_wrong_options_are_named(device: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_case(device, 9).select(**options)
+    with pytest.raises(ValueError, match="has 9 heads; pass 1 to 8"):
+        make_case(device, 9, heads=9).select()
 
 
 @pytest.mark.parametrize(
@@ -329,8 +327,3 @@ def test_wrong_indexers_are_named(device: str, name: str, change: Any, message: 
     case = make_case(device, 9)
     with pytest.raises(ValueError, match=message):
         replace(case, indexer=replace(case.indexer, **{name: change(getattr(case.indexer, name))})).select()
-
-
-def test_more_heads_than_the_kernel_holds_are_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="has 9 heads; pass 1 to 8"):
-        make_case(device, 9, heads=9).select()

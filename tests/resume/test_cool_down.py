@@ -105,18 +105,3 @@ def test_a_kill_at_the_boundary_and_another_number_of_ranks_change_nothing(
     two = train(tmp_path, *shared, *continued, config=config_of(tmp_path, COOL_DOWN), name="two", ranks=2)
     assert two.series("loss") == pytest.approx(planned.series("loss")[6:], rel=1e-5)
     assert two.series("lr") == planned.series("lr")[6:]
-
-
-def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    warm_up = {**PEAK, "name": "warm-up", "attention": "dense", "train": "indexer"}
-    other = train(tmp_path, config=config_of(tmp_path, warm_up), name="other")
-    continued = (f"checkpoint.initial_weights={other.folder}", "checkpoint.initial_state=continue")
-    refused = start(tmp_path, *continued, config=config_of(tmp_path, COOL_DOWN), name="cool-down").wait(
-        expected=2
-    )
-    assert "phases.0.train = all here, indexer in the checkpoint; set it so, or" in refused.output
-    data = start(
-        tmp_path, *continued, "data.seed=3", config=config_of(tmp_path, warm_up), name="other data"
-    ).wait(expected=2)
-    assert "checkpoint.initial_state = continue: " in data.output
-    assert "set checkpoint.initial_state=fresh." in data.output

@@ -11,7 +11,7 @@ from gsa_train import train
 from gsa_train.process.exit_codes import REFUSED
 from gsa_train.reliability.stop_signals import StopRequest
 from helpers.run_contents import contents, cut
-from helpers.runs import CONFIG, REPOSITORY
+from helpers.runs import CONFIG, REPOSITORY, Run
 from helpers.single_rank import single_rank
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,27 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 class _NoWatchdog:
     def heartbeat(self, step: int, place: str) -> None:
         pass
+
+
+def test_a_refused_new_run_leaves_no_trace(old_run: Run, refusal: Refusal, tmp_path: Path) -> None:
+    short = tmp_path / "validation"
+    short.mkdir()
+    (short / "short.jsonl").write_text('{"text": "hi"}\n')
+    goes_on = "checkpoint.initial_state=continue"
+    warm_up = f"checkpoint.initial_weights={old_run.checkpoints / 'step_00000005'}"
+    for overrides, expected in (
+        (
+            [f"data.validation_dir={short}"],
+            f"validation_dir = {short}: split '{short}' is shorter than one block",
+        ),
+        (
+            [goes_on, warm_up, "phases.0.train=all", "phases.0.attention=sparse"],
+            "phases.0.train = all here, indexer in the checkpoint; set it so, or",
+        ),
+        ([goes_on, warm_up, "data.seed=3"], "set checkpoint.initial_state=fresh."),
+    ):
+        assert expected in refusal(tmp_path, *overrides, name="new")
+        assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

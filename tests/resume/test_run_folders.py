@@ -9,7 +9,7 @@ import pytest
 
 from gsa_train.run_folder.starts import read_starts
 from helpers.run_contents import contents, cut
-from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, REPOSITORY, STEPS, Run, finished, kill, start, train
+from helpers.runs import QUICK, REPOSITORY, STEPS, Run, finished, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = ("logging.wandb=offline", "logging.wandb_project=no/such:project")
@@ -41,20 +41,6 @@ def test_batches_left_out_cost_no_exit_code(tmp_path):
     assert (
         "no n-gram baselines: the run trained on 36 sequences, and its text is at number 40" in first.output
     )
-
-
-def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):
-    records = old_run.records()
-    fresh = start_in(old_run, "--no-resume", faults={"held": [[3, 0]]})
-    fresh.wait_until(lambda: "/20  warm-up" in fresh.output)
-    kill(fresh)
-    assert fresh.steps()[0]["step"] == 1
-    assert fresh.latest == ""
-    (previous,) = (fresh.folder / "previous").iterdir()
-    assert [len(read_starts(folder)) for folder in (fresh.folder, previous)] == [1, 1]
-    assert Run(previous, None, old_run.log, "").records() == records
-    assert (previous / "checkpoints" / "latest").read_text() == "step_00000020"
-    assert (previous / "summary.json").exists()
 
 
 def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
@@ -108,20 +94,6 @@ def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_sam
     assert again.series("step") == list(range(1, STEPS + 1))
     for key in ("loss", "indexer_kl", "grad_norm", "tokens"):
         assert again.series(key) == original.series(key)
-
-
-@pytest.mark.nightly
-def test_of_two_launchers_of_a_new_run_one_trains(tmp_path):
-    """The second launcher chose step 0 without waiting, and moved the first one's run away."""
-    runs = [start(tmp_path, *QUICK, launcher="python") for _ in range(2)]
-    codes = sorted(run.process.wait(LONGEST_WAIT_SECONDS) for run in runs)
-    # It is rejected if the first one takes longer.
-    assert codes in ([0, 0], [0, 2]), [run.output for run in runs]
-    assert sorted(step for run in runs for step in run.steps_printed()) == list(range(1, 11))
-    assert not (runs[0].folder / "previous").exists()
-    assert (
-        sum("this run is complete" in run.output or "another run writes" in run.output for run in runs) == 1
-    )
 
 
 def test_text_that_fails_on_the_way_ends_the_run_with_its_name(tmp_path):

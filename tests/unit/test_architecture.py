@@ -15,12 +15,6 @@ PLANNING_MODULES = ("config", "cli", "planning.dry_run", "planning.choices")
 LONGEST_FILE_LINES = 450
 
 
-def test_no_two_test_files_have_one_name() -> None:
-    """`make test-gpu` collects all folders in one process, where pytest imports files by name."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     files = [path for folder in (*PACKAGES, ROOT / "tests") for path in folder.rglob("*.py")]
     assert {path.name for path in files} >= {"train.py", "gsa_attention.py", "stream.py", "reference.py"}

@@ -26,6 +26,7 @@ def test_options_and_overrides_in_any_order(tmp_path):
     assert (arguments.no_resume, arguments.dry_run, arguments.world_size) == (False, False, 1)
     assert (arguments.device, arguments.mfu, arguments.accept_new_data) == (DEVICE, None, False)
     assert parse_arguments(["--config=c.yaml", "--accept-new-data"]).accept_new_data
+    assert parse_arguments(["--config=c.yaml", "--no-resume"]).no_resume
     arguments = parse_arguments(["--config", "c", "--dry-run", "--mfu", "0.4", "--device", "NVIDIA B200"])
     assert (arguments.device, arguments.mfu) == ("NVIDIA B200", 0.4)
 

@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,19 +101,6 @@ def test_links_and_their_anchors_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def sources(folder: Path) -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
-
-
-def test_tensor_names_in_concepts_match_the_code() -> None:
-    table = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("names in the code")[2]
-    rows = re.findall(r"^\| \$.*?\$ \| ([^|]+) \|", table, re.MULTILINE)
-    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert len(names) > 12
-    code = sources(ROOT / "gsa_train/model") + sources(ROOT / "kernels") + sources(ROOT / "gsa_train/config")
-    assert {name for name in names if not re.search(rf"\b{name}\b", code)} == set()
-
-
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
 def test_parameters_in_concepts_match_the_dry_run(name: str) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
@@ -130,17 +116,6 @@ def test_parameters_in_concepts_match_the_dry_run(name: str) -> None:
     assert row in (DOCS / "concepts.md").read_text(encoding="utf-8")
 
 
-def test_constants_of_the_tuning_table_exist() -> None:
-    table = (DOCS / "kernels.md").read_text(encoding="utf-8").partition("## Tuning")[2]
-    rows = re.findall(r"^\| ([^|]+) \| `([\w./]+\.py)` \|", table, re.MULTILINE)
-    assert len(rows) > 12
-    for constants, name in rows:
-        path = next(path for path in (ROOT / "kernels/gsa_kernels" / name, ROOT / name) if path.exists())
-        code = path.read_text(encoding="utf-8")
-        missing = [c for c in re.findall(r"`(\w+)`", constants) if not re.search(rf"\b{c}\b", code)]
-        assert missing == [], name
-
-
 # ---- pages of results
 
 
@@ -153,13 +128,3 @@ def test_readme_has_the_spikes_of_the_350m_study() -> None:
     found = values_of(ROOT / "docs/results/four_models_350m.csv")
     spikes = [found[arm, "spikes"] for arm in ("gated_only", "standard")]
     assert "{:.0f} with gates, {:.0f} without".format(*spikes) in (ROOT / "README.md").read_text("utf-8")
-
-
-def test_no_number_of_a_page_stands_twice() -> None:
-    """A text that refers to a repeated number would match only one of its places."""
-    twice = []
-    for table in sorted((ROOT / "docs/results").glob("*.csv")):
-        with table.open(encoding="utf-8", newline="") as file:
-            names = Counter((row["arm"], row["seed"], row["key"], row["at"]) for row in csv.DictReader(file))
-        twice += [(table.name, *name) for name, count in names.items() if count > 1]
-    assert twice == []

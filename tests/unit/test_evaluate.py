@@ -5,39 +5,33 @@ import math
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from gsa_data.faults import Reading
-from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
-from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.data.batches import MicroBatch, TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.config import ParallelConfig, PhaseConfig
+from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import PhaseRange, enter_phase
+from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
-from gsa_train.trainer import run_phase
 from gsa_train.validation.perplexity import _deal, describe, evaluate, perplexity, scores_of
 from gsa_train.validation.samples import encode_prompts
 from helpers.single_rank import (
     EOS,
     SPARSE,
     WARM_UP,
-    named_weights,
     random_blocks,
     single_rank,
     tiny_config,
     tiny_model,
     token_losses,
+    with_sections,
 )
-from helpers.tiny_run import tiny_run
+from helpers.text_runs import SAMPLE, assert_trained_alike, left_by, of_event, text_config, train_on_text
 
-SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 CONFIG = tiny_config()
 LENGTH = CONFIG.train.seq_len_tokens
 
@@ -140,91 +134,41 @@ SAMPLES = {"prompts": ["The", "In"], "prompt_tokens": 3}
 # ---- a run that evaluates, and the same run that does not
 
 
-def run_config(phase: PhaseConfig, every_steps: int) -> Config:
-    tokenizer = SAMPLE / "tokenizer.model"
-    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": str(tokenizer), "num_lanes": 1}
-    folders = {"first": str(SAMPLE / "validation"), "second": str(SAMPLE / "train")}
-    return tiny_config(
+def trained(folder: Path, phase: PhaseConfig, every_steps: int) -> dict[str, Any]:
+    """Return everything that a run of five steps writes, with samples if it evaluates."""
+    sets = {"first": str(SAMPLE / "validation"), "second": str(SAMPLE / "train")}
+    config = text_config(
         [phase],
-        model={"vocab_size": 4096},
         gsa={"indexer_loss_row_fraction": 0.5},
         train={"grad_clip": 1.0},
-        data=data | {"validation_sets": folders},
         evaluate={"every_steps": every_steps, "max_blocks": 3, "split_by_source": True, **SAMPLES},
-        logging={"every_steps": 1},
     )
-
-
-def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> dict[str, Any]:
-    """Return everything that a run of five steps writes, with samples if it evaluates."""
-    torch.manual_seed(1)
-    config = run_config(phase, every_steps)
-    tokenizer = Tokenizer(config.data.tokenizer)
-    batches = TrainBatches(config, single_rank(), tokenizer, None)
-    model = tiny_model(config, variance_ema=0.02)
-    optimizer = build_optimizer(model, phase, config)
-    records: list[dict[str, Any]] = []
-    samples: list[dict[str, Any]] = []
-    run = tiny_run(
-        config,
-        model,
-        batches=batches,
-        validation_sets=sets,
-        tokenizer=tokenizer,
-        prompts=encode_prompts(config, tokenizer) if every_steps else [],
-        sinks=Mock(log=records.append, log_samples=samples.append),
-    )
-    run_phase(run, PhaseRange(0, phase, 0, phase.steps), optimizer)
-    close_optimizer(model, optimizer)
-    steps = [record for record in records if "event" not in record]
-    timing = ("seconds", "per_second", "data_wait", "slowest", "time")
-    return {
-        "steps": [
-            {name: value for name, value in record.items() if not any(word in name for word in timing)}
-            for record in steps
-        ],
-        "validations": [record for record in records if "event" in record],
-        "samples": samples,
-        "weights": named_weights(model),
-        "averages": [a.variance.ema.item() for a in model.attentions if a.variance is not None],
-        "rng": torch.get_rng_state(),
-        "data": batches.state(),
-    }
-
-
-def test_a_validation_set_may_be_tokens(tmp_path: Path) -> None:
-    config = run_config(SPARSE, 0)
-    tokenizer = Tokenizer(str(SAMPLE / "tokenizer.model"))
-    text = next(iter(config.data.validation_folders.values()))
-    prepare_tokens(text, tokenizer, tmp_path, 1, Reading())
-    data = dataclasses.replace(config.data, validation_sets={"text": text, "tokens": str(tmp_path)})
-    sets = read_validation_sets(dataclasses.replace(config, data=data), tokenizer)
-    assert np.array_equal(sets[0].text.blocks, sets[1].text.blocks)
-    assert sets[0].text.text_bytes == sets[1].text.text_bytes > 0
+    config = with_sections(config, {"data": {"validation_dir": "", "validation_sets": sets}})
+    prompts = encode_prompts(config, Tokenizer(config.data.tokenizer)) if every_steps else []
+    records, run, _ = train_on_text(config, folder, prompts=prompts)
+    samples = [call.args[0] for call in run.services.log.sinks.log_samples.call_args_list]
+    return {**left_by(run, records), "samples": samples}
 
 
 @pytest.mark.parametrize("phase", [WARM_UP, SPARSE], ids=lambda phase: phase.name)
-def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(phase: PhaseConfig) -> None:
+def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(
+    phase: PhaseConfig, tmp_path: Path
+) -> None:
     phase = dataclasses.replace(phase, steps=5)
-    sets = read_validation_sets(run_config(phase, 0), Tokenizer(str(SAMPLE / "tokenizer.model")))
-    without, evaluated = trained(phase, 0, sets), trained(phase, 2, sets)
-    assert [record["step"] for record in evaluated["validations"]] == [2, 4]
-    assert without["validations"] == without["samples"] == []
+    without, evaluated = trained(tmp_path, phase, 0), trained(tmp_path, phase, 2)
+    validations = of_event(evaluated, "validation")
+    assert [record["step"] for record in validations] == [2, 4]
+    assert without["samples"] == []
     assert [record["step"] for record in evaluated["samples"]] == [2, 4]
     assert all(len(record["samples"]) == 2 for record in evaluated["samples"])
-    losses = [record["validation_second_loss"] for record in evaluated["validations"]]
+    losses = [record["validation_second_loss"] for record in validations]
     if phase.train == "indexer":  # the base does not change, so the same text has the same loss
         assert losses[0] == losses[1]
     else:
         assert losses[0] != losses[1]
-    assert "validation_second_loss_by_source" in evaluated["validations"][0]
-    assert len(without["steps"]) == 5
-    assert evaluated["steps"] == without["steps"]
-    assert evaluated["averages"] == without["averages"]
-    assert torch.equal(evaluated["rng"], without["rng"])
-    assert evaluated["data"] == without["data"]
-    for name, weight in without["weights"].items():
-        assert torch.equal(evaluated["weights"][name], weight), name
+    assert "validation_second_loss_by_source" in validations[0]
+    assert len(without["records"]) == 5
+    assert_trained_alike(evaluated, without, but="validation")
 
 
 def test_perplexities_that_no_float_holds() -> None:

@@ -22,7 +22,16 @@ from gsa_train.reliability.hang_limit import (
     step_limit,
     watch_compilation,
 )
-from gsa_train.reliability.hang_watchdog import REPORT, Age, Beat, HangWatchdog, find_fault, limit_for_all
+from gsa_train.reliability.hang_watchdog import (
+    ALL_SAFE,
+    REPORT,
+    Age,
+    Beat,
+    HangWatchdog,
+    find_fault,
+    limit_for_all,
+)
+from gsa_train.run import finish
 
 LONGEST = 600.0
 STEP_SECONDS = 40.0
@@ -282,3 +291,30 @@ def test_where_torchrun_is_gone_a_rank_is_asked_to_save_and_ended(saves_in_time,
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: []))
     watch._end_orphaned()
     assert codes == ([] if saves_in_time else [1])
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
+def test_a_peer_that_is_lost_between_the_last_barriers_costs_no_exit_code(
+    dies, tmp_path, monkeypatch, capsys
+):
+    watch, over, codes = Watched(tmp_path, monkeypatch).watch, threading.Event(), list[int]()
+    watch._timeout_seconds, watch.exit_code = 60 if dies else 0.05, 75
+
+    def without_peer() -> None:
+        if dies:
+            raise RuntimeError("connection closed")
+        assert over.wait(60)
+
+    barriers = iter([lambda: None, without_peer])
+    monkeypatch.setattr("torch.distributed.barrier", lambda: next(barriers)())
+    monkeypatch.setattr(finish, "shutdown_parallel", lambda: None)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: []))
+    monkeypatch.setattr(os, "_exit", lambda code: codes.append(code) or over.set())
+    finish.leave_world(watch)
+    assert codes == [75]
+    said = capsys.readouterr().err
+    assert (
+        "has died (connection closed)" if dies else "could not leave its process group within 0.05 s"
+    ) in said
+    assert said.endswith(f"; {ALL_SAFE}\n")
+    assert dies or "leave_world" in next(tmp_path.glob("*/rank_00000.txt")).read_text()

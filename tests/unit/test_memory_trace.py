@@ -6,7 +6,6 @@ The models have few layers, so that memory outside of layers is visible.
 
 import json
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -225,73 +224,6 @@ def test_parameters_and_their_state():
     single = estimate(["train.precision=fp32"])
     assert single.weights == pytest.approx(4 * count.total)
     assert single.optimizer == pytest.approx(8 * count.total / 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80), (7, 36)])
-def test_partial_gradients_match_the_loss(monkeypatch, heads, dim, dtype):
-    pytest.importorskip("triton")
-    from gsa_kernels.loss import triton_launch
-    from gsa_kernels.sampling import SampledRows
-
-    taken = []
-
-    def scratch(*shape, dtype, device):
-        taken.append(torch.empty(shape, dtype=dtype, device=device))
-        return taken[-1]
-
-    def tensor(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    monkeypatch.setattr(triton_launch, "scratch", scratch)
-    length = 2048
-    indexer = (tensor(1, length, heads, dim), tensor(1, length, dim), tensor(1, length, heads))
-    nothing = (None, None)
-    inputs = triton_launch.Inputs(*indexer, *nothing, tensor(1), *nothing, kind=0)
-    outputs = triton_launch.new_outputs(inputs, with_gradients=True, sampled=False, one_chunk=True)
-    blocks = triton_launch.choose_blocks(inputs)
-    triton_launch.chunk_launches(
-        inputs, outputs, tensor(1, 1, length, length), SampledRows(0, length), blocks
-    )
-    partial = sum(each.nbytes for each in taken if each.ndim == 5)
-    expected = memory_selection.loss_gradient_bytes(heads, dim, dtype.itemsize)
-    assert partial == pytest.approx(expected * length**2)
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_size", "tiles", "keys", "segments"),
-    [((24, 2), 256, 40, 26000, 3), ((16, 1), 128, 40, 128000, 13), ((16, 1), 128, 40, 8000, 1)],
-)
-def test_segments_of_lists_fit_what_is_counted_for_them(monkeypatch, heads, head_size, tiles, keys, segments):
-    """A launch allocates their gradients of q on 132 multiprocessors; four waves come close to the bound."""
-    pytest.importorskip("triton")
-    from gsa_kernels.attention import triton_gathered_backward as backward
-    from gsa_kernels.attention.inputs import GradientInputs
-    from gsa_kernels.attention.triton_gathered_forward import heads_per_program
-    from gsa_kernels.key_lists.triton_reduce_keys import TileRows
-
-    def tensor(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    walk = MagicMock()
-    monkeypatch.setattr(backward, "_backward_kernel", walk)
-    monkeypatch.setattr(backward, "_add_segments_kernel", MagicMock())
-    monkeypatch.setattr(backward, "count_multiprocessors", lambda device: limits.MULTIPROCESSORS)
-    q, k = (tensor(1, 65536, count, head_size) for count in heads)
-    lists = MagicMock(counts=tensor(1, 2048, dtype=torch.int32))
-    members = heads_per_program(heads[0] // heads[1], backward.backward_tiles(head_size, q.dtype).queries)
-    rows = TileRows(0, tiles, tensor(tiles), tensor(tiles), tiles * keys)
-    grad_q = torch.empty_like(q)
-    backward._launch(
-        GradientInputs(q, q, k, k, tensor(1), tensor(1)), lists, grad_q, members, rows, 0, tensor(1)
-    )
-    walk.__getitem__.assert_called_once_with((tiles * segments,))
-    results = walk.__getitem__.return_value.call_args.args[10]
-    taken = 0 if results is grad_q else results.nbytes
-    assert (taken > 0) == (segments > 1)
-    counted = limits.segments_bytes(keys, limits.MULTIPROCESSORS)
-    assert taken <= counted
-    assert taken > 0.9 * counted or segments < 13
 
 
 def test_no_launch_in_segments_takes_more_than_is_counted():

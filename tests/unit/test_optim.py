@@ -11,12 +11,7 @@ import torch
 
 from gsa_train.config import PhaseConfig
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import (
-    PhaseOptimizer,
-    build_optimizer,
-    close_optimizer,
-    lr_multipliers,
-)
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer, lr_multipliers
 from gsa_train.optimizer.norms import update_norm
 from helpers.single_rank import (
     DENSE,

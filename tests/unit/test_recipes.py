@@ -29,7 +29,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ('"query": gsa.query', '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        '),
         ],
         "gsa_train/model/gates.py": [
-            ("\n\ndef build_gate_projection(", "    rotated_key: torch.Tensor | None = None\n"),
+            ("\n\ndef build_gate_projection(", "    rotated_key: torch.Tensor | None = None\n")
         ],
         "gsa_train/model/gsa_attention.py": [
             (

@@ -18,12 +18,7 @@ from gsa_train.config import Config, DataConfig
 from gsa_train.config.checks import LARGEST_SOURCE_WEIGHT
 from gsa_train.config.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
 from gsa_train.data import batches
-from gsa_train.data.batches import (
-    TrainBatches,
-    fingerprints,
-    read_validation_sets,
-    shared_validation_sets,
-)
+from gsa_train.data.batches import TrainBatches, fingerprints, read_validation_sets, shared_validation_sets
 from gsa_train.data.tokenizer import load_tokenizer
 from gsa_train.run_folder.resume import ResumeError, Start, open_batches
 from helpers.single_rank import CONFIG, single_rank

@@ -10,11 +10,7 @@ import torch
 from gsa_train.model import gates
 from gsa_train.model.mcore.config import to_mcore_config
 from gsa_train.planning.choices import unknown_choices
-from helpers.single_rank import (
-    SPARSE,
-    single_rank,
-    tiny_config,
-)
+from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
 def test_a_gate_that_the_layer_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,19 @@ def test_a_time_of_slurm_that_is_no_number_is_named(name: str, value: str) -> No
         find_deadline(0, 5, slurm, began=1000.0)
 
 
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_each_signal_asks_for_a_stop_unless_it_was_ignored_at_the_start(request_to_stop, number):
+    """nohup and a shell's background jobs ignore some."""
+    signal.signal(number, signal.SIG_IGN)
+    request_to_stop.listen()
+    signal.raise_signal(number)
+    assert request_to_stop.reason == 0
+    signal.signal(number, signal.SIG_DFL)
+    request_to_stop.listen()
+    signal.raise_signal(number)
+    assert request_to_stop.reason == number
+
+
 # --- when all ranks stop ---------------------------------------------------------------------------------------
 
 

@@ -42,8 +42,8 @@ from gsa_train.validation.tasks import (
     shared_tasks,
 )
 from helpers.request_files import choice_requests, gold_requests, write_requests
-from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
-from helpers.text_runs import SAMPLE, text_config, train_on_text
+from helpers.single_rank import EOS, SPARSE, single_rank, tiny_config, tiny_model, token_losses
+from helpers.text_runs import SAMPLE, assert_trained_alike, left_by, of_event, text_config, train_on_text
 from helpers.tiny_run import tiny_run
 
 TOKENIZER = str(SAMPLE / "tokenizer.model")
@@ -151,25 +151,12 @@ def trained(
         stop_vote=Mock(ask=ask),
         watchdog=MagicMock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
     )
-    timing = ("seconds", "per_second", "data_wait", "slowest", "time", "mfu")
-    kept = [
-        {name: value for name, value in record.items() if not any(word in name for word in timing)}
-        for record in records
-    ]
     return {
-        "records": kept,
-        "weights": named_weights(run.model),
-        "averages": [a.variance.ema.item() for a in run.model.attentions if a.variance is not None],
-        "rng": torch.get_rng_state(),
-        "data": run.data.batches.state(),
+        **left_by(run, records),
         "messages": messages,
         "stopped": ended_by,
         "clock": run.state.task_clock,
     }
-
-
-def of_event(result: dict[str, Any], event: str) -> list[dict[str, Any]]:
-    return [record for record in result["records"] if record.get("event") == event]
 
 
 @pytest.fixture(scope="module")
@@ -194,12 +181,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(percent, pl
         assert found["clock"].task_seconds > 0 < found["clock"].train_seconds
         assert found["clock"].train_steps == PHASE.steps
     without = trained(tmp_path / "without", [])
-    assert [each for each in found["records"] if each.get("event") != "tasks"] == without["records"]
-    assert found["averages"] == without["averages"]
-    assert torch.equal(found["rng"], without["rng"])
-    assert found["data"] == without["data"]
-    for name, weight in without["weights"].items():
-        assert torch.equal(found["weights"][name], weight), name
+    assert_trained_alike(found, without, but="tasks")
 
 
 # Each step asks once before it; step 2 asks once in the validation, then once for each task.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -20,7 +19,6 @@ from gsa_train.reliability.hang_watchdog import (
     find_fault,
     newest_hang,
 )
-from helpers.runs import run_script
 
 TIMEOUT = 60.0
 
@@ -66,6 +64,9 @@ def test_a_process_without_heartbeat_is_said_to_be_gone() -> None:
     fault = find_fault([Age(place(8), 0, 61), Age(place(8), 58, 60)], TIMEOUT)
     assert "rank 1 on node (process 100): training after step 8" in fault
     assert "frozen or gone" in fault.lower()
+    assert ALL_SAFE not in fault
+    ages = [Age(place(8, "ending"), 0, 61), Age(place(8, "ending"), 58, 60)]
+    assert find_fault(ages, TIMEOUT).endswith(f"<--\n  {ALL_SAFE}")
 
 
 def test_a_start_finds_the_hang_that_ended_the_one_before(tmp_path: Path) -> None:
@@ -186,34 +187,3 @@ def test_what_the_device_has_still_to_do_counts_at_the_next_reading(monkeypatch:
     work.reset()
     DeviceEvent.now = 13.0
     assert work.read_and_reset().parts == nothing
-
-
-# --- at the end of a run -----------------------------------------------------------------------------------
-
-SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
-
-
-@pytest.mark.nightly  # it waits for limits; the tests above and test_hang_limit.py test the rules
-def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
-    """Without the watch the other rank waits for a collective's limit, here five minutes."""
-    command = [str(SCRIPT), str(tmp_path / "cases")]
-    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
-    output = run_script(command, tmp_path / "log", ranks=1, launcher="python", environment=on_cpus)
-    assert json.loads(output.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
-    cases = tmp_path / "cases"
-    told = {case: (cases / case / "rank_0.err").read_text() for case in ("before", "between", "never")}
-
-    (report,) = (cases / "before" / "faults").glob(f"*/{REPORT}")
-    assert report.read_text() in told["before"]
-    assert "Frozen or gone (not even a heartbeat): 1" in told["before"]
-    assert f"  {ALL_SAFE}\n" in report.read_text()
-    hang = newest_hang(cases / "before" / "faults", 0.0)
-    assert "ending after step 7" in hang.split("; rank 1 on ")[1]
-
-    said = f"it could not leave its process group within 2 s; a peer hangs; stacks: {tmp_path}"
-    assert said in told["between"]
-    assert told["between"].endswith(f"; {ALL_SAFE}\n")
-    (stacks,) = (cases / "between" / "faults").glob("*/rank_00000.txt")
-    assert "leave_world" in stacks.read_text()
-
-    assert told["never"] == ""

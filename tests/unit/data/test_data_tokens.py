@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,13 +135,6 @@ def test_other_tokens_in_the_folder_are_kept(corpus, tokenizer, copy, sample_fol
 
 
 # What is refused at the start
-
-
-def test_the_log_says_what_is_read(tokens: TokenFolder, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert isinstance(open_corpus(str(tokens.root)), TokenFolder)
-    assert "holds tokens: 5 shards" in caplog.text
-    assert "nothing is tokenized" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".lines"])

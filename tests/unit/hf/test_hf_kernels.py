@@ -119,10 +119,7 @@ GROUPS: dict[str, Any] = {"key_group_size": 4, "index_topk": 8, "indexer_rope": 
 
 @pytest.mark.parametrize(
     ("kind", "pads", "changes"),
-    [
-        ("dynamic", 0, {"index_topk_freq": 2}),
-        ("static", 3, {"local_window": 6, "num_hidden_layers": 1}),
-    ],
+    [("dynamic", 0, {"index_topk_freq": 2}), ("static", 3, {"local_window": 6, "num_hidden_layers": 1})],
 )
 def test_groups_of_keys(kind: str, pads: int, changes: dict[str, Any]) -> None:
     """From the first token of a group into the next group; with padding in front, and a change of places."""

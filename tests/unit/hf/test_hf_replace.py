@@ -20,13 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from gsa_hf import (
-    DENSE_LAYER,
-    INDEXED_LAYER,
-    GSAConfig,
-    collected_indexer_loss,
-    replace_attention_with_gsa,
-)
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, collected_indexer_loss, replace_attention_with_gsa
 from gsa_hf.modeling_gsa import CACHE_ARGUMENT
 from helpers.hf import distinct_tokens
 

@@ -179,11 +179,7 @@ def test_the_loss_stays_in_the_forward_pass(
 
 @pytest.mark.parametrize(("queries", "fuses"), [(16, True), (4, False)], ids=["all rows", "a quarter"])
 def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pass(
-    queries: int,
-    fuses: bool,
-    fused_calls: list[int],
-    counted_kl: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    queries: int, fuses: bool, fused_calls: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sequence has 16 queries, in stretches of this length."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)

@@ -15,15 +15,7 @@ from gsa_train.model.gsa_attention import GSASelfAttention
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.phases import enter_phase
-from helpers.single_rank import (
-    DENSE,
-    SPARSE,
-    WARM_UP,
-    read_stats,
-    shared_mask,
-    tiny_config,
-    tiny_model,
-)
+from helpers.single_rank import DENSE, SPARSE, WARM_UP, read_stats, shared_mask, tiny_config, tiny_model
 
 LENGTH = 13
 PACKED = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
@@ -275,8 +267,7 @@ def run_layer(
     )
     documents = None if case.packing is None else torch.tensor(case.packing)
     angles = torch.outer(
-        torch.arange(LENGTH, dtype=torch.float64),
-        frequencies(layer.config.kv_channels, layer.config),
+        torch.arange(LENGTH, dtype=torch.float64), frequencies(layer.config.kv_channels, layer.config)
     )
     with torch.set_grad_enabled(not warm_up):
         out, bias = layer(h.transpose(0, 1), documents, torch.cat([angles, angles], -1)[:, None, None])

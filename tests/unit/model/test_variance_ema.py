@@ -7,15 +7,12 @@ import torch
 
 from gsa_train.config import PhaseConfig
 from gsa_train.model.mcore.build import Model
-from gsa_train.phases import enter_phase
-from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     DENSE,
     SPARSE,
     WARM_UP,
     random_batches,
     read_stats,
-    single_rank,
     step_gradients,
     tiny_config,
     tiny_model,
@@ -55,17 +52,6 @@ def test_first_step_starts_the_average_and_later_ones_decay_it(phase: PhaseConfi
     assert len(set(before)) == 2  # each layer has its own
     list(steps(model, DENSE, 1))
     assert averages(model) == before
-
-
-def test_evaluation_neither_moves_the_average_nor_counts_for_the_next_step() -> None:
-    model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)
-    step_gradients(other, SPARSE, random_batches(CONFIG), CONFIG)
-    before = averages(model)
-    enter_phase(model, SPARSE)
-    evaluation_step(model, random_batches(CONFIG, seed=8), CONFIG, single_rank(), measures=True)
-    assert averages(model) == before
-    step_gradients(model, SPARSE, random_batches(CONFIG), CONFIG)
-    assert averages(model) == averages(other) != before
 
 
 def test_average_stays_fp32_in_a_bf16_model() -> None:
