@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from compiled_for import SHARED_KIB, compile_for
 from torch.autograd.graph import _engine_run_backward
@@ -40,7 +40,7 @@ from gsa_train.config import load_config
 from gsa_train.config.gsa import SCORES
 from gsa_train.config.sections import Config
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = harness.ROOT / "configs"
 BY_TRITON: Any = {"implementation": "triton"}
 ROWS = 256
 """Queries of a launch. They are the last queries of a sequence, so that the number of keys is the config's."""

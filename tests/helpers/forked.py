@@ -83,8 +83,13 @@ class ForkedRanks:
         }
         self._processes = []
         for rank in range(ranks):
-            own = {**for_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
-            arguments = (list(command), cwd, {**environment, **mark, **own}, log)
+            of_rank = {**environment, **mark}
+            of_rank.pop(
+                "LOCAL_RANK", None
+            )  # importing DeepSpeed sets it, and accelerate would wait for its world
+            if rendezvous:
+                of_rank |= {**for_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (list(command), cwd, of_rank, log)
             self._processes.append(start_process(_run_rank, arguments, environment, log))
         self._failed: dict[int, int] = {}
         atexit.register(self._end)  # before multiprocessing waits for them

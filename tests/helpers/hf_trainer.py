@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -12,7 +11,6 @@ from helpers.hf import distinct_tokens, tiny_model
 
 
 def main(folder: str) -> None:
-    os.environ.pop("LOCAL_RANK", None)  # DeepSpeed sets it, and accelerate would wait for its world
     model = tiny_model("window-rope-reuse", indexer_loss_coef=1.0, indexer_temperature="learned")
     average = model.model.layers[0].self_attn.indexer.variance_ema.clone()
     before = {name: value.clone() for name, value in model.named_parameters()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -59,7 +58,6 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
 
 
 def main(folder: str) -> None:
-    os.environ.pop("LOCAL_RANK", None)  # DeepSpeed sets it, and accelerate would wait for its world
     model = gsa_hf.GSAForCausalLM.from_pretrained(folder)
     parameters = {name for name, _ in model.named_parameters()}
     linears = {
