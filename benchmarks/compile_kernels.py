@@ -60,11 +60,10 @@ def backward(*outputs: torch.Tensor | None) -> None:
 def new_indexer(config: Config, batch: int, rows: int) -> Indexer:
     heads, size = config.gsa.indexer_heads, config.gsa.indexer_dim
     score = SCORES[config.gsa.indexer_activation]
-    biases = (zeros(heads), zeros(heads)) if score.activation == "sigmoid" else (None, None)
+    bias = zeros(heads) if score.activation == "sigmoid" else None
     keys = zeros(batch, config.train.seq_len_tokens, size)
-    return Indexer(
-        zeros(batch, rows, heads, size), keys, zeros(batch, rows, heads), *biases, score.activation
-    )
+    queries, weights = zeros(batch, rows, heads, size), zeros(batch, rows, heads)
+    return Indexer(queries, keys, weights, bias, bias, score.activation)
 
 
 def budget_rule(config: Config) -> BudgetRule:
@@ -104,8 +103,8 @@ def long_lists(rows: int, start: int) -> KeyLists:
     """Return lists so long that several programs share a list in the backward pass."""
     tiles, count = rows // limits.TILE_QUERIES, 4 * limits.SEGMENT_KEYS
     counts = torch.full((1, tiles), count, dtype=torch.int32)
-    entries = torch.zeros(2, tiles * count, dtype=torch.int32)
-    return KeyLists(*entries, torch.arange(tiles)[None] * count, counts, rows, count, start, counts)
+    entries, starts = torch.zeros(tiles * count, dtype=torch.int32), torch.arange(tiles)[None] * count
+    return KeyLists(entries, entries, starts, counts, rows, count, start, counts)
 
 
 def run_fused(config: Config) -> None:

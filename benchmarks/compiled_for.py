@@ -56,7 +56,7 @@ class OnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func == torch.Tensor.is_cuda.__get__:
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined] # a property
             return True
         if func == torch.Tensor.device.__get__:
             return torch.device("cuda", 0)
@@ -98,7 +98,7 @@ def compile_for(capability: int, launches: Callable[[], object]) -> list[Compile
                 found[kernel.hash] = _describe(name, kernel, limit)
 
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=limit)
-    cuda = {
+    cuda: dict[str, Any] = {
         "get_device_capability": lambda device=None: divmod(capability, 10),
         "get_device_properties": lambda device=None: properties,
         "device": lambda device: nullcontext(),
@@ -121,7 +121,7 @@ def _describe(name: str, kernel: Any, limit: int) -> Compiled:
         faults.append(f"{shared} bytes of shared memory; the GPU has {limit}")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr] # a fixed format
     return Compiled(name, tuple(faults), shared, registers, stack)
