@@ -91,7 +91,7 @@ def copy_sample(folder: Path, tokens: int) -> None:
 
 
 def time_forward(model: GSAForCausalLM, pieces: list[Piece]) -> float:
-    """Return the seconds for all pieces, measured on one batch in EVERY."""
+    """Return the seconds for all pieces, estimated from every EVERY-th batch."""
     batches = [pieces[first : first + BATCH] for first in range(0, len(pieces) - BATCH + 1, BATCH)][::EVERY]
     inputs = [
         torch.stack([torch.from_numpy(piece.tokens[:-1]).long() for piece in each]).cuda() for each in batches

@@ -12,8 +12,8 @@ neither memory nor MFU.
 --breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
 time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other
 ranks, with the largest time over the ranks. `idle` is the time without kernels. All these times add up to the traced
-step, which is slower than the measured step. The time of the parts includes communication that runs beside other
-kernels (`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
+step, which is slower than the measured step. The time of the parts includes communication that overlaps other kernels
+(`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """Draw int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
+    """Draw int32 [B, L, ceil(L / 32)]. Query t selects causal keys with probability selected / (t + 1), and key 0."""
     keys = torch.arange(length, device=DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large

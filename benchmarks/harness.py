@@ -188,8 +188,8 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def commit() -> str:
-    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from it. Set the variable
-    if a copy of the tree has no repository, or an old one."""
+    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from the commit. Set
+    GSA_COMMIT if a copy of the tree has no repository, or an old one."""
     found = os.environ.get("GSA_COMMIT", "")
     # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():
@@ -216,7 +216,7 @@ def environment() -> dict[str, str]:
 
 
 def require_cuda() -> None:
-    """Exit with a message if nothing can be measured; reject kernels that Triton compiles wrongly."""
+    """Exit with a message if there is no CUDA device, or if Triton compiles kernels wrongly."""
     if not torch.cuda.is_available():
         sys.exit("No CUDA device here. Where there is one: make bench PYTHON=<a Python whose torch has CUDA>")
     from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # found by the path above
@@ -270,7 +270,7 @@ class Report:
             self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
 
     def row(self, **cells: Cell) -> None:
-        """Store and print a row; a change of columns begins a new table."""
+        """Store and print a row. A change of columns begins a new table."""
         if list(cells) != list(self._columns):
             self._columns = {name: column_format(name, cell) for name, cell in cells.items()}
             print("\n" + table_line(self._columns, {name: name for name in cells}))

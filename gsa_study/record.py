@@ -82,8 +82,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     Returns its files (none if no run is finished), and a line for each run or metric that is missing or was removed.
 
     A run is left out if its records are cut off, or if it began with another config than the study now has. A recorded
-    run without a local folder has only its recorded values. While there is such a run, all runs are compared at its
-    point, and a new run that ended earlier has no value there.
+    run without a local folder has only its recorded values. With such a run, all runs are compared at the recorded
+    point, where a new run that ended earlier has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.

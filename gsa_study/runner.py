@@ -39,8 +39,8 @@ class StudyRunner:
     deadline: float | None = None
     """Time (`time.time`) at which running jobs are stopped."""
     all_jobs: Sequence[Job] = ()
-    """All jobs of the study. Their times tell which jobs end before the deadline, and only those start. Without all
-    jobs every due job starts, and continues from its checkpoint in the next start."""
+    """All jobs of the study, whose measured times predict which trainings end before the deadline. Only these start. If
+    empty, every due job starts, and continues from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False
@@ -88,8 +88,8 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because it
-        might otherwise never be measured. Evaluations always fit, because their training's time includes them."""
+        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because no
+        time might otherwise be measured. Evaluations always fit, because their training's time includes them."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))

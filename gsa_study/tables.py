@@ -62,8 +62,8 @@ def read_results(study: Study, failures: Mapping[str, str]) -> Results:
 
 
 def arm_rows(results: Results) -> Rows:
-    """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows
-    the narrower table that `narrow` makes of these rows."""
+    """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows these
+    rows in the form that `narrow` returns."""
     head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
     return [head, *([arm, *_leading_cells(results, arm), *_means(results, arm)] for arm in results.arms)]
 

@@ -1,8 +1,8 @@
 """Puts megatron-core's own mixture of experts in place of ours into our model, with the same weights.
 
-Without Transformer Engine it has its router, its token dispatchers, its shared expert, and GroupedMLP. GroupedMLP needs
-the package grouped_gemm, which torch's grouped product replaces here. Fusions that need neither library are on, as in
-Megatron-LM.
+Without Transformer Engine the mixture has megatron-core's router, token dispatchers, shared expert, and GroupedMLP.
+GroupedMLP needs the package grouped_gemm, which torch's grouped product replaces here. Fusions that need neither
+library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPARED_TOKENS = 256
 
 
 def unsupported_by_megatron_experts(config: Config) -> str:
-    """Return why its layer differs from ours with this config; empty if it does not."""
+    """Return why megatron-core's layer differs from ours with this config; empty if it does not."""
     if config.moe.experts_impl != "grouped":
         return f"moe.experts_impl = {config.moe.experts_impl} is megatron-core's already"
     if config.moe.balancing == "aux_free" or config.moe.capacity_factor > 0:
@@ -44,8 +44,8 @@ def unsupported_by_megatron_experts(config: Config) -> str:
 
 
 def take_megatron_experts(model: Model) -> float:
-    """Replace our mixture in all layers that have one, before the optimizer is built. Return the largest difference
-    over the layers of its outputs for random tokens from ours, ||theirs - ours|| / ||ours||."""
+    """Replace our mixture of experts in all layers, before the optimizer is built. Return the largest relative
+    difference of a layer's outputs for random tokens, ||theirs - ours|| / ||ours||."""
     worst = 0.0
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:

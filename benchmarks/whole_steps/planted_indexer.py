@@ -1,8 +1,8 @@
 """Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
 With random weights, neighbouring queries select different keys. The time of attention over key lists grows with the
-union ratio r (the keys that any of 32 neighbouring queries selects, divided by the keys of one query). Planted
-projections replace each indexer's results at no cost on the device. Gradients still reach the indexer's own
+union ratio r (the keys that any of 32 neighbouring queries selects, divided by the number that one query selects).
+Planted projections replace each indexer's results at no cost on the device. Gradients still reach the indexer's own
 projections, so that a step does all of its work.
 """
 

@@ -79,7 +79,7 @@ class OurTrainee:
 
     @property
     def graph_bytes(self) -> int:
-        """Return the memory that the graph holds between a pass's operations, which does not count as tensors."""
+        """Return the bytes that the CUDA graph reserves for intermediate tensors, which do not count as tensors."""
         return 0 if self.graph is None else self.graph.memory_bytes
 
     @property

@@ -23,7 +23,7 @@ class StepShape:
     depths: tuple[int, ...]
     """Numbers of layers that are measured. The difference of two depths gives the time of a layer."""
     shallow: tuple[int, ...]
-    """The same from `SHALLOW_FROM` tokens on, where activations and logits fill the device."""
+    """Depths from `SHALLOW_FROM` tokens on, where activations and logits fill the device."""
     overrides: tuple[str, ...] = ()
 
 

@@ -36,8 +36,8 @@ LEFT_OVER_BYTES = 64 * 2**20
 def run_variants(
     plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
 ) -> Iterator[Result]:
-    """Measure one variant after the other on all ranks. Each is released before the next begins. A variant that
-    megatron-core cannot run gives a result that says so.
+    """Measure one variant after the other on all ranks. Each variant is released before the next begins. If
+    megatron-core cannot run a variant, its result says so.
 
     Args:
         traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.

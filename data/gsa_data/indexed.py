@@ -193,8 +193,8 @@ class IndexedReader:
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
-    """Returns the first id of each of these sequences in the file. Call it only for the needed sequences, because all
-    sequences of a dataset would take gigabytes in each lane."""
+    """Returns the position in the .bin file, in ids, at which each of these sequences begins. All sequences of a
+    dataset would take gigabytes in each lane."""
     places = np.full(len(sequences), size_bytes, np.int64)
     is_before = sequences < index.header.sequences
     places[is_before] = index.pointers[sequences[is_before]]

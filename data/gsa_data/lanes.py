@@ -44,8 +44,8 @@ MAX_EMPTY_EPOCHS = 3
 # a document means that the weights leave out nearly the whole corpus.
 MAX_IDLE_EPOCHS = 100
 
-# A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row is no
-# accident.
+# A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row
+# cannot be chance.
 MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
 
 NO_WEIGHTS: Mapping[str, float] = {}
@@ -193,7 +193,8 @@ class LaneReader:
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
 
     def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """Yields documents that were counted before, each from its cursor to its end. A missing one counts as lost."""
+        """Yields documents that were counted before, each from its cursor to its end. A missing document counts as
+        lost."""
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):

@@ -225,7 +225,8 @@ def check_text(text: str, place: str) -> str:
 
 
 def text_after(decode: Callable[[list[int]], str], prompt: list[int], new: list[int]) -> str:
-    """Returns the text that new tokens add to a prompt. Some libraries drop a leading space of new tokens alone."""
+    """Returns the text that new tokens add to a prompt. Some libraries drop a leading space if they decode only new
+    tokens."""
     if not new:
         return ""
     before, whole = decode(prompt), decode([*prompt, *new])

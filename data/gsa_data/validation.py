@@ -25,7 +25,8 @@ from gsa_data.tokenize import Tokenizer
 DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
-"""The largest number of documents tokenized at once. The first batches are smaller, because a short set needs few."""
+"""The largest number of documents tokenized at once. The first batches are smaller, because a short set needs few
+documents."""
 
 
 class TooLittleText(DataFault):

@@ -8,9 +8,9 @@
 The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
 them. --pack also packs what another machine needs to continue. After any end, the same command continues.
 
-Exit code 0: all jobs are finished. 1: a job has failed, and the others are finished. 2: wrong use, a mistake in the
-file, a package that is not installed, a run that began with another config, or no room on the disk. 75: stopped, or a
-job was interrupted; the same command continues. 130: a second Ctrl-C.
+Exit code 0: all jobs are finished. 1: a job has failed, and all others are finished. 2: wrong use, a mistake in the
+file, a package that is not installed, a run that began with another config, or a full disk. 75: stopped, or a job was
+interrupted; the same command continues. 130: a second Ctrl-C.
 """
 
 from __future__ import annotations
