@@ -64,7 +64,7 @@ class MonitorConfig:
     """Steps between bit-for-bit comparisons of the weights of all data-parallel replicas, which also precede each
     save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
-    """Reaction to different bits. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
+    """Reaction if bits differ. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
     `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
 
     @property
