@@ -2,10 +2,10 @@
 
     python benchmarks/bench_kl.py [--lengths 4096 16384]
 
-The loss's target, the attention probabilities summed over heads, is ready in memory, because attention kernels compute
-it. Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients.
-graph_ms is the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms,
-gradients_ms and reduce_ms are the kernels for the last last_chunk_rows rows.
+The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
+Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
+the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms, gradients_ms
+and reduce_ms are the kernels for the last last_chunk_rows rows.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """

@@ -6,7 +6,7 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 Every layout has the same number of sequences per device. A layout names its sizes in short
-(whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
+(whole_steps/layout_names.py). The remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
 neither memory nor MFU.
 
 --breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the

@@ -82,8 +82,8 @@ def measure(
         min_runs: runs of a candidate that takes longer than budget_ms / min_runs
         max_runs: runs of a candidate that takes less than budget_ms / max_runs
         rounds: turns per candidate
-        compiled: all kernels of the candidates have run before; saves one run of each
-        flush_l2: overwrite the L2 before each run, as another layer's work would
+        compiled: whether all kernels have run before, which saves the first run of each candidate
+        flush_l2: overwrite the L2 cache before each run, as another layer would
         before: name of a candidate -> function to call before each of its runs, outside the timed region
     """
     schedules, before = {}, before or {}
@@ -123,7 +123,7 @@ def median_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -> list[float]:
-    """Return the ms of each run. Nothing waits between runs, so that the device need not wait for the host."""
+    """Return the ms of each run. The host does not wait between runs, so that the device always has work."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, stop in events:
         if flush is not None:

@@ -79,7 +79,7 @@ def recorded_results(study: Study, out: Path) -> Results:
 def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     """Write the record with the runs that are finished in local folders.
 
-    Returns its files (none if no run is finished), and a line for each run or metric that is missing or was removed.
+    Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
     A run is left out if its records are cut off, or if it began with another config than the study now has. A recorded
     run without a local folder has only its recorded values. With such a run, all runs are compared at the recorded

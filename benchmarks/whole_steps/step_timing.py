@@ -51,7 +51,7 @@ PARTS = (
     ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
 )
 """Maps a part to a pattern of kernel names; the first match counts. `sums by key` are gradients of gathered keys summed
-by key, in attention over key lists and in its loss."""
+by key, for attention and loss over key lists."""
 
 
 @dataclass

@@ -139,7 +139,8 @@ class Tokenizer:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
         Text that spells a special token becomes that token, which `encode` does not do. Only special tokens (control
-        symbols of sentencepiece) split the text, as in transformers' apply_chat_template. The ends of `parts` do not.
+        symbols of sentencepiece) split the text, as in transformers' apply_chat_template. The ends of `parts` do not
+        split it.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)

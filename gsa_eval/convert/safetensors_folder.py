@@ -80,8 +80,8 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Returns a dict tensor -> file, or an empty dict if one file holds all. If both exist, the single file counts, as
-    in transformers."""
+    """Returns a dict tensor -> file, or an empty dict if one file holds all. A single file has precedence over an
+    index, as in transformers."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
             listed = parse_json(read_whole(folder / INDEX))["weight_map"]

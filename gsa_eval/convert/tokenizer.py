@@ -50,7 +50,7 @@ class TokenizerChoice:
 
 
 def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
-    """Load the tokenizer of a transformers folder, with the end of a document and all tokens at which the model stops.
+    """Load the tokenizer of a transformers folder, with its EOS and all tokens at which the model stops.
 
     Raises:
         ValueError: the tokenizer is missing, of an unsupported kind, or its accompanying files are damaged.
@@ -78,8 +78,7 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
 
 
 def _with_eos(path: Path, named: str | None) -> Tokenizer:
-    """Load the tokenizer. If the file itself chooses the token `named`, the fingerprint is the fingerprint of the
-    file."""
+    """Load the tokenizer. If `named` is the file's default EOS, the fingerprint does not contain the EOS."""
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:

@@ -177,8 +177,7 @@ def report(study: Study) -> None:
 
 
 def pack(study: Study, arguments: argparse.Namespace) -> None:
-    """Write the pack that the user asked for. It comes before the report, because it keeps the work of GPUs and a
-    report can be repeated."""
+    """Write the requested pack. This comes before the report, because a pack keeps the work of GPUs."""
     if arguments.pack is not None:
         runs = pack_study(study, read_failures(study.folder), arguments.pack)
         size = arguments.pack.stat().st_size / 2**20
