@@ -30,7 +30,7 @@ MOST = 1.15
 LENGTH, BATCH = 4096, 8
 """Tokens of a sequence, and sequences at once."""
 EVERY = 10
-"""One batch in this number is timed by itself."""
+"""The forward pass of every EVERY-th batch is timed separately."""
 SAMPLE = harness.ROOT / "data" / "sample"
 
 

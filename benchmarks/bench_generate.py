@@ -46,7 +46,7 @@ GROUP = 16
 STANDARD, OUR_STANDARD = "standard", "standard, our products"
 PROMISED_LENGTH = 131072
 PROMISES = {"GSA": 2.0, "GSA groups": 2.0}
-"""Times the standard model's tokens per second, batch 1."""
+"""Promised tokens per second divided by the standard model's, for one sequence."""
 SPARE_BYTES = 8e9
 """Memory not used for weights and caches: it is left for workspaces, logits, torch.compile and graphs."""
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -73,7 +73,7 @@ class Sdpa:
 
 
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
-    """`standard`, also with our products, or one of PROMISES."""
+    """Return the config of a model: STANDARD, OUR_STANDARD or one of PROMISES."""
     model, gsa = shapes["model"], shapes["gsa"]
     sparse = name not in (STANDARD, OUR_STANDARD)
     return GSAConfig(

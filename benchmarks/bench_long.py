@@ -136,7 +136,7 @@ class Case:
     """Size of the lists if a pass makes them."""
     key_group_size: int = 1
     reused: Gathered | None = None
-    """One selection and REUSE layers, of cases that select."""
+    """For cases that select, REUSE layers that share one selection."""
 
 
 def check(report: harness.Report, shape: Shape) -> None:

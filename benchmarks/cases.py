@@ -60,11 +60,11 @@ def attention_inputs(shape: Shape, batch: int, length: int) -> AttentionInputs:
 @dataclass(frozen=True)
 class IndexerInputs:
     q_idx: torch.Tensor
-    """[B, R, HI, DI]; R = L without blocks of queries."""
+    """[B, L, HI, DI]"""
     k_idx: torch.Tensor
     """[B, L, DI]"""
     weight_logits: torch.Tensor
-    """[B, R, HI]"""
+    """[B, L, HI]"""
     score_bias: torch.Tensor | None
     """[HI]"""
     weight_bias: torch.Tensor | None

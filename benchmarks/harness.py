@@ -281,7 +281,7 @@ class Report:
     def bar(
         self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None
     ) -> None:
-        """Store and print whether a promised figure is met. Give one of the two limits. NaN does not meet a bar."""
+        """Store and print whether a promised figure is met. Give one of the two limits. NaN meets no limit."""
         if (at_least is None) == (at_most is None):
             raise ValueError(f"{what}: pass one of at_least and at_most")
         if at_least is not None:

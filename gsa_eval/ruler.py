@@ -23,8 +23,7 @@ class Sample:
     prompt: str
     answers: list[str]
     depth: float | None = None
-    """Place of a single needle, from 0 (the text's beginning) to 1 (its end); in an essay the end of a
-    sentence."""
+    """Place of a single needle, from 0 (the text's beginning) to 1 (its end)."""
     tokens: tuple[int, ...] = ()
     """Tokens of the prompt, if `samples` fitted it into a length."""
 
@@ -106,8 +105,8 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert needles at their shares of the length. An essay's sentence is completed before a needle. Also returns the
-    number of units before each needle."""
+    """Insert needles at `places` from 0 to 1, in an essay after the sentence at that place. Also returns the number of
+    units before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
     for needle, share in zip(needles, places, strict=True):

@@ -88,8 +88,9 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because no
-        time might otherwise be measured. Evaluations always fit, because their training's time includes them."""
+        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because
+        otherwise no time might ever be measured. Evaluations always fit, because their training's time includes
+        them."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))

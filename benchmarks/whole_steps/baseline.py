@@ -87,7 +87,7 @@ class PlainModel(nn.Module):
 
 
 class Baseline:
-    """Implements what the benches read and call of `step_bench.OurTrainee`."""
+    """Implements the members of `step_bench.OurTrainee` that benches use."""
 
     graph_bytes, warm_up_steps = 0, 0
 

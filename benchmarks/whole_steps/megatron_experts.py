@@ -121,7 +121,7 @@ def _difference(ours: MixtureOfExperts, theirs: MoELayer) -> float:
 
 
 class NamedMoELayer(MoELayer):
-    """Gives the parts the names of our layer's parts in traces."""
+    """Names the layer's parts in traces like ours."""
 
     def route(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("router"):

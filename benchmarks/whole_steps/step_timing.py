@@ -63,7 +63,7 @@ class Row:
     host_ms: float
     """The host's time to launch a step."""
     ratio: float
-    """Relative to the first config's steps, taken in turns with these."""
+    """Step time divided by the first config's step time, measured in turns."""
     ratio_error: float
     """Standard error of the ratio."""
     tokens_per_second: float

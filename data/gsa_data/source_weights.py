@@ -60,8 +60,7 @@ def weights_of_lines(sources: LineSources, weights: Mapping[str, float]) -> NDAr
 def copies_in_epoch(
     weights: NDArray[np.float64], offsets: NDArray[np.float64], epoch: int
 ) -> NDArray[np.int64]:
-    """Returns the number of copies of each document in one epoch, [n]. `offsets` has the fixed number u of each
-    document."""
+    """Returns the number of copies of each document in one epoch, [n]. `offsets` has each document's fixed number u."""
     # Both ends use the same expression, so that rounding cannot change the sum over epochs.
     before, after = (np.floor(each * weights + offsets) for each in (epoch, epoch + 1))
     return (after - before).astype(np.int64)

@@ -130,7 +130,7 @@ def validation_blocks(
 
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
     """Yields the tokenized documents of a split, with their EOS, in the order of shards and lines. A bad shard always
-    raises DataFault, because a perplexity of less text would not be comparable."""
+    raises DataFault."""
     reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
         for line in _tokenized(reader.open(relpath, 0, 1, Counter())):
