@@ -36,7 +36,7 @@ class Cursor(NamedTuple):
 LANE_START = Cursor(0, 0, 0, 0)
 
 FILLER = -1
-"""The value of a place in a block without text. The loss does not cover it, and the model reads an EOS."""
+"""Marks a position of a block without text. The loss does not cover it, and the model reads an EOS there."""
 
 
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
