@@ -114,7 +114,7 @@ def attend(x: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Ten
 def kl_backward(
     x: AttentionInputs, indexer: Indexer, lists: KeyLists, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return gradients of the indexer loss over the lists; `lse` is from attention over the same lists."""
+    """Return gradients of the indexer loss over the lists. `lse` is from attention over the same lists."""
     loss, _ = gathered_indexer_loss(
         indexer.inputs.of_kernels,
         lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles),

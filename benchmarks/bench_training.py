@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cells_of(result: Result) -> dict[str, Any]:
-    """Format a line of the printed table; the file lists the ranks separately."""
+    """Format a line of the printed table. The file lists the ranks separately."""
     peak, reserved, predicted = result.peak_gib, result.peak_reserved_gib, result.predicted_gib
     return {
         "model": result.model,

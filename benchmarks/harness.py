@@ -8,7 +8,7 @@
     report.bar("ours / dense at 4096", times["ours"].ms / times["dense"].ms, at_most=2.0)
     sys.exit(report.finish())
 
-`measure`, `capture` and `peak_bytes` need a CUDA device; the rest does not.
+Only `measure`, `capture` and `peak_bytes` need a CUDA device.
 """
 
 import argparse
@@ -228,7 +228,7 @@ def require_cuda() -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Create a parser with the option that all benches have; `description` is the module's docstring."""
+    """Create a parser with the option that all benches have. `description` is the module's docstring."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

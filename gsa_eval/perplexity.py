@@ -118,7 +118,7 @@ def _score_labels(
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 cross-entropy of logits [N, V]. A GPU needs one pass; torch would write the logits twice in
+    """Returns the fp32 cross-entropy of logits [N, V]. A GPU needs one pass. torch would write the logits twice in
     fp32."""
     if logits.is_cuda and len(logits) > 0:
         from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton

@@ -253,8 +253,8 @@ def samples(
 
 
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""Largest error of a token count that is extrapolated from two other sizes: a share of the difference, because essays
-alternate between prose and code, plus one long word."""
+"""Largest error of a token count that is extrapolated from two other sizes. It is a share of the difference, because
+essays alternate between prose and code, plus the tokens of a long word."""
 
 
 def fill(

@@ -2,7 +2,7 @@
 
 `<study>.csv` has each value of each finished run. `records/<study>_runs.csv` has a row for each finished run, and
 `records/<study>_curves.csv` has its losses. All numbers have full precision. A finished run in a local folder replaces
-its record; the records of other runs are kept.
+its record. The records of other runs are kept.
 """
 
 from __future__ import annotations

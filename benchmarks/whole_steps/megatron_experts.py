@@ -157,7 +157,7 @@ class TorchProducts:
     def gmm(
         rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """Multiply rows [M, k], sorted by expert, by weights [experts, k, n] -> [M, n]; counts: int64 [experts], on the
+        """Multiply rows [M, k], sorted by expert, by weights [experts, k, n] -> [M, n]. counts: int64 [experts] on the
         host."""
         assert not trans_b
         return GROUPED_MM(rows, weights, offs=counts.cumsum(0).int().to(rows.device))

@@ -2,7 +2,7 @@
 
 Only the loop, and the names of the parts in traces, are ours. The model uses megatron-core's local layer specification,
 which runs without Transformer Engine and Apex. Attention is torch's scaled_dot_product_attention. Norms and AdamW are
-torch's; the norms do not support sequence parallelism. Fusions that need neither library are on, as in Megatron-LM.
+torch's. These norms do not support sequence parallelism. Fusions that need neither library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations

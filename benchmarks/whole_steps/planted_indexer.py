@@ -60,7 +60,7 @@ def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
 
 
 def plant(model: Model, layers: Sequence[Planted], batch: int) -> None:
-    """Plant projections in the model's indexers, layer by layer; call this before the optimizer is built.
+    """Plant projections in the model's indexers, layer by layer. Call this before the optimizer is built.
 
     Args:
         batch: sequences of a micro-batch, which are all equal

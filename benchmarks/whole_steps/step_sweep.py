@@ -40,7 +40,7 @@ COLUMNS = (
     "other",
     "idle",
 )
-"""Parts of a step in a row; `other` holds all other parts of `step_timing.PARTS`."""
+"""Parts of a step in a row. `other` holds all other parts of `step_timing.PARTS`."""
 
 AIMED = ("gsa", "gsa_rope_reuse")
 AIMS = {4096: 1 / 1.1, 32768: 1.0, 131072: 1.5}
@@ -161,7 +161,7 @@ class Sweep:
         return any(wanted.items() <= row.items() for row in measured)
 
     def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
-        """Measure a case and store its row; return the model if it is the standard one and fits the device."""
+        """Measure a case and store its row. Return the model if it is the standard one and fits the device."""
         subject, failed = None, ""
         cells: Cells = {}
         try:

@@ -50,7 +50,7 @@ PARTS = (
     ("copies, fills", r"memcpy|memset|copy|fill|cat"),
     ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
 )
-"""Maps a part to a pattern of kernel names; the first match counts. `sums by key` are gradients of gathered keys summed
+"""Maps a part to a pattern of kernel names. The first match counts. `sums by key` are gradients of gathered keys summed
 by key, for attention and loss over key lists."""
 
 
@@ -98,7 +98,7 @@ class Subject:
         return time.perf_counter() - began
 
     def host_seconds(self) -> float:
-        """Return the time the host needs to launch a step; the device may continue after it."""
+        """Return the time that the host needs to launch a step. The device may continue after that."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         self.bench.step(self.batches)

@@ -118,8 +118,7 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
 
 
 def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplate | None:
-    """Returns the template next to the tokenizer's file, or None. If there are several, it is the one named
-    `default`."""
+    """Returns the template next to the tokenizer's file, or None. With several, takes the one named `default`."""
     origin, found, special_tokens = _read_template(tokenizer_path, "", reading)
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}

@@ -193,8 +193,7 @@ class LaneReader:
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
 
     def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """Yields documents that were counted before, each from its cursor to its end. A missing document counts as
-        lost."""
+        """Yields documents that were counted before, each from its cursor to its end. A missing document is lost."""
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):

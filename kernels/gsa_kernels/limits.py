@@ -20,8 +20,7 @@ keys and values would fill all registers of a multiprocessor (attention/triton_b
 
 HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
 """Largest shared memory of a program on sm_90, and on sm_86, sm_89 and sm_120. The A100 (sm_80) has 163 KiB. Heads of
-size 256 need Hopper. Smaller heads also run on Ada, where two kernels have smaller tiles (`query_tiles`,
-`backward_tiles`)."""
+size 256 need Hopper. On Ada two kernels have smaller tiles (`query_tiles`, `backward_tiles`)."""
 
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
@@ -126,7 +125,7 @@ SCORED_KEYS = {2: 512, 4: 256}
 
 FUSED_LOSS_HEADS = 4
 """Query heads whose probabilities attention's backward pass sums. The loss then adds these sums. The number of query
-heads per key-value head must be a multiple of 4 (hopper/triton_backward_target.py)."""
+heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
 
 STACKED_MAX_WIDTH = 256
 """Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""

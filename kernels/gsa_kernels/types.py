@@ -114,8 +114,7 @@ class RowSample:
     fraction: float = 1.0
     """1 / n for an integer n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
     seed: int | None = None
-    """Chooses stretches of STRETCH_ROWS rows. A fraction below 1 needs a seed, equal on all ranks that share the
-    rows."""
+    """Chooses the stretches. A fraction below 1 needs a seed, which must be equal on all ranks that share the rows."""
     share: tuple[int, int] = (0, 1)
     """(rank, size): this rank computes every size-th of the chosen stretches, from number `rank` on. The losses and
     gradients of all shares add up to the whole."""

@@ -1,7 +1,7 @@
 """Attention over pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
 The decoding requests are the first of a step, and share their launches. Each other request gathers its keys, and runs
-the kernels of training. B is the number of decoding requests; other letters are as in pages.py.
+the kernels of training. B is the number of decoding requests. Other letters are as in pages.py.
 """
 
 from dataclasses import replace
