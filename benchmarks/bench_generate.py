@@ -10,7 +10,7 @@ in one run.
 `standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
 with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
 backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
-`products`). `standard, our products` is the standard model with our kernels for few rows.
+`products`). `standard, our products` is the standard model with our matrix-product kernels.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
 all steps are at the same position.

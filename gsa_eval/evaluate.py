@@ -154,7 +154,7 @@ def _requests(
 def _nats(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], where: str
 ) -> list[float]:
-    """Returns the score of each continuation after its context. Both together have at most the context's length."""
+    """Returns the score of each continuation after its context. Both together fit the context length."""
     length = arguments.context_length or evaluated.trained_length
     requests = encode_requests(texts, evaluated.tokenizer, length, where)
     sums = np.zeros(len(requests))

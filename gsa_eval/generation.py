@@ -13,7 +13,7 @@ from gsa_data.tokenize import Tokenizer, text_after
 from gsa_hf import GSAForCausalLM
 
 PROMPT_TAIL_TOKENS = 32
-"""Tokens of the prompt that are decoded with a continuation: some tokenizers drop the space of a first token."""
+"""Prompt tokens that are decoded with a continuation, because some tokenizers drop the space of a first token."""
 
 
 class _AtStops(StoppingCriteria):

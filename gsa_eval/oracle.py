@@ -34,7 +34,7 @@ class Form:
     keys: int = 1
     """Number of neighbouring keys that are selected together, by their maximum."""
     per_kv_head: bool = False
-    """Whether each key-value head has its own selection. Otherwise all heads share one, by their mean probability."""
+    """Whether each key-value head has its own selection. Otherwise all heads share one by their mean probability."""
 
     def __str__(self) -> str:
         return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")

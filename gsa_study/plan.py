@@ -123,7 +123,7 @@ def next_job(
     free_devices: int | None,
     fits: Callable[[Job], bool] = lambda job: True,
 ) -> Job | None:
-    """Returns the first due job that can start: its training is finished, enough devices are free, and it fits.
+    """Returns the first due job that can start: its training is finished, enough devices are free, and there is time.
 
     Args:
         free_devices: None on CPUs, where one job runs at a time.

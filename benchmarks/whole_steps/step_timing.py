@@ -68,7 +68,7 @@ class Row:
     """Standard error of the ratio."""
     tokens_per_second: float
     mfu: float
-    """Matrix products of the model's phase, with sparse attention counted as sparse, divided by the device's peak."""
+    """FLOPs per second of the phase's matrix products, divided by the peak. Sparse attention counts selected keys."""
     peak_gib: float
     synchronizations: int
     """How often a step made the host wait for the device."""

@@ -30,7 +30,7 @@ from whole_steps.variants import Variant
 logger = logging.getLogger(__name__)
 
 LEFT_OVER_BYTES = 64 * 2**20
-"""More memory than this after a model is released is a leak: cuBLAS keeps 32 MiB of workspace."""
+"""More memory than this after a model is released is a leak. cuBLAS keeps 32 MiB of workspace."""
 
 
 def run_variants(

@@ -52,7 +52,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 
 def weights_of_lines(sources: LineSources, weights: Mapping[str, float]) -> NDArray[np.float64]:
-    """Returns the weight of each line, [lines]. The weight is 1 for other sources and for lines without a document."""
+    """Returns the weight of each line, [lines], which is 1 for lines and sources without a given weight."""
     by_name = [weights.get(name, 1.0) for name in sources.names]
     return np.array([*by_name, 1.0])[sources.of_line]  # -1 indexes the last
 

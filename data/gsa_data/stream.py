@@ -140,7 +140,7 @@ class BlockStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns all values that fix the order of blocks, except the weights of sources. All ranks have the same."""
+        """Returns the values, equal on all ranks, that fix the order of blocks, except the weights of sources."""
         return dict(self._identity)
 
     @property

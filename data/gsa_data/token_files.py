@@ -1,4 +1,4 @@
-"""Read folders of tokens, which `prepare.py tokens` writes. The files are memory-mapped, in the order of their source.
+"""Read folders of tokens, which `prepare.py tokens` writes. The files are memory-mapped, and keep the source's order.
 
 For every shard of the source the folder has two files at the same relative path:
 

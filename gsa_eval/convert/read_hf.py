@@ -71,7 +71,7 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
 
 
 def check_files(folder: Path) -> None:
-    """Check files before transformers opens them, because it blocks on a pipe and parses JSON of any depth.
+    """Check files before transformers opens them, because transformers blocks on a pipe and parses JSON of any depth.
 
     Raises:
         ValueError: a file of the folder must not be read.

@@ -150,7 +150,7 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
 
 
 def last_read(read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Wrap `read` with a cache of the last tensor, because several tensors in a row are made from one."""
+    """Wrap `read` with a cache of the last tensor, because consecutive tensors may be made from one."""
     kept: dict[str, torch.Tensor] = {}
 
     def reader(name: str) -> torch.Tensor:

@@ -65,7 +65,7 @@ def decode(
     caches: Caches,
     shared: LayerCache,
 ) -> torch.Tensor:
-    """Return the attention [B, H, D] of the queries [B, H, D], the first of the step."""
+    """Return the attention [B, H, D] of the decoding requests' queries [B, H, D]."""
     keys, indexer_keys = caches
     k, v = keys.key_and_value()
     cache, config = replace(shared, k=k, v=v), attention.config

@@ -110,7 +110,7 @@ class PageBackend(AttentionBackend):
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """Rows [heads, width] of tokens in pages. vLLM finds the cache by its name, and allocates by its specification.
+    """Holds rows [heads, width] of tokens in pages. vLLM finds the cache by name, and allocates by specification.
 
     Args:
         kind: `FullAttentionSpec` for rows of a key and a value of this size, `MLAAttentionSpec` for rows of a key alone
