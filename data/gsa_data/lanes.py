@@ -93,8 +93,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields (document, copy) of all slots from the given slot on. `first_in_any_case` includes the given slot even
-        if no document has this copy."""
+        """Yields all slots (document, copy) from the given slot on. `first_in_any_case` includes the given slot even if
+        its document has no such copy."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy

@@ -69,8 +69,8 @@ def copies_in_epoch(
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns the numbers u in [0, 1), [n], of the documents in these lines of the shard with the 64-bit hash `key`.
 
-    u is the output of the generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-    number generators"). Integer arithmetic gives the same result on every machine.
+    A document's u is the output of the generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable
+    pseudorandom number generators"). Integer arithmetic gives the same result on every machine.
     """
     state = (lines.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.array(
         [key], np.uint64

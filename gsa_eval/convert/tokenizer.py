@@ -103,8 +103,8 @@ def write_tokenizer(
     Args:
         max_length: tokens of a training sequence.
         companions: the template of the training conversations, and the special tokens.
-        was_trained: the model was trained here, where no token is added to a text. False for an imported model, whose
-            tokenizer keeps the tokens that it adds to a text.
+        was_trained: whether the model was trained here, where no token is added to a text. The tokenizer of an imported
+            model may add tokens.
 
     Raises:
         ValueError: AutoTokenizer gives other ids for some text.
