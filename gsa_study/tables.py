@@ -114,8 +114,8 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """Return a row per arm: the study's first metric minus the first arm's with the same seed. Arms that share fewer
-    than two seeds with the first arm are left out."""
+    """Return a row per arm: the study's first metric minus its value for the first arm and the same seed. Arms that
+    share fewer than two seeds with the first arm are left out."""
     if not results.columns:
         return []
     first, column = results.arms[0], results.columns[0]

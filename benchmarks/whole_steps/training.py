@@ -1,5 +1,5 @@
 """Runs whole models, layout by layout, in one world of ranks, and measures speed and memory of each. The models are
-ours by their configs, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py plans them."""
+ours, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py plans them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def parquet_rows(
 
 def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], str]:
     """Returns every row in file order, and the shard's damage ("" if it is intact). A row is a dictionary with
-    `messages`, `tools` and the source, as in a line of JSON, or None if the row is not UTF-8."""
+    `messages`, `tools` and the source, or None if it is not UTF-8."""
     arrow = require_pyarrow(shard)
     rows: list[dict[str, Any] | None] = []
     try:

@@ -42,8 +42,8 @@ GSA_FIELDS = {
     "k_base": "index_topk",
     "selection_reuse": "index_topk_freq",
 }
-"""Field of `gsa` -> field of transformers. Four of our names differ, because transformers uses them for other sparse
-models. `layer_types` represents `gsa.attention`. Other fields say how to train, and with which kernels."""
+"""Field of `gsa` -> field of transformers. Four fields have names that transformers also uses for other sparse models.
+`layer_types` represents `gsa.attention`. Other fields say how to train, and with which kernels."""
 MOE_FIELDS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",

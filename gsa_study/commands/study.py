@@ -6,7 +6,7 @@
     python launch/study.py --study FILE --report [key=value ...]
 
 The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
-them. --pack also packs what another machine needs to continue. After any end, the same command continues.
+them. --pack also packs what another machine needs to continue. Whenever it ends early, the same command continues.
 
 Exit code 0: all jobs are finished. 1: a job has failed, and all others are finished. 2: wrong use, a mistake in the
 file, a package that is not installed, a run that began with another config, or a full disk. 75: stopped, or a job was
