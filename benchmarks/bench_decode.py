@@ -1,12 +1,12 @@
-"""Compares GSA decoding with dense decoding: one token per sequence, each in a CUDA graph, on one CUDA device.
+"""Compares GSA decoding with dense decoding, one token per sequence in a CUDA graph, on one CUDA device.
 
     python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--page-sizes 16 64 128]
 
 A graph runs the attention of several layers, each with its own caches, so that the L2 cache holds none of them. Times
 are medians in microseconds per layer. Dense rows are the torch SDPA backends that support the case, and a split-key
-Triton kernel with the same structure as GSA's. `GSA token` is scores, selection and attention, and `GSA attention` is
-attention alone. `bound_us` is the time to read the required bytes at the bandwidth of a device copy. `speedup` is
-relative to the fastest dense row. The shapes are those in configs/gsa_7b.yaml, in bf16.
+Triton kernel with the structure of the GSA kernel. `GSA token` includes scores, selection and attention. `GSA
+attention` is attention alone. `bound_us` is the time to read the required bytes at the bandwidth of a device copy.
+`speedup` is relative to the fastest dense row. The shapes are those in configs/gsa_7b.yaml, in bf16.
 
 With `--page-sizes` the bench instead compares GSA over pages of the cache, in random order, with GSA over a contiguous
 cache. The shape is the one in configs/gsa_1.7b.yaml, with a fixed budget.
@@ -35,7 +35,7 @@ CACHE_BYTES = 10e9
 """Total size of the caches of all layers in a graph."""
 MAX_LAYERS = 16
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""MATH is left out, because it copies the cache several times and takes 50 times as long."""
+"""MATH is left out, because it copies the cache several times."""
 TOLERANCE = 1e-2
 SELECTED = 2048
 """Keys per query."""
@@ -43,7 +43,7 @@ PROMISED_LENGTH = 131072
 PROMISE = 5.0
 """Promised speed of `GSA token` relative to the fastest dense decoding."""
 PROMISED_SLOWDOWN = 1.15
-"""Promised time over pages relative to the time over a contiguous cache."""
+"""Largest promised ratio of the time over pages to the time over a contiguous cache."""
 
 
 class Shape(NamedTuple):
@@ -130,7 +130,7 @@ def _dense_part_kernel(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One program attends to one part of the keys of one key-value head; length is a multiple of SPLITS * KEYS."""
+    """One program attends to one part of the keys of one key-value head. `length` is a multiple of SPLITS * KEYS."""
     split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     rows, dims = tl.arange(0, 16), tl.arange(0, D)

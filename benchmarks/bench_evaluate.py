@@ -30,7 +30,7 @@ MOST = 1.15
 LENGTH, BATCH = 4096, 8
 """Tokens of a sequence, and sequences at once."""
 EVERY = 10
-"""One batch in this number is timed by itself."""
+"""The forward pass of every EVERY-th batch is timed separately."""
 SAMPLE = harness.ROOT / "data" / "sample"
 
 
@@ -91,7 +91,7 @@ def copy_sample(folder: Path, tokens: int) -> None:
 
 
 def time_forward(model: GSAForCausalLM, pieces: list[Piece]) -> float:
-    """Return the seconds for all pieces, measured on one batch in EVERY."""
+    """Return the seconds for all pieces, estimated from every EVERY-th batch."""
     batches = [pieces[first : first + BATCH] for first in range(0, len(pieces) - BATCH + 1, BATCH)][::EVERY]
     inputs = [
         torch.stack([torch.from_numpy(piece.tokens[:-1]).long() for piece in each]).cuda() for each in batches

@@ -10,7 +10,7 @@ in one run.
 `standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
 with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
 backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
-`products`). `standard, our products` is the standard model with our kernels for few rows.
+`products`). `standard, our products` is the standard model with our matrix-product kernels.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
 all steps are at the same position.
@@ -46,14 +46,14 @@ GROUP = 16
 STANDARD, OUR_STANDARD = "standard", "standard, our products"
 PROMISED_LENGTH = 131072
 PROMISES = {"GSA": 2.0, "GSA groups": 2.0}
-"""Times the standard model's tokens per second, batch 1."""
+"""Promised tokens per second divided by the standard model's, for one sequence."""
 SPARE_BYTES = 8e9
 """Memory not used for weights and caches: it is left for workspaces, logits, torch.compile and graphs."""
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 """MATH is left out, because it copies the cache several times."""
 CUDNN_WITHIN = 1.03
-"""cuDNN is used if one layer's attention takes at most this multiple of the fastest backend's time. At 16 sequences of
-128K tokens, flash was slightly faster per layer, but cuDNN was faster in the whole step (e8920a8c, 74fdd2d)."""
+"""cuDNN is used if one layer's attention takes at most this multiple of the fastest backend's time. cuDNN may be slower
+in one layer and still faster in the whole step."""
 TOLERANCE = 2e-2
 ROOM_TOKENS = 64
 """Slots after the filled ones. Steps write into the first one."""
@@ -73,7 +73,7 @@ class Sdpa:
 
 
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
-    """`standard`, also with our products, or one of PROMISES."""
+    """Return the config of a model: STANDARD, OUR_STANDARD or one of PROMISES."""
     model, gsa = shapes["model"], shapes["gsa"]
     sparse = name not in (STANDARD, OUR_STANDARD)
     return GSAConfig(
@@ -147,7 +147,7 @@ def weight_bytes(decoder: FusedDecoder) -> int:
 
 
 def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
-    """Return the bytes of weights, counted twice (the model's and the joined ones), and caches, in bf16."""
+    """Return the bytes of weights and caches in bf16. The model and its joined projections both hold the weights."""
     hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     row = 0
     if config.indexer_layer(0) is not None:
@@ -164,8 +164,8 @@ def fitting_layers(needed: Callable[[int], int], most: int) -> int:
 
 
 def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple[Sdpa, dict[str, float]]:
-    """Choose a backend by the time of one layer's attention, and return the microseconds of all that support it. If
-    times are about equal, cuDNN is chosen."""
+    """Choose a backend by the time of one layer's attention, and return the microseconds of all backends that support
+    it. If times are about equal, cuDNN is chosen."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)
@@ -202,7 +202,7 @@ def open_decoder(
     arguments: argparse.Namespace,
     device: str,
 ) -> FusedDecoder:
-    """Return a model with full caches; the next token goes to slot `filled`, which `ROOM_TOKENS` slots follow."""
+    """Return a model with full caches. The next token goes to slot `filled`, and `ROOM_TOKENS` slots follow it."""
     config = model_config(name, layers, filled + ROOM_TOKENS, arguments.shapes)
     products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, "auto")
     decoder = FusedDecoder(make_model(config, device), True, products)
@@ -221,8 +221,7 @@ def capture(
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[Step, Step]:
-    """Capture the step at the decoder's position. Return it, and a function that resets the counters, which the step
-    advances."""
+    """Capture the step at the decoder's position. Return the graph, and a function that resets the token counters."""
     filled = int(decoder.slot)
     with attends():
         wanted = decoder.step().clone()
@@ -330,7 +329,7 @@ def measure(
 
 
 def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
-    """Return the bytes that a step must read: weights, keys and values attended to, indexer keys."""
+    """Return the bytes that a step must read: weights, attended keys and values, and indexer keys."""
     config = decoder.config
     token = 4 * config.num_key_value_heads * config.head_dim
     per_layer = float(batch * filled * token)

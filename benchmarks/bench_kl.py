@@ -1,11 +1,11 @@
-"""Times the indexer KL, value and all gradients, on one CUDA device, and checks both first.
+"""Times value and gradients of the indexer's KL loss on one CUDA device, after checking both.
 
     python benchmarks/bench_kl.py [--lengths 4096 16384]
 
-The target is ready in memory, because attention's kernels compute it. The attended set is all causal keys, or about
-2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is the same as a CUDA graph, without the time of
-the host where a launch takes longer than a kernel. value_only_ms leaves out the gradients. stats_ms, gradients_ms and
-reduce_ms are the kernels for the last last_chunk_rows rows.
+The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
+Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
+the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms, gradients_ms
+and reduce_ms are the kernels for the last last_chunk_rows rows.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """
@@ -69,7 +69,7 @@ def make_case(length: int, attended: str) -> Case:
 
 
 def make_target(length: int) -> torch.Tensor:
-    """Sum a peaked softmax over 16 heads: fp32 [1, L, L], NaN where a key is not causal."""
+    """Return a random target: a peaked softmax summed over 16 heads, fp32 [1, L, L], NaN where a key is not causal."""
     rng = torch.Generator(cases.DEVICE).manual_seed(1)
     target = torch.empty(1, length, length, device=cases.DEVICE)
     keys = torch.arange(length, device=cases.DEVICE)

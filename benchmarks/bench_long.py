@@ -16,9 +16,9 @@ kl_ms: value and gradients of the indexer loss, which only both_kl_ms includes.
 mean_k: mean budget of `selected` rows; the random lists have k = 2048.
 peak_gib: peak memory of a forward and backward pass in addition to its inputs, with the lists if the pass makes them.
 
-The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the keys of one query.
-Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition, because dense
-attention takes minutes there.
+The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the number that one
+query selects. Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition,
+because dense attention takes minutes there.
 
 `--selection` uses the selections of a trained model's layers in real text instead. launch/export_indexer.py writes one
 file for each length.
@@ -56,7 +56,7 @@ HEADS = 8
 """Indexer heads of the recommended configs."""
 GROUP, REUSE = 16, 4
 LIKENESS = 0.9
-"""Similarity of neighbouring queries' indexer inputs, which gives r near 4 at 128K tokens and k = 2048."""
+"""Similarity of neighbouring queries' indexer inputs. It gives a union ratio near 4 at 128K tokens and k = 2048."""
 
 PROMISES = (
     # Fields: attention, r, length, column, slower attention, promised ratio per shape.
@@ -114,7 +114,7 @@ def attend(x: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Ten
 def kl_backward(
     x: AttentionInputs, indexer: Indexer, lists: KeyLists, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return gradients of the indexer loss over the lists; `lse` is from attention over the same lists."""
+    """Return gradients of the indexer loss over the lists. `lse` is from attention over the same lists."""
     loss, _ = gathered_indexer_loss(
         indexer.inputs.of_kernels,
         lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles),
@@ -136,7 +136,7 @@ class Case:
     """Size of the lists if a pass makes them."""
     key_group_size: int = 1
     reused: Gathered | None = None
-    """One selection and REUSE layers, of cases that select."""
+    """For cases that select, REUSE layers that share one selection."""
 
 
 def check(report: harness.Report, shape: Shape) -> None:

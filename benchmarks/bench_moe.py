@@ -10,14 +10,14 @@ holds the training state. The default of 18 layers and 16 experts needs a device
 experts, each layer equals a layer of the whole model. All models have the same micro-batch. The
 micro-batch is the largest of 1, 2 and 4 sequences for which all models fit by the memory estimate.
 
-`standard_graphs` and `gsa_graphs` are the same models with `train.cuda_graphs`. The bar compares the faster variant of
-GSA, with or without graphs, with the faster variant of the standard model.
+`standard_graphs` and `gsa_graphs` are the same models with `train.cuda_graphs`. The promised ratio compares the faster
+variant of GSA, with or without graphs, with the faster standard variant.
 
 `standard_grouped` uses megatron-core's own mixture with the same weights: its router, its dispatcher, and GroupedMLP
 (whole_steps/megatron_experts.py lists what works without Transformer Engine). Attention, norms, loss, optimizer and
-tokens are the same. Before the first step the outputs of both mixtures for random tokens are compared, and a difference
-beyond rounding is WRONG. The learning rate is 0, so that weights and routing stay the same in all models. `load_max` is
-the largest expert's load divided by the mean.
+tokens are the same. Before the first step the outputs of both mixtures for random tokens are compared. A difference
+beyond rounding is reported as WRONG. The learning rate is 0, so that weights and routing stay the same in all models.
+`load_max` is the largest expert's load divided by the mean.
 
 The models take turns in `--rounds` rounds. Each round builds and warms up each model again, because the models do not
 fit into memory together. In each round a model's step time is divided by the step time of the standard model without
@@ -239,7 +239,7 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
 
 
 def faster_way(found: dict[str, Found], kind: str) -> str:
-    """Return the name of the kind's model with the shortest steps, with our mixture."""
+    """Return the name of the model of this kind with the shortest steps, among models with our mixture of experts."""
     ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
     return min(ways, key=lambda name: (bool(found[name].failed), median_step(found[name])))
 
@@ -250,7 +250,7 @@ def median_step(found: Found) -> float:
 
 
 def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
-    """Return the ratio of the times in neighbouring turns: median and its standard error."""
+    """Return the median ratio of the step times in neighbouring turns, and its standard error."""
     if one.failed or reference.failed:
         return float("nan"), float("nan")
     pairs = zip(one.step_seconds, reference.step_seconds, strict=True)

@@ -2,11 +2,12 @@
 
     python benchmarks/bench_selection.py [--lengths 4096 32768]
 
-For each length it times the score pass and the selection pass over the same chunks of rows. It times both together as
-`select_keys` runs them, by all scores (select_keys_ms) and by candidates (candidates_ms). It times `select_key_lists`
-in both ways (lists_ms, candidate_lists_ms), and torch.topk over the same scores (only its sort). best_ratio is the
-faster way to the lists divided by the score pass. TFLOP/s count the products of the causal pairs, 2 HI DI each. GB/s
-count one write (scores) or one read (selection) of each causal score.
+The bench times the score pass and the selection pass over the same chunks of rows. select_keys_ms is both passes in
+`select_keys`, over all scores. candidates_ms searches only candidates (keys whose score reaches an estimated
+threshold). lists_ms and candidate_lists_ms are `select_key_lists` in these two ways. best_ratio is the smaller of these
+two times divided by the time of the score pass. torch.topk over the same scores is only a sort. TFLOP/s count 2 HI DI
+operations per causal pair (HI heads of size DI). GB/s count one write (scores) or read (selection) of each causal
+score.
 """
 
 import sys
@@ -33,7 +34,7 @@ from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 RULE = BudgetRule(K_BASE, K_MIN, K_MAX)
 CANDIDATES_FROM = 8192
-"""Keys of the first row that is selected by candidates, in the runs that select so."""
+"""Number of keys from which a row is selected by candidates, in the runs that use candidates."""
 
 
 def measure(report: harness.Report, length: int) -> None:

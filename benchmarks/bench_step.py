@@ -8,19 +8,18 @@ Each config runs its last phase on random tokens with initial weights, one docum
 for one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
 `baseline_float8_1.7b` needs torchao. The last default config trains its indexer on a quarter of the queries. Step times
 are medians over unlogged steps. Each config takes turns with the first one, step by step, because the clock of a device
-changes with its temperature. `ratio` is the median ratio of neighbouring steps, with its standard error. Ratios differ
-by some thousandths between devices of one kind. The table by part is one profiled step, in ms per sequence: the kernels
-of each part, and `idle`, the time without any kernel.
+changes with its temperature. `ratio` is the median ratio of neighbouring steps, with its standard error. The table by
+part shows the kernel time of one profiled step in ms per sequence. `idle` is the time without any kernel.
 
 --lengths (`make bench-step`) measures standard models (cuDNN) and GSA over lengths (whole_steps/step_sweep.py). The
 models have few layers, but their real embedding and head. Each row is saved at once in bench_step_lengths.json. A later
 call measures only cases that have no row for its device and commit.
 
 `speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
-the host's time to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which
-projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a trained model).
-Models named `..._graphs` run with train.cuda_graphs. Their `peak_gib` includes the graphs' memory.
-`layer_ms` and the step of the whole model follow from two depths. `--layers 24` measures whole models without scaling.
+the host's time to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` names the
+projections that replace the random ones. With `alike` the queries of a tile are similar, so that r is as in a trained
+model. Models named `..._graphs` run with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms`
+and the step of the whole model are extrapolated from two depths. `--layers 24` measures whole models.
 """
 
 import dataclasses

@@ -6,14 +6,14 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 Every layout has the same number of sequences per device. A layout names its sizes in short
-(whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
+(whole_steps/layout_names.py). The remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
 neither memory nor MFU.
 
 --breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
 time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other
 ranks, with the largest time over the ranks. `idle` is the time without kernels. All these times add up to the traced
-step, which is slower than the measured step. The time of the parts includes communication that runs beside other
-kernels (`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
+step, which is slower than the measured step. The time of the parts includes communication that overlaps other kernels
+(`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cells_of(result: Result) -> dict[str, Any]:
-    """Format a line of the printed table; the file lists the ranks separately."""
+    """Format a line of the printed table. The file lists the ranks separately."""
     peak, reserved, predicted = result.peak_gib, result.peak_reserved_gib, result.predicted_gib
     return {
         "model": result.model,

@@ -60,11 +60,11 @@ def attention_inputs(shape: Shape, batch: int, length: int) -> AttentionInputs:
 @dataclass(frozen=True)
 class IndexerInputs:
     q_idx: torch.Tensor
-    """[B, R, HI, DI]; R = L without blocks of queries."""
+    """[B, L, HI, DI]"""
     k_idx: torch.Tensor
     """[B, L, DI]"""
     weight_logits: torch.Tensor
-    """[B, R, HI]"""
+    """[B, L, HI]"""
     score_bias: torch.Tensor | None
     """[HI]"""
     weight_bias: torch.Tensor | None
@@ -118,7 +118,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """Draw int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
+    """Draw int32 [B, L, ceil(L / 32)]. Query t selects causal keys with probability selected / (t + 1), and key 0."""
     keys = torch.arange(length, device=DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large

@@ -71,7 +71,7 @@ class OnGpu(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Compiled:
-    """Describes one kernel as compiled for one launch. Sizes are in bytes; a thread's stack holds spilled registers."""
+    """Describes one kernel as compiled for one launch. Sizes are in bytes. A thread's stack holds spilled registers."""
 
     name: str
     faults: tuple[str, ...]

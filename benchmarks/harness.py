@@ -8,7 +8,7 @@
     report.bar("ours / dense at 4096", times["ours"].ms / times["dense"].ms, at_most=2.0)
     sys.exit(report.finish())
 
-`measure`, `capture` and `peak_bytes` need a CUDA device; the rest does not.
+Only `measure`, `capture` and `peak_bytes` need a CUDA device.
 """
 
 import argparse
@@ -82,8 +82,8 @@ def measure(
         min_runs: runs of a candidate that takes longer than budget_ms / min_runs
         max_runs: runs of a candidate that takes less than budget_ms / max_runs
         rounds: turns per candidate
-        compiled: all kernels of the candidates have run before; saves one run of each
-        flush_l2: overwrite the L2 before each run, as another layer's work would
+        compiled: whether all kernels have run before, which saves the first run of each candidate
+        flush_l2: overwrite the L2 cache before each run, as another layer would
         before: name of a candidate -> function to call before each of its runs, outside the timed region
     """
     schedules, before = {}, before or {}
@@ -123,7 +123,7 @@ def median_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -> list[float]:
-    """Return the ms of each run. Nothing waits between runs, so that the device need not wait for the host."""
+    """Return the ms of each run. The host does not wait between runs, so that the device always has work."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, stop in events:
         if flush is not None:
@@ -188,8 +188,8 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def commit() -> str:
-    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from it. Set the variable
-    if a copy of the tree has no repository, or an old one."""
+    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from the commit. Set
+    GSA_COMMIT if a copy of the tree has no repository, or an old one."""
     found = os.environ.get("GSA_COMMIT", "")
     # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():
@@ -216,7 +216,7 @@ def environment() -> dict[str, str]:
 
 
 def require_cuda() -> None:
-    """Exit with a message if nothing can be measured; reject kernels that Triton compiles wrongly."""
+    """Exit with a message if there is no CUDA device, or if Triton compiles kernels wrongly."""
     if not torch.cuda.is_available():
         sys.exit("No CUDA device here. Where there is one: make bench PYTHON=<a Python whose torch has CUDA>")
     from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # found by the path above
@@ -228,7 +228,7 @@ def require_cuda() -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Create a parser with the option that all benches have; `description` is the module's docstring."""
+    """Create a parser with the option that all benches have. `description` is the module's docstring."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,7 +270,7 @@ class Report:
             self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
 
     def row(self, **cells: Cell) -> None:
-        """Store and print a row; a change of columns begins a new table."""
+        """Store and print a row. A change of columns begins a new table."""
         if list(cells) != list(self._columns):
             self._columns = {name: column_format(name, cell) for name, cell in cells.items()}
             print("\n" + table_line(self._columns, {name: name for name in cells}))
@@ -281,7 +281,7 @@ class Report:
     def bar(
         self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None
     ) -> None:
-        """Store and print whether a promised figure is met. Give one of the two limits. NaN does not meet a bar."""
+        """Store and print whether a promised figure is met. Give one of the two limits. NaN meets no limit."""
         if (at_least is None) == (at_most is None):
             raise ValueError(f"{what}: pass one of at_least and at_most")
         if at_least is not None:

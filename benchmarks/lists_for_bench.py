@@ -10,11 +10,11 @@ from gsa_kernels.packed_mask import int32_words
 def random_lists(
     batch: int, length: int, k: int, ratio: float, device: torch.device | str, seed: int
 ) -> KeyLists:
-    """Build lists in which every query selects k keys, and the queries of a tile together ratio * k.
+    """Build lists in which every query selects k keys, and the queries of a tile together select ratio * k keys.
 
-    A tile lists n = ratio * k random causal keys of its first query, or all of them if there are fewer. The ratio must
-    be from 1 to the number of queries in a tile. Each query selects exactly k of the n keys, evenly spaced. The offsets
-    of the queries differ so that each key is selected.
+    The list of a tile has n = ratio * k random causal keys of the tile's first query, or all its keys if it has fewer.
+    The ratio must be from 1 to the number of queries in a tile. Each query selects exactly k of the n keys, evenly
+    spaced. The offsets of the queries differ so that each key is selected.
     """
     tiles = -(-length // TILE_QUERIES)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -42,7 +42,7 @@ def random_lists(
 
 
 def _entries(counts: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number within its list, and the list, of every entry of all lists."""
+    """Return for every entry its number within its list, and the number of the list."""
     owner = torch.repeat_interleave(counts)
     return torch.arange(len(owner), device=counts.device) - starts[owner], owner
 

@@ -121,7 +121,7 @@ LEAST_SPARSE_SHARE = 0.5
 
 
 def sparse_share(parts: NDArray[np.int64], k_base: int) -> float:
-    """Returns the share of queries with more than k_base causal keys, if attention ends with the document.
+    """Returns the share of queries with more than k_base causal keys, if queries attend only within their document.
 
     Args:
         parts: number of tokens of each document, or part of a document, in a sequence

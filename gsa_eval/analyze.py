@@ -28,7 +28,7 @@ from gsa_train.metrics.record_format import to_strict
 LEAST_TOKENS, MOST_TOKENS = 2, 4096
 """Bounds of a text's length. A layer's probabilities, [heads, tokens, tokens], are held in memory."""
 MOST_DOCUMENTS = 100
-"""Number of documents of validation text to read; the longest is used."""
+"""Number of documents of validation text to read. The longest is used."""
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from gsa_hf.gates_gsa import opening
 from gsa_train.model.probes.measured_queries import LEAST_KEYS
 
 BOUNDED = ("sigmoid", "ns_sigmoid")
-"""Values of `gsa.gate_activation` with outputs from 0 to 1; other gates are unbounded, and not recorded."""
+"""Values of `gsa.gate_activation` with outputs from 0 to 1. Other gates are unbounded, and not recorded."""
 GATE_BINS = 20
 """Number of equal bins from 0 to 1."""
 

@@ -95,7 +95,7 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _warn_of_length(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> None:
-    """Warn if the model has seen no such positions in training and its rotary embedding is not scaled."""
+    """Warn if texts are longer than sequences in training, and no setting of the rotary embedding is given."""
     length = max([arguments.context_length or 0, *arguments.ruler])
     rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
     if length > evaluated.trained_length and not rotary:
@@ -154,7 +154,7 @@ def _requests(
 def _nats(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], where: str
 ) -> list[float]:
-    """Returns the score of each continuation after its context. Both together have at most the context's length."""
+    """Returns the score of each continuation after its context. Both together fit the context length."""
     length = arguments.context_length or evaluated.trained_length
     requests = encode_requests(texts, evaluated.tokenizer, length, where)
     sums = np.zeros(len(requests))
@@ -190,7 +190,7 @@ def _texts(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> Iterator
 
 
 def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str, Reading]:
-    """Returns the text's field and reading limits, which together decide which text a folder holds.
+    """Returns the field of documents' text, and the reading limits. Both decide which text is read from a folder.
 
     Args:
         config: config of the run that the text belongs to; None: it belongs to no run.

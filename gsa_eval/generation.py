@@ -13,7 +13,7 @@ from gsa_data.tokenize import Tokenizer, text_after
 from gsa_hf import GSAForCausalLM
 
 PROMPT_TAIL_TOKENS = 32
-"""Tokens of the prompt that are decoded with a continuation: some tokenizers drop the space of a first token."""
+"""Prompt tokens that are decoded with a continuation, because some tokenizers drop the space of a first token."""
 
 
 class _AtStops(StoppingCriteria):
@@ -41,11 +41,10 @@ def continue_prompts(
     batch_size: int = 1,
     **sampling: Any,
 ) -> list[str]:
-    """Returns the text of each continuation up to a token of `tokenizer.stop_ids`, or up to the first of `stops`,
-    excluded.
+    """Returns the text of each continuation before the first token of `tokenizer.stop_ids` or text of `stops`.
 
-    A stop may name a special token. The text has no special tokens. Ids beyond the tokenizer's last token, which a
-    padded vocabulary has, are never generated.
+    A stop may name a special token. The returned text has no special tokens. Ids beyond the tokenizer's last token,
+    which a padded vocabulary has, are never generated.
 
     Args:
         prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.

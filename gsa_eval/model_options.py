@@ -1,4 +1,4 @@
-"""Options that name the model of a command, and the check for the packages that read it."""
+"""Define the options that name the model of a command, and check the packages that read the model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measure retrieval of a model whose attention reads only the keys that a perfect indexer selects.
 
-The selection uses the model's own attention probabilities. It is therefore the upper bound for a learned indexer of
+The selection uses the model's own attention probabilities. Its retrieval is the upper bound for a learned indexer of
 the same form. The form is the number of queries that share a selection, and the number of keys that are selected
 together. Letters in shapes: H query heads, Hkv key-value heads, G heads that share a selection, D head size, L tokens,
 C queries of a chunk.
@@ -34,7 +34,7 @@ class Form:
     keys: int = 1
     """Number of neighbouring keys that are selected together, by their maximum."""
     per_kv_head: bool = False
-    """Whether each key-value head has its own selection. Otherwise all heads share one, by their mean probability."""
+    """Whether each key-value head has its own selection. Otherwise all heads share one by their mean probability."""
 
     def __str__(self) -> str:
         return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")

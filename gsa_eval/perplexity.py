@@ -22,8 +22,8 @@ FIRST_BUCKET_TOKENS = 16
 
 
 def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
-    """Returns entries of results.json. They are `loss` (nats per scored label), `perplexity`, `bits_per_byte`, and
-    `loss_by_position`, by the number of tokens that the model sees."""
+    """Returns entries of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`, and
+    `loss_by_position` (loss by the number of tokens that the model sees)."""
     begin = time.perf_counter()
     scored = token_losses(model, text.pieces, batch_size)
     labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
@@ -57,7 +57,7 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
-    """Yields the scores of each piece, the longest first. Padding follows a sequence, where no query looks."""
+    """Yields the scores of each piece, the longest first. Padding comes after a sequence, so no query attends to it."""
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
     under_way: tuple[list[int], list[int], LabelScores] | None = None
     for first in range(0, len(order), batch_size):
@@ -118,7 +118,7 @@ def _score_labels(
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 cross-entropy of logits [N, V]. A GPU needs one pass; torch would write the logits twice in
+    """Returns the fp32 cross-entropy of logits [N, V]. A GPU needs one pass. torch would write the logits twice in
     fp32."""
     if logits.is_cuda and len(logits) > 0:
         from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton

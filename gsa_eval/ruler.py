@@ -23,8 +23,7 @@ class Sample:
     prompt: str
     answers: list[str]
     depth: float | None = None
-    """Place of a single needle, from 0 (the text's beginning) to 1 (its end); in an essay the end of a
-    sentence."""
+    """Place of a single needle, from 0 (the text's beginning) to 1 (its end)."""
     tokens: tuple[int, ...] = ()
     """Tokens of the prompt, if `samples` fitted it into a length."""
 
@@ -106,7 +105,7 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert needles at their shares of the length, in an essay after the sentence there. Also returns the number of
+    """Insert needles at `places` from 0 to 1, in an essay after the sentence at that place. Also returns the number of
     units before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
@@ -254,15 +253,15 @@ def samples(
 
 
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""Largest deviation of a prompt's tokens from the line through two other sizes: a share of the difference, because
-essays alternate between prose and code, plus one long word."""
+"""Largest error of a token count that is extrapolated from two other sizes. It is a share of the difference, because
+essays alternate between prose and code, plus the tokens of a long word."""
 
 
 def fill(
     make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
 ) -> tuple[int, Sample]:
-    """Returns the most units, to 1%, with which a prompt has at most `room_tokens`, and that sample with its tokens.
-    Prompts far from the limit are judged by linear extrapolation from two tokenized prompts, because tokenizing is
+    """Returns the largest number of units, within 1%, for a prompt of at most `room_tokens`, and the sample of that
+    size. Prompts far from the limit are judged by extrapolation from two tokenized prompts, because tokenizing is
     slow."""
     made: dict[int, Sample] = {}
     without_words: dict[int, TooFewWords] = {}

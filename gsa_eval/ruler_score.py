@@ -44,9 +44,9 @@ def answer_score(answer: str, expected: Sequence[str]) -> float:
 
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `scores` by length and task, their `mean` by length, from 0 to 100, the standard errors of both (with one
-    sample NaN), and `effective_length`: the longest with a mean of at least `THRESHOLD`, or None. `needles`: score and
-    depth of each single needle.
+    """Returns `scores` by length and task and their `mean` by length, both from 0 to 100, with their standard errors
+    (NaN for one sample). `effective_length` is the longest length with a mean of at least `THRESHOLD`, or None.
+    `needles` has score and depth of each single needle.
 
     Raises:
         ValueError: an unknown task, a task whose material is missing, or a length that is too short for a task.

@@ -48,7 +48,7 @@ class TextOptions:
     attend_across_documents: bool
     text_field: str = "text"
     reading: Reading = READING
-    """Limits of reading, which also decide what is left out. A run's sets have the run's limits."""
+    """Limits of reading, which also decide what is left out. A run's validation sets have the run's limits."""
 
 
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:

@@ -30,7 +30,8 @@ def log_to_wandb(
 ) -> str | None:
     """Log an evaluation. Returns the W&B id, or None if W&B is disabled or did not start (logged).
 
-    The training run stays closed. The new run has its project, owner, group and tags, and its W&B id in the config.
+    The training run stays closed. The new run has the same project, owner, group and tags, and names the training run
+    in LINK.
 
     Args:
         folder: folder of the results; also for W&B's files.

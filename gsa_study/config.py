@@ -38,7 +38,7 @@ class EvaluationConfig:
     ruler: list[int] = field(default_factory=list)
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
     ruler_samples: int = 50
-    """Samples of each of its tasks and lengths."""
+    """Samples of each RULER task and length."""
     settings: list[str] = field(default_factory=list)
     """`key=value`, as for `launch/evaluate.py`."""
 

@@ -36,10 +36,10 @@ def check_unchanged(states: Sequence[JobState]) -> None:
     """Check that no job began with another config or command than the study file now has.
 
     Args:
-        states: of all jobs of the study, because the report is of all, even if the user asks for some.
+        states: states of all jobs of the study, because the report covers all jobs even if the user asks for some.
 
     Raises:
-        StudyError: a job began with others; the error names each field.
+        StudyError: a job began with another config or command. The error names each field.
     """
     changed: dict[str, list[Path]] = {}
     for state in states:
@@ -87,7 +87,7 @@ def plan_study(
 
 
 def in_words(folders: Sequence[Path]) -> str:
-    """Return the first folder, and the number of others, because all runs of a study may have a change in common."""
+    """Return the first folder and the number of other folders, because one change may affect all runs of a study."""
     more = len(set(folders)) - 1
     return f"{folders[0]} and {more} more" if more else str(folders[0])
 
@@ -123,7 +123,7 @@ def next_job(
     free_devices: int | None,
     fits: Callable[[Job], bool] = lambda job: True,
 ) -> Job | None:
-    """Returns the first due job that can start: its training is finished, enough devices are free, and it fits.
+    """Returns the first due job that can start: its training is finished, enough devices are free, and there is time.
 
     Args:
         free_devices: None on CPUs, where one job runs at a time.

@@ -132,7 +132,7 @@ class Running:
             return code
 
     def reason(self, code: int) -> str:
-        """Returns the reason of its failure from its output in this start."""
+        """Returns why the job failed, from its output since this start."""
         printed = self.log.read_bytes()[self.log_bytes_before :]
         return reason_in(printed.decode("utf-8", errors="replace"), crashed=code == exit_codes.FAILED)
 

@@ -2,7 +2,7 @@
 
 `<study>.csv` has each value of each finished run. `records/<study>_runs.csv` has a row for each finished run, and
 `records/<study>_curves.csv` has its losses. All numbers have full precision. A finished run in a local folder replaces
-its record; the records of other runs are kept.
+its record. The records of other runs are kept.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def recorded_results(study: Study, out: Path) -> Results:
 def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     """Write the record with the runs that are finished in local folders.
 
-    Returns its files (none if no run is finished), and a line for each run or metric that is missing or was removed.
+    Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
     A run is left out if its records are cut off, or if it began with another config than the study now has. A recorded
-    run without a local folder has only its recorded values. While there is such a run, all runs are compared at its
-    point, and a new run that ended earlier has no value there.
+    run without a local folder has only its recorded values. With such a run, all runs are compared at the recorded
+    point, where a new run that ended earlier has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.

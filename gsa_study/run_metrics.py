@@ -129,8 +129,8 @@ def flat(record: Record) -> Record:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """Returns (step, tokens) between which tokens grow linearly, or an empty list if unknown. They are the ends, and
-    the steps where the batch size changed at a resume or batches were skipped."""
+    """Returns (step, tokens) between which tokens grow linearly, or an empty list if unknown. The steps are the first,
+    the last, and each step from which the tokens per step change."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }

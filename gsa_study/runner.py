@@ -39,8 +39,8 @@ class StudyRunner:
     deadline: float | None = None
     """Time (`time.time`) at which running jobs are stopped."""
     all_jobs: Sequence[Job] = ()
-    """All jobs of the study. Their times tell which jobs end before the deadline, and only those start. Without all
-    jobs every due job starts, and continues from its checkpoint in the next start."""
+    """All jobs of the study, whose measured times predict which trainings end before the deadline. Only these start. If
+    empty, every due job starts, and continues from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False
@@ -73,7 +73,7 @@ class StudyRunner:
 
     def _start_all(self) -> bool:
         """Start the jobs that can start now. Return True if the next job must wait because a process still writes the
-        job's run folder. This happens after a study was killed: its runs save before they end."""
+        job's run folder. This happens after a study was killed, because its runs save before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self._due, [each.job for each in self._running], free, self._fits)
@@ -88,8 +88,9 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because it
-        might otherwise never be measured. Evaluations always fit, because their training's time includes them."""
+        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because
+        otherwise no time might ever be measured. Evaluations always fit, because their training's time includes
+        them."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))

@@ -145,7 +145,7 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _runs_of(arm: ArmConfig, study: StudyConfig, base: Sequence[str], need_data: bool) -> list[StudyRun]:
-    """Return a run for each seed. The configs differ in nothing else, so only one is read and checked.
+    """Return a run for each seed. One config is read and checked, because only the seed differs.
 
     Args:
         base: path of the base config, and fields of all arms.

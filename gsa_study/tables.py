@@ -62,8 +62,8 @@ def read_results(study: Study, failures: Mapping[str, str]) -> Results:
 
 
 def arm_rows(results: Results) -> Rows:
-    """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows
-    the narrower table that `narrow` makes of these rows."""
+    """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows these
+    rows in the form that `narrow` returns."""
     head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
     return [head, *([arm, *_leading_cells(results, arm), *_means(results, arm)] for arm in results.arms)]
 
@@ -114,8 +114,8 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """Return a row per arm: the study's first metric minus the first arm's with the same seed. Arms that share fewer
-    than two seeds with the first arm are left out."""
+    """Return a row per arm: the study's first metric minus its value for the first arm and the same seed. Arms that
+    share fewer than two seeds with the first arm are left out."""
     if not results.columns:
         return []
     first, column = results.arms[0], results.columns[0]

@@ -1,7 +1,7 @@
-"""The dense model in plain torch, as anyone writes it in an afternoon: the baseline of whole steps.
+"""Defines the baseline of whole steps: the dense model in plain torch.
 
-torch.compile by layer, cuDNN's attention, bf16 weights with fp32 master weights, fused AdamW; optionally torchao's
-float8 with one scale per matrix. Weights have the order and layout of our standard model.
+The model uses torch.compile by layer, cuDNN's attention, bf16 weights with fp32 master weights, and fused AdamW.
+torchao's float8 with one scale per matrix is optional. Weights have the order and layout of our standard model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PlainModel(nn.Module):
 
 
 class Baseline:
-    """Implements what the benches read and call of `step_bench.OurTrainee`."""
+    """Implements the members of `step_bench.OurTrainee` that benches use."""
 
     graph_bytes, warm_up_steps = 0, 0
 

@@ -1,8 +1,8 @@
 """Puts megatron-core's own mixture of experts in place of ours into our model, with the same weights.
 
-Without Transformer Engine it has its router, its token dispatchers, its shared expert, and GroupedMLP. GroupedMLP needs
-the package grouped_gemm, which torch's grouped product replaces here. Fusions that need neither library are on, as in
-Megatron-LM.
+Without Transformer Engine the mixture has megatron-core's router, token dispatchers, shared expert, and GroupedMLP.
+GroupedMLP needs the package grouped_gemm, which torch's grouped product replaces here. Fusions that need neither
+library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPARED_TOKENS = 256
 
 
 def unsupported_by_megatron_experts(config: Config) -> str:
-    """Return why its layer differs from ours with this config; empty if it does not."""
+    """Return why megatron-core's layer differs from ours with this config; empty if it does not."""
     if config.moe.experts_impl != "grouped":
         return f"moe.experts_impl = {config.moe.experts_impl} is megatron-core's already"
     if config.moe.balancing == "aux_free" or config.moe.capacity_factor > 0:
@@ -44,8 +44,8 @@ def unsupported_by_megatron_experts(config: Config) -> str:
 
 
 def take_megatron_experts(model: Model) -> float:
-    """Replace our mixture in all layers that have one, before the optimizer is built. Return the largest difference
-    over the layers of its outputs for random tokens from ours, ||theirs - ours|| / ||ours||."""
+    """Replace our mixture of experts in all layers, before the optimizer is built. Return the largest relative
+    difference of a layer's outputs for random tokens, ||theirs - ours|| / ||ours||."""
     worst = 0.0
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:
@@ -121,7 +121,7 @@ def _difference(ours: MixtureOfExperts, theirs: MoELayer) -> float:
 
 
 class NamedMoELayer(MoELayer):
-    """Gives the parts the names of our layer's parts in traces."""
+    """Names the layer's parts in traces like ours."""
 
     def route(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("router"):
@@ -157,7 +157,7 @@ class TorchProducts:
     def gmm(
         rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """Multiply rows [M, k], sorted by expert, by weights [experts, k, n] -> [M, n]; counts: int64 [experts], on the
+        """Multiply rows [M, k], sorted by expert, by weights [experts, k, n] -> [M, n]. counts: int64 [experts] on the
         host."""
         assert not trans_b
         return GROUPED_MM(rows, weights, offs=counts.cumsum(0).int().to(rows.device))

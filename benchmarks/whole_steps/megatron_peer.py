@@ -2,7 +2,7 @@
 
 Only the loop, and the names of the parts in traces, are ours. The model uses megatron-core's local layer specification,
 which runs without Transformer Engine and Apex. Attention is torch's scaled_dot_product_attention. Norms and AdamW are
-torch's; the norms do not support sequence parallelism. Fusions that need neither library are on, as in Megatron-LM.
+torch's. These norms do not support sequence parallelism. Fusions that need neither library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SdpaCore(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any, **other: Any
     ) -> torch.Tensor:
-        """Attend, [L, B, heads, D], ... -> [L, B, heads D]."""
+        """Return the attention output [L, B, heads * D] for [L, B, heads, D]."""
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)

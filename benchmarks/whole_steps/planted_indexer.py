@@ -1,8 +1,8 @@
 """Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
 With random weights, neighbouring queries select different keys. The time of attention over key lists grows with the
-union ratio r (the keys that any of 32 neighbouring queries selects, divided by the keys of one query). Planted
-projections replace each indexer's results at no cost on the device. Gradients still reach the indexer's own
+union ratio r (the keys that any of 32 neighbouring queries selects, divided by the number that one query selects).
+Planted projections replace each indexer's results at no cost on the device. Gradients still reach the indexer's own
 projections, so that a step does all of its work.
 """
 
@@ -60,7 +60,7 @@ def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
 
 
 def plant(model: Model, layers: Sequence[Planted], batch: int) -> None:
-    """Plant projections in the model's indexers, layer by layer; call this before the optimizer is built.
+    """Plant projections in the model's indexers, layer by layer. Call this before the optimizer is built.
 
     Args:
         batch: sequences of a micro-batch, which are all equal

@@ -41,7 +41,7 @@ class Trainee(Protocol):
     def step(self, batches: list[MicroBatch]) -> None: ...
 
     def loss(self) -> float:
-        """Return the last step's loss per token. Collective; waits for the device."""
+        """Return the last step's loss per token. Collective. Waits for the device."""
         ...
 
     def close(self) -> None: ...
@@ -79,7 +79,7 @@ class OurTrainee:
 
     @property
     def graph_bytes(self) -> int:
-        """Return the memory that the graph holds between a pass's operations, which does not count as tensors."""
+        """Return the bytes that the CUDA graph reserves for intermediate tensors, which do not count as tensors."""
         return 0 if self.graph is None else self.graph.memory_bytes
 
     @property
@@ -114,7 +114,7 @@ class OurTrainee:
 
 
 def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Return the seconds of successive steps; as in training, a GPU's host does not wait in between."""
+    """Return the seconds of successive steps. As in training, the host does not wait for a GPU between steps."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(steps):

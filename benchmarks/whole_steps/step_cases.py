@@ -23,7 +23,7 @@ class StepShape:
     depths: tuple[int, ...]
     """Numbers of layers that are measured. The difference of two depths gives the time of a layer."""
     shallow: tuple[int, ...]
-    """The same from `SHALLOW_FROM` tokens on, where activations and logits fill the device."""
+    """Depths from `SHALLOW_FROM` tokens on, where activations and logits fill the device."""
     overrides: tuple[str, ...] = ()
 
 
@@ -60,11 +60,11 @@ MODELS: dict[str, tuple[str, ...]] = {
 """Overrides that each model applies to its shape's config, which is standard or GSA."""
 
 REUSE = 4
-"""Layers with one selection, in the models of that name."""
+"""Number of layers that share a selection in `..._reuse` models."""
 MODELS["gsa_rope_reuse"] = (*MODELS["gsa_rope"], f"gsa.selection_reuse={REUSE}")
 
 BUDGETS = (512, 1024)
-"""Selected keys, `k_base`, in the models of these names; the shipped configs of 1.7B and 7B have 2048."""
+"""Values of `k_base` in the `..._k<budget>` models."""
 MODELS |= {
     f"gsa_rope_reuse_k{budget}": (
         *MODELS["gsa_rope_reuse"],

@@ -40,11 +40,11 @@ COLUMNS = (
     "other",
     "idle",
 )
-"""Parts of a step in a row; `other` holds all other parts of `step_timing.PARTS`."""
+"""Parts of a step in a row. `other` holds all other parts of `step_timing.PARTS`."""
 
 AIMED = ("gsa", "gsa_rope_reuse")
 AIMS = {4096: 1 / 1.1, 32768: 1.0, 131072: 1.5}
-"""Maps a length to the standard model's time divided by the time of AIMED, for the whole model of 1.7B."""
+"""Maps a length to the smallest `speed_up` that AIMED models should reach as whole models of 1.7B."""
 
 FIXED = (
     "gpu", "commit", "shape", "length", "layers", "model", "sequences", "micro_batch", "vocab", "indexer",
@@ -119,7 +119,7 @@ class Sweep:
     parallel: Parallel
 
     def run(self, group: Sequence[StepCase]) -> None:
-        """Measure cases that the file lacks. The standard model stays on the device for the others' turns."""
+        """Measure cases that the file lacks. The standard model stays on the device while others are measured."""
         missing = [case for case in group if self.arguments.again or not self._has(case)]
         if not missing:
             return
@@ -161,7 +161,7 @@ class Sweep:
         return any(wanted.items() <= row.items() for row in measured)
 
     def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
-        """Measure a case and store its row; return the model if it is the standard one and fits the device."""
+        """Measure a case and store its row. Return the model if it is the standard one and fits the device."""
         subject, failed = None, ""
         cells: Cells = {}
         try:
@@ -230,8 +230,7 @@ class Sweep:
         return cells | {f"{name} ms": took for name, took in parts.items()}
 
     def _flops_limit(self, case: StepCase) -> float:
-        """Divide the matrix products of the standard model's step by the products of this step: the speed-up at equal
-        MFU."""
+        """Return the speed-up at equal MFU: the FLOPs of the standard model divided by the FLOPs of this model."""
         standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
         for each in (standard, case):

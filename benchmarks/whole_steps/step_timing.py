@@ -50,8 +50,8 @@ PARTS = (
     ("copies, fills", r"memcpy|memset|copy|fill|cat"),
     ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
 )
-"""Maps a part to a pattern of kernel names; the first match counts. `sums by key` are gradients of gathered keys summed
-by key, in attention over key lists and in its loss."""
+"""Maps a part to a pattern of kernel names. The first match counts. `sums by key` are gradients of gathered keys summed
+by key, for attention and loss over key lists."""
 
 
 @dataclass
@@ -63,12 +63,12 @@ class Row:
     host_ms: float
     """The host's time to launch a step."""
     ratio: float
-    """Relative to the first config's steps, taken in turns with these."""
+    """Step time divided by the first config's step time, measured in turns."""
     ratio_error: float
     """Standard error of the ratio."""
     tokens_per_second: float
     mfu: float
-    """Matrix products of the model's phase, with sparse attention counted as sparse, divided by the device's peak."""
+    """FLOPs per second of the phase's matrix products, divided by the peak. Sparse attention counts selected keys."""
     peak_gib: float
     synchronizations: int
     """How often a step made the host wait for the device."""
@@ -98,7 +98,7 @@ class Subject:
         return time.perf_counter() - began
 
     def host_seconds(self) -> float:
-        """Return the time the host needs to launch a step; the device may continue after it."""
+        """Return the time that the host needs to launch a step. The device may continue after that."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         self.bench.step(self.batches)

@@ -20,13 +20,13 @@ COLUMNS = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-"""Maps a name in the report to parts of the step; `other` holds the remaining parts."""
+"""Maps a name in the report to parts of the step. `other` holds the remaining parts."""
 OF_EXPERTS = {**COLUMNS, "mlp": ("mlp",), **{name: (name,) for name in ("router", "exchange", "experts")}}
-"""The parts of a mixture of experts separately; `mlp` is norm, residual connection and shared expert."""
+"""COLUMNS with the parts of a mixture of experts. `mlp` is norm, residual connection and shared expert."""
 
 
 def trace_steps(step: Callable[[], None], steps: int) -> Breakdown:
-    """Trace `steps` steps together, after one more to warm up the profiler. Collective; for CUDA devices."""
+    """Trace `steps` steps together, after one more to warm up the profiler. Collective. Needs CUDA devices."""
     trace = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     trace.prepare_trace()
     step()

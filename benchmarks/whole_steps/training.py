@@ -1,5 +1,5 @@
 """Runs whole models, layout by layout, in one world of ranks, and measures speed and memory of each. The models are
-ours by their configs, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py plans them."""
+ours, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py plans them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from whole_steps.variants import Variant
 logger = logging.getLogger(__name__)
 
 LEFT_OVER_BYTES = 64 * 2**20
-"""More memory than this after a model is released is a leak: cuBLAS keeps 32 MiB of workspace."""
+"""More memory than this after a model is released is a leak. cuBLAS keeps 32 MiB of workspace."""
 
 
 def run_variants(
     plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
 ) -> Iterator[Result]:
-    """Measure one variant after the other on all ranks. Each is released before the next begins. A variant that
-    megatron-core cannot run gives a result that says so.
+    """Measure one variant after the other on all ranks. Each variant is released before the next begins. If
+    megatron-core cannot run a variant, its result says so.
 
     Args:
         traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.

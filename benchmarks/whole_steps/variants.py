@@ -1,4 +1,4 @@
-"""Lists the models and layouts of the bench of whole models, without torch: `cuda_connections` comes first."""
+"""Lists the models and layouts of the bench of whole models. Does not load torch."""
 
 from __future__ import annotations
 

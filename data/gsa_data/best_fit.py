@@ -5,11 +5,11 @@ The module streams the best-fit packing of Ding et al. 2024, "Fewer Truncations 
 filled in three steps:
 
 1. The block takes the oldest document of the pool.
-2. The block repeatedly takes the largest document that fits into the rest, the older one of equal lengths.
-3. FILLER takes the rest of the block.
+2. The block repeatedly takes the largest document that fits into the free space, or the oldest one if several do.
+3. FILLER tokens fill the remaining space.
 
-A document longer than a block is cut. Its whole blocks come first, and the last token of a block opens the next one.
-The end of the document stays in the pool as a document of its own length. Every token except a document's first is
+A document longer than a block is first cut into whole blocks. The last token of each is repeated at the start of the
+next. The end of the document stays in the pool as a shorter document. Every token except a document's first is
 therefore predicted from its own document exactly once. The token after an EOS is not predicted (pack.loss_mask).
 
 The oldest document goes first, so that a saved position never points far back. The pool grows by one document per block
@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from gsa_data.pack import FILLER, AnyTokens, Cursor, Tokens
 
 MIN_POOL_BLOCKS = 4
-"""The pool takes more documents than requested until it holds this many blocks of text. With fewer short documents the
-ends of blocks would stay empty."""
+"""The pool takes more than `pool_documents` documents until it holds this many blocks of text. Otherwise a pool of
+short documents could not fill a block."""
 
 Pool = NDArray[np.int64]
-"""[documents, fields of Cursor], a cursor to the rest of each document, oldest first"""
+"""[documents, fields of Cursor]: the cursor to the unread part of each document, oldest first"""
 
 TOKEN_OFFSET = Cursor._fields.index("token_offset")
 EMPTY_POOL: Pool = np.empty((0, len(Cursor._fields)), np.int64)
@@ -41,7 +41,7 @@ EMPTY_POOL: Pool = np.empty((0, len(Cursor._fields)), np.int64)
 BLOCKS, PIECES = "packed_blocks", "packed_pieces"
 """Counters of blocks, and of the documents and parts of documents in blocks"""
 DOCUMENTS, CUT_DOCUMENTS = "packed_documents", "packed_cut_documents"
-"""Counters of documents whose first token is in a block, and of the longer ones, which are cut"""
+"""Counters of documents whose first token is in a block, and of documents longer than a block"""
 LABELS, FILLER_LABELS = "packed_labels", "packed_filler_labels"
 """Counters of the blocks' labels, and of the labels that are FILLER"""
 COUNTERS = (BLOCKS, PIECES, DOCUMENTS, CUT_DOCUMENTS, LABELS, FILLER_LABELS)
@@ -117,7 +117,7 @@ def best_fit(
 
 
 def _choose(lengths: NDArray[np.int64], room: int) -> list[int]:
-    """Returns the pool's indices of one block's documents: the oldest, then the largest that fit."""
+    """Returns the indices in the pool of one block's documents: the oldest, then the largest that fit."""
     chosen = [0]
     free = lengths.copy()
     while True:

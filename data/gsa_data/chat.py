@@ -127,7 +127,7 @@ def read_conversations(
 def parse_chat_line(line: bytes, max_document_bytes: int = 1 << 25) -> Document | WrongLine:
     """Returns the conversation of one line of JSON, or the line's fault.
 
-    The faults are the faults of `parse_conversation`, empty_text (a blank line), bad_utf8 and bad_json.
+    Faults are the faults of `parse_conversation`, empty_text (a blank line), bad_utf8 and bad_json.
     """
     if not line.strip():
         return WrongLine("empty_text", "as it is blank")

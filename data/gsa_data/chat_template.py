@@ -118,7 +118,7 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
 
 
 def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplate | None:
-    """Returns the template next to the tokenizer's file, or None. If there are several, it follows transformers."""
+    """Returns the template next to the tokenizer's file, or None. With several, takes the one named `default`."""
     origin, found, special_tokens = _read_template(tokenizer_path, "", reading)
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
@@ -145,8 +145,8 @@ def _read_template(
 class ChatEncoder:
     """Encodes conversations to tokens with marks. Data workers can receive the encoder by pickle.
 
-    The template's `{% generation %}` blocks hold the assistant's tokens. A template without blocks is rendered up to an
-    answer and through the answer, and the difference holds the assistant's tokens.
+    The template's `{% generation %}` blocks hold the assistant's tokens. A template without these blocks is rendered
+    with and without an answer, and the difference is the assistant's text.
 
     Raises TokenizerError if the template does not fit this tokenizer, or transformers is not installed.
     """
@@ -154,7 +154,7 @@ class ChatEncoder:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, trains: bool = True) -> None:
         """
         Args:
-            trains: whether to encode conversations for training, which needs more of the template than prompts
+            trains: check that the template shows the assistant's tokens, which training needs and prompts do not
         """
         self.template, self.tokenizer = template, tokenizer
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}

@@ -34,7 +34,7 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     .idx files holds megatron-core's datasets. Otherwise its shards are text.
 
     Raises DataFault for a missing, empty or damaged folder, for a folder that would be read only in part, and for
-    tokens that are not on a local (or mounted) file system.
+    tokens that are not on a local or mounted file system.
     """
     reading = reading or Reading()
     filesystem, base = file_system(root, reading)

@@ -17,7 +17,7 @@ class OverLimit(BaseException):
 
 
 class CpuLimit:
-    """Ends blocks that take too much CPU time, which does not depend on the machine's other load.
+    """Ends `with` blocks that take too much CPU time, whatever the load of the machine.
 
     One thread polls all blocks, so a block costs microseconds. The object can be pickled and forked. A single call of C
     code is not interrupted.

@@ -27,7 +27,6 @@ def read_documents(
     """Returns every line or row of one shard, as a Document or the name of its fault. Each line keeps its index.
 
     A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves the shard out.
-    shards.read_lines describes other faults of a shard.
     """
     limit, lines = reading.max_document_bytes, []
     if relpath.endswith(".parquet"):

@@ -255,7 +255,7 @@ _connectors = threading.local()
 
 
 def _of_thread() -> _Connector:
-    """Returns the connector of this thread, or a new one in a forked process, which has lost its threads."""
+    """Returns the connector of this thread. A forked process gets a new connector, because a fork copies no threads."""
     connector: _Connector | None = getattr(_connectors, "connector", None)
     if connector is None or connector.is_left or not connector.is_alive():
         connector = _connectors.connector = _Connector()

@@ -1,6 +1,6 @@
 """Read a corpus in lanes, which fix its order.
 
-A run has `num_lanes` endless token streams, the lanes. Every shard is cut into `parts`, and a (shard, part) is a unit.
+A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts, and a (shard, part) is a unit.
 Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes. A lane reads its units one
 after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number of
 lanes, the tokenizer and the weights of sources (source_weights.py), not on ranks, workers or prefetch.
@@ -44,8 +44,8 @@ MAX_EMPTY_EPOCHS = 3
 # a document means that the weights leave out nearly the whole corpus.
 MAX_IDLE_EPOCHS = 100
 
-# A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row is no
-# accident.
+# A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row
+# cannot be chance.
 MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
 
 NO_WEIGHTS: Mapping[str, float] = {}
@@ -93,8 +93,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields (document, copy) of all slots from the given slot on. `first_in_any_case` includes the given slot even
-        if no document has this copy."""
+        """Yields all slots (document, copy) from the given slot on. `first_in_any_case` includes the given slot even if
+        its document has no such copy."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy
@@ -193,7 +193,7 @@ class LaneReader:
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
 
     def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """Yields documents that were counted before, each from its cursor to its end. A missing one counts as lost."""
+        """Yields documents that were counted before, each from its cursor to its end. A missing document is lost."""
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):

@@ -79,8 +79,8 @@ def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
 def _local_files(
     folder: str, pulse: Pulse, relative: str = "", above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int]]:
-    """Yields (path, bytes) of each file below a local folder, and follows links. fsspec's own listing skips links and
-    unreadable folders. With that listing, the corpus would seem smaller than it is."""
+    """Yields (path, bytes) of each file below a local folder, and follows links. fsspec's listing skips links and
+    unreadable folders, so the corpus would seem smaller."""
     folder = folder or "/"
     above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:

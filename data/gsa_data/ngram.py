@@ -1,7 +1,7 @@
 """Compute unigram and bigram baselines from the tokens that a model was trained on.
 
-Both baselines score the same (input, label) pairs as the model. c are the training counts, N is the number of training
-labels, V is the vocabulary size, and T(h) is the number of different labels seen after input h:
+Both baselines score the same (input, label) pairs as the model. c counts training tokens and pairs, N is the number of
+training labels, V is the vocabulary size, and T(h) is the number of different labels seen after input h:
 
     P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
     P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram, P(w) where h was never seen

@@ -36,15 +36,15 @@ class Cursor(NamedTuple):
 LANE_START = Cursor(0, 0, 0, 0)
 
 FILLER = -1
-"""The value of a place in a block without text. The loss does not cover it, and the model reads an EOS."""
+"""Marks a position of a block without text. The loss does not cover it, and the model reads an EOS there."""
 
 
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
     """Concatenate pieces and cut blocks [seq_len_tokens + 1], each with the cursor of the next block.
 
     A piece is a document with its EOS, and the cursor of its first token. The stride is seq_len_tokens: the last token
-    of a block opens the next block. Each token is therefore a label exactly once. A rest that is too short for a block
-    is dropped.
+    of a block opens the next block. Each token is therefore a label exactly once. Tokens at the end that do not fill a
+    block are dropped.
     """
     waiting: deque[tuple[Cursor, AnyTokens]] = deque()
     waiting_tokens = 0

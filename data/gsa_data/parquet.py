@@ -70,7 +70,7 @@ def parquet_rows(
 
 def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], str]:
     """Returns every row in file order, and the shard's damage ("" if it is intact). A row is a dictionary with
-    `messages`, `tools` and the source, as in a line of JSON, or None if the row is not UTF-8."""
+    `messages`, `tools` and the source, or None if it is not UTF-8."""
     arrow = require_pyarrow(shard)
     rows: list[dict[str, Any] | None] = []
     try:
@@ -98,7 +98,7 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
 def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
     """Yields the tables of each row group, with the wanted columns and the source's column, as plain types.
 
-    One dictionary value may fill any number of rows, so a group is read some rows at a time.
+    A dictionary column stores a repeated value once, and grows when read. Therefore few rows are read at a time.
 
     Raises:
         TooLarge: the tables are larger than a shard may be in memory
@@ -114,8 +114,8 @@ def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> 
         if group_bytes + LINE_BYTES * max((each.num_values for each in parts), default=0) > most:
             raise TooLarge(too_large(packed_bytes))
         tables = []
-        # No value is longer than its column. Use one thread, because a reader is a process of its own, and a forked
-        # thread pool would wait forever.
+        # A value is at most as large as its column, so these rows fit. Use one thread, because a reader is a process of
+        # its own, and a forked thread pool would wait forever.
         rows_at_once = max(1, min(MOST_ROWS_AT_ONCE, most // max(1, group_bytes)))
         for batch in file.iter_batches(rows_at_once, [group], columns, use_threads=False):
             table = arrow.Table.from_batches([batch])

@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _is_of(out: Path, fault: OSError) -> bool:
-    """Returns whether the write to `out` failed. The error of a full disk names no file."""
+    """Returns whether the error is about `out`. The error of a full disk names no file."""
     if fault.filename is None:
         return fault.errno is not None
     failed, place = Path(os.fsdecode(fault.filename)).absolute(), out.absolute()

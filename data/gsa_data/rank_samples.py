@@ -207,8 +207,8 @@ def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only when the training process `trainer` sends SIGTERM or no longer exists.
 
     torchrun and Slurm send SIGTERM to readers too, but training needs the readers' text until it stops cleanly. With a
-    fork server `trainer` is not the reader's parent, so a thread polls its process id. torch has such a check, but not
-    for a reader that waits at a full queue.
+    fork server `trainer` is not the reader's parent, so a thread polls its process id. torch's own check does not run
+    in a reader that waits at a full queue.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

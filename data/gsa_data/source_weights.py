@@ -52,7 +52,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 
 def weights_of_lines(sources: LineSources, weights: Mapping[str, float]) -> NDArray[np.float64]:
-    """Returns the weight of each line, [lines]. The weight is 1 for other sources and for lines without a document."""
+    """Returns the weight of each line, [lines], which is 1 for lines and sources without a given weight."""
     by_name = [weights.get(name, 1.0) for name in sources.names]
     return np.array([*by_name, 1.0])[sources.of_line]  # -1 indexes the last
 
@@ -60,7 +60,7 @@ def weights_of_lines(sources: LineSources, weights: Mapping[str, float]) -> NDAr
 def copies_in_epoch(
     weights: NDArray[np.float64], offsets: NDArray[np.float64], epoch: int
 ) -> NDArray[np.int64]:
-    """Returns the number of copies of each document in one epoch, [n]. `offsets` has the documents' numbers u."""
+    """Returns the number of copies of each document in one epoch, [n]. `offsets` has each document's fixed number u."""
     # Both ends use the same expression, so that rounding cannot change the sum over epochs.
     before, after = (np.floor(each * weights + offsets) for each in (epoch, epoch + 1))
     return (after - before).astype(np.int64)
@@ -69,8 +69,8 @@ def copies_in_epoch(
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns the numbers u in [0, 1), [n], of the documents in these lines of the shard with the 64-bit hash `key`.
 
-    u is the output of the generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-    number generators"). Integer arithmetic gives the same result on every machine.
+    A document's u is the output of the generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable
+    pseudorandom number generators"). Integer arithmetic gives the same result on every machine.
     """
     state = (lines.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.array(
         [key], np.uint64

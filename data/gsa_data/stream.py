@@ -140,7 +140,7 @@ class BlockStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns all values that fix the order of blocks, except the weights of sources. All ranks have the same."""
+        """Returns the values, equal on all ranks, that fix the order of blocks, except the weights of sources."""
         return dict(self._identity)
 
     @property
@@ -150,7 +150,7 @@ class BlockStream:
 
     @property
     def readers_per_lane(self) -> int:
-        """Returns the number of readers that build each lane's blocks, which is 1 if the readers divide num_lanes."""
+        """Returns the number of readers that build each lane's blocks, which is 1 if their total divides num_lanes."""
         readers = self.world_size * max(1, self.config.num_workers)
         return readers // math.gcd(readers, self.config.num_lanes)
 
@@ -198,8 +198,8 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
     packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations), seq_len_tokens,
     source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]),
-    pools ([num_lanes][waiting documents][the same]). If ranks share a lane, the rank with the lane's newest block has
-    the position. Raises ValueError if ranks are missing or disagree.
+    pools ([num_lanes][waiting documents][fields of a cursor]). If ranks share a lane, the rank with the lane's newest
+    block has the position. Raises ValueError if ranks are missing or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}

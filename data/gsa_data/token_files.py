@@ -1,4 +1,4 @@
-"""Read folders of tokens, which `prepare.py tokens` writes. The files are memory-mapped, in the order of their source.
+"""Read folders of tokens, which `prepare.py tokens` writes. The files are memory-mapped, and keep the source's order.
 
 For every shard of the source the folder has two files at the same relative path:
 
@@ -7,10 +7,9 @@ For every shard of the source the folder has two files at the same relative path
     SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines],
                    sources [lines]
 
-A line with a fault k > 0 has no tokens, and the k-th fault in the shard's record is its fault. A run therefore counts
-the same faults as with the source. A line with source s >= 0 has the s-th source (from 0) in the record. The source of
-a line with a fault is -1. `tokens.json` at the root has the source's shards, the tokenizer and one record per shard. It
-is written last.
+An entry k > 0 of `faults` says that the line has the k-th fault of the shard's record, and no tokens. An entry s >= 0
+of `sources` is the number (from 0) of a source in the record. The entry of a line with a fault is -1. `tokens.json` at
+the root has the source's shards, the tokenizer and one record per shard. It is written last.
 """
 
 from __future__ import annotations
@@ -92,9 +91,9 @@ class ShardRecord:
     counters: dict[str, int] = field(default_factory=dict)
     """The counters from reading the source's shard, such as shards_read and shards_damaged"""
     faults: dict[str, int] = field(default_factory=dict)
-    """Name of a fault -> number of lines left out. SHARD.lines refers to the order of the names."""
+    """Name of a fault -> number of lines left out. SHARD.lines stores the position of the name."""
     sources: dict[str, int] = field(default_factory=dict)
-    """Name of a source -> number of documents. SHARD.lines refers to the order of the names."""
+    """Name of a source -> number of documents. SHARD.lines stores the position of the name."""
 
     def was_bad(self) -> str:
         """Returns the counters of damage as text, or "" if the source's shard was intact."""
@@ -302,7 +301,7 @@ def shard_file(root: Path, relpath: str, suffix: str) -> Path:
 
 
 def map_shard(root: Path, record: ShardRecord, identity: Identity) -> tuple[AnyTokens, LinesTable]:
-    """Returns the memory-mapped ids [tokens], and the table of lines in memory. Check the sizes before."""
+    """Returns the memory-mapped ids [tokens], and the table of lines in memory. The caller checks the sizes."""
     table = np.fromfile(shard_file(root, record.path, ".lines"), "<i8")
     lines, dtype = record.lines, identity.dtype
     text_bytes, faults, sources = (

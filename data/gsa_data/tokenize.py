@@ -138,8 +138,9 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Text that spells a special token becomes that token, which `encode` does not do. Only special tokens (control
-        symbols of sentencepiece) split the text, as in transformers' apply_chat_template. The ends of `parts` do not.
+        Text that spells a special token becomes that token, which `encode` does not do. The text is split only at
+        special tokens (control symbols of sentencepiece), as in transformers' apply_chat_template, and not at the ends
+        of `parts`.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)
@@ -225,7 +226,7 @@ def check_text(text: str, place: str) -> str:
 
 
 def text_after(decode: Callable[[list[int]], str], prompt: list[int], new: list[int]) -> str:
-    """Returns the text that new tokens add to a prompt. Some libraries drop a leading space of new tokens alone."""
+    """Returns the text that new tokens add to a prompt. Decoding only new tokens may drop a leading space."""
     if not new:
         return ""
     before, whole = decode(prompt), decode([*prompt, *new])

@@ -25,7 +25,7 @@ from gsa_data.tokenize import Tokenizer
 DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
-"""The largest number of documents tokenized at once. The first batches are smaller, because a short set needs few."""
+"""The largest number of documents tokenized at once. The first batches are smaller, because a short set needs less."""
 
 
 class TooLittleText(DataFault):
@@ -39,7 +39,7 @@ class ScoredText:
     blocks: Tokens
     """int32 [n, L + 1]; tokens of conversations have marks (marks.py)"""
     lengths: NDArray[np.int64]
-    """[n], the number of text labels in each sequence; the rest is padding, which is not scored"""
+    """[n], the number of text labels in each sequence. The rest is padding, which is not scored."""
     scored_tokens: int
     """Number of scored labels, with EOS"""
     text_bytes: int
@@ -129,7 +129,7 @@ def validation_blocks(
 
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
     """Yields the tokenized documents of a split, with their EOS, in the order of shards and lines. A bad shard always
-    raises DataFault, because a perplexity of less text would not be comparable."""
+    raises DataFault."""
     reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
         for line in _tokenized(reader.open(relpath, 0, 1, Counter())):

@@ -26,8 +26,8 @@ def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> Non
     If the weights are not fp32, `out` also has the averages in fp32, from which `checkpoint.initial_weights` starts.
 
     Args:
-        moving: average the checkpoints' moving averages. Parameters that the phase does not train have none, and their
-            weights take its place.
+        moving: average the checkpoints' moving averages. Parameters that the phase does not train have only weights,
+            which are averaged.
 
     Raises:
         ValueError: a checkpoint is damaged, has other tensors than the last, or has no moving average.

@@ -46,7 +46,7 @@ def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
     """Returns `model`, `gsa` and `train.seq_len_tokens` for transformers' configuration of a dense model.
 
     Raises:
-        ValueError: a GSA model cannot represent it. The error lists field, value and reason of each cause.
+        ValueError: a GSA model cannot represent the dense model. The error lists fields, values and reasons.
     """
     problems = _problems(found, seq_len_tokens or found.max_position_embeddings)
     if problems:

@@ -42,8 +42,8 @@ GSA_FIELDS = {
     "k_base": "index_topk",
     "selection_reuse": "index_topk_freq",
 }
-"""Field of `gsa` -> field of transformers. Four of our names differ, because transformers uses them for other sparse
-models. `layer_types` has `attention`. Other fields say how to train, and with which kernels."""
+"""Field of `gsa` -> field of transformers. Four fields have names that transformers also uses for other sparse models.
+`layer_types` represents `gsa.attention`. Other fields say how to train, and with which kernels."""
 MOE_FIELDS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",
@@ -52,7 +52,7 @@ MOE_FIELDS = {
     "router_score": "scoring_func",
     "routed_scale": "routed_scaling_factor",
 }
-"""Field of `moe` -> field of transformers. `mlp_only_layers` gives the layers with experts. Other fields say how
+"""Field of `moe` -> field of transformers. `mlp_only_layers` lists the layers without experts. Other fields say how
 routers are balanced."""
 
 

@@ -37,7 +37,7 @@ class TextModel:
 
 
 def chosen_attention(asked: str, device: torch.device) -> str:
-    """Returns `attn_implementation` as asked; if empty, the kernels on CUDA devices, plain torch on others."""
+    """Returns the given `attn_implementation`. If empty, returns the kernels on CUDA devices, plain torch on others."""
     return asked or ("gsa" if device.type == "cuda" else "sdpa")
 
 

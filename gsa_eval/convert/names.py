@@ -106,8 +106,8 @@ def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
 
 
 def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
-    """Returns the gates' pairs. In training the gates on heads are one matrix, which has for each key-value head the
-    rows of all gates."""
+    """Returns the gates' pairs. In training the gates on heads are one matrix. Each key-value head has the rows of all
+    its gates there."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
     on_heads = {f"{name}_gate_proj": rows[name] for name in ON_HEADS if rows[name]}

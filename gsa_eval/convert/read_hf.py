@@ -60,8 +60,8 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing. TypeError: the
-    # class does not check a value, and it has another type.
+    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing. TypeError: a
+    # value that the class does not check has a wrong type.
     except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error.__cause__ or error}") from error
     # We choose the attention, because transformers would download a kernel of such a name.
@@ -71,7 +71,7 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
 
 
 def check_files(folder: Path) -> None:
-    """Check files before transformers opens them, because it blocks on a pipe and parses JSON of any depth.
+    """Check files before transformers opens them, because transformers blocks on a pipe and parses JSON of any depth.
 
     Raises:
         ValueError: a file of the folder must not be read.

@@ -25,7 +25,7 @@ def read_source(
     checkpoint: Path | None,
     read: Callable[[Path, Path | None], Result],
 ) -> Result:
-    """Returns `read` of the checkpoint that the options name. If it is deleted meanwhile, reads the newest checkpoint.
+    """Returns the result of `read` for the named checkpoint. If it is deleted meanwhile, reads the newest checkpoint.
 
     There is no lock: a run neither waits for readers nor keeps a checkpoint for them.
 

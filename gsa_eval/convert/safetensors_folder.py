@@ -80,8 +80,8 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Returns a dict tensor -> file, or an empty dict if one file holds all. If both exist, the single file counts, as
-    in transformers."""
+    """Returns a dict tensor -> file, or an empty dict if one file holds all. A single file has precedence over an
+    index, as in transformers."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
             listed = parse_json(read_whole(folder / INDEX))["weight_map"]
@@ -150,7 +150,7 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
 
 
 def last_read(read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Wrap `read` with a cache of the last tensor, because several tensors in a row are made from one."""
+    """Wrap `read` with a cache of the last tensor, because consecutive tensors may be made from one."""
     kept: dict[str, torch.Tensor] = {}
 
     def reader(name: str) -> torch.Tensor:

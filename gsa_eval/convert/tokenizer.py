@@ -50,7 +50,7 @@ class TokenizerChoice:
 
 
 def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
-    """Load the tokenizer of a transformers folder, with the end of a document and all tokens at which the model stops.
+    """Load the tokenizer of a transformers folder, with its EOS and all tokens at which the model stops.
 
     Raises:
         ValueError: the tokenizer is missing, of an unsupported kind, or its accompanying files are damaged.
@@ -78,8 +78,7 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
 
 
 def _with_eos(path: Path, named: str | None) -> Tokenizer:
-    """Load the tokenizer. If the file itself chooses the token `named`, the fingerprint is the fingerprint of the
-    file."""
+    """Load the tokenizer. If `named` is the file's default EOS, the fingerprint does not contain the EOS."""
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:
@@ -104,8 +103,8 @@ def write_tokenizer(
     Args:
         max_length: tokens of a training sequence.
         companions: the template of the training conversations, and the special tokens.
-        was_trained: the model was trained here, where no token is added to a text. False for an imported model, whose
-            tokenizer keeps the tokens that it adds to a text.
+        was_trained: whether the model was trained here, where no token is added to a text. The tokenizer of an imported
+            model may add tokens.
 
     Raises:
         ValueError: AutoTokenizer gives other ids for some text.

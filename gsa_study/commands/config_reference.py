@@ -2,7 +2,7 @@
 
     python -m gsa_study.commands.config_reference > docs/reference/config.md
 
-Types and defaults come from the fields, meanings from the text under each field, ranges from `checks.py`. The command
+Types, defaults and meanings come from the fields and the text under them. Ranges come from `checks.py`. The command
 does not import torch.
 """
 
@@ -77,7 +77,7 @@ def _chapter(section: type, prefix: str, meaning: str = "") -> str:
 
     Args:
         prefix: the text before a field on the command line.
-        meaning: empty: as the section's file says.
+        meaning: text of the chapter; empty: the docstring of the section's file.
     """
     module = sys.modules[section.__module__]
     meaning = meaning or inspect.cleandoc(str(module.__doc__)).partition(": ")[2]

@@ -6,11 +6,11 @@
     python launch/study.py --study FILE --report [key=value ...]
 
 The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
-them. --pack also packs what another machine needs to continue. After any end, the same command continues.
+them. --pack also packs what another machine needs to continue. Whenever it ends early, the same command continues.
 
-Exit code 0: all jobs are finished. 1: a job has failed, and the others are finished. 2: wrong use, a mistake in the
-file, a package that is not installed, a run that began with another config, or no room on the disk. 75: stopped, or a
-job was interrupted; the same command continues. 130: a second Ctrl-C.
+Exit code 0: all jobs are finished. 1: a job has failed, and all others are finished. 2: wrong use, a mistake in the
+file, a package that is not installed, a run that began with another config, or a full disk. 75: stopped, or a job was
+interrupted; the same command continues. 130: a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -177,8 +177,7 @@ def report(study: Study) -> None:
 
 
 def pack(study: Study, arguments: argparse.Namespace) -> None:
-    """Write the pack that the user asked for. It comes before the report, because it keeps the work of GPUs and a
-    report can be repeated."""
+    """Write the requested pack. This comes before the report, because a pack keeps the work of GPUs."""
     if arguments.pack is not None:
         runs = pack_study(study, read_failures(study.folder), arguments.pack)
         size = arguments.pack.stat().st_size / 2**20

@@ -116,7 +116,7 @@ def config_to_yaml(config: Config) -> str:
 
 _SAVED_LOADER: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SAVED_DUMPER: type[yaml.SafeDumper] | type[yaml.CSafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""Both use libyaml if it is installed, because each save writes such a text. PyYAML writes the same values slowly."""
+"""Loader and dumper use libyaml if it is installed, because each save writes a config. Pure Python is slow."""
 
 
 def saved_sections(config_yaml: str) -> Any:

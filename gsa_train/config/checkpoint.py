@@ -23,7 +23,7 @@ class CheckpointConfig:
     """Number of consecutive retries of a failed save, each with the state of a later step. Then the run stops with
     exit code 3."""
     retry_after_steps: int = 10
-    """Steps until the first retry. Each following retry waits twice the number. A regular save counts as a retry."""
+    """Steps until the first retry. The wait doubles with each retry. A regular save counts as a retry."""
     verify: Literal["full", "sizes"] = "full"
     """What a resume checks of a checkpoint. `full`: size and checksum of every file. `sizes`: sizes only."""
     initial_weights: str = ""

@@ -74,7 +74,7 @@ FROM_ZERO_BELOW_ONE = frozenset(
     }
 )
 AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
-"""Limits of numbers that are counted one by one before a run starts."""
+"""Limits of counts, because checks before a run loop over each layer and expert."""
 LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load torch
 LARGEST_FP32 = 3.4e38
 MOST_SAMPLE_TOKENS = 1024  # for all prompts: each token is a forward pass over a sequence at each validation

@@ -23,7 +23,7 @@ from gsa_train.config.sections import Config
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
 CHECKPOINT_METADATA = "metadata.json"
-"""As gsa_train.checkpoint.files has it: where it lies a checkpoint is complete."""
+"""A checkpoint with this file is complete (gsa_train.checkpoint.files)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
 """Before a retry of a read: gsa_data.faults.Reading.waits_seconds."""
 

@@ -101,7 +101,7 @@ class GSAConfig:
 @dataclass(frozen=True)
 class Scores:
     activation: Literal["sigmoid", "relu"]
-    """Function of the products; `sigmoid` is also applied to the head weights."""
+    """Activation of the products of queries and keys. `sigmoid` is also applied to the head weights."""
     head_weight_logit: float | None = None
     """The logit of all queries and heads if the head weights are not a projection."""
 
@@ -119,7 +119,7 @@ class Scores:
 
 
 LOGIT_OF_ONE = 64.0
-"""Its sigmoid is 1 to the last bit, in fp32 and in fp64; bf16 has it exactly."""
+"""sigmoid(64) is exactly 1 in fp32 and fp64, and bf16 represents 64 exactly."""
 
 SCORES = {
     "sigmoid": Scores("sigmoid"),

@@ -321,7 +321,7 @@ def _build_values(value_hint: Any, value: object, problems: Problems, field: str
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-"""What can stand in a dotted field name, and in the name of a metric."""
+"""Names that may be part of a dotted field name and of a metric's name."""
 
 
 def _build_dict(

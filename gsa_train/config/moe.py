@@ -65,7 +65,7 @@ def layers_with_experts(moe: MoEConfig, num_layers: int) -> range:
 
 
 ALIGNMENT = 8
-"""Elements: rows of grouped products in bf16 begin at multiples of 16 bytes (torch)."""
+"""torch's grouped products need rows that begin at multiples of 16 bytes, which are 8 elements of bf16."""
 
 
 def expert_layers(config: Config) -> list[int]:

@@ -36,9 +36,9 @@ class MonitorConfig:
     loss_min_rise_nats: float = 0.2
     """Smallest rise of the loss, in nats, that can be a spike, even if the loss varied little before."""
     grad_norm_min_ratio: float = 4.0
-    """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. A factor of
-    4.5 outweighs the 20 steps that AdamW's second moment averages with beta 2 = 0.95. If `train.grad_clip` scales the
-    gradient down, a large norm alone is a spike only from the square of this factor on, or if it lasts."""
+    """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. At 4.5 the
+    squared gradient equals 20 usual steps, which AdamW's second moment averages at beta 2 = 0.95. If `train.grad_clip`
+    scales the gradient down, a large norm alone is a spike only from the square of this factor on, or if it lasts."""
     patience_steps: int = 3
     """Spiking steps in a row before lower_lr, rewind and stop act. The updates of these steps are left out."""
     max_skips_in_a_row: int = 50
@@ -64,7 +64,7 @@ class MonitorConfig:
     """Steps between bit-for-bit comparisons of the weights of all data-parallel replicas, which also precede each
     save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
-    """Reaction to different bits. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
+    """Reaction if bits differ. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
     `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
 
     @property

@@ -61,7 +61,7 @@ OTHER_NAMES = {
 """Field -> its names elsewhere, between spaces."""
 
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
-"""Name elsewhere -> the field. For a phase the field is in the first phase."""
+"""Name elsewhere -> our field. A field of a phase is a field of the first phase."""
 
 REMOVED: dict[str, tuple[object, ...]] = {
     "gsa.selection_query": ("first",),

@@ -66,7 +66,7 @@ class ParallelConfig:
     a validation. Steps have the shorter `hang_limit_seconds`."""
     hang_limit_seconds: float = 0.0
     """Seconds without progress after which a step hangs, at most `timeout_minutes`. 0: five times the slowest of the
-    last 32 steps, at least 40. Everything else has `timeout_minutes`: the start, the first steps of a phase,
+    last 32 steps, at least 40. Other work has the limit `timeout_minutes`: the start, a phase's first steps,
     compilation, reading text, logs, validation, tasks, saves and the end."""
 
 

@@ -80,9 +80,9 @@ class TrainConfig:
     """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
     It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
     qk_clip: float = 0.0
-    """QK-clip of Kimi K2: after an update, heads whose largest log-sum-exp of attention logits exceeded this threshold
-    have their query and key weights scaled down to it. The log-sum-exp is at most ln(keys) above the largest logit; 100
-    is usual. 0: none."""
+    """Threshold of QK-clip (Kimi K2) for a head's largest log-sum-exp of attention logits. After an update, query and
+    key weights of heads above it are scaled down. The log-sum-exp is at most ln(keys) above the largest logit. 100 is
+    usual. 0: none."""
     weight_average_decay: float = 0.0
     """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
     Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the

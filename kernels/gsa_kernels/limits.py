@@ -20,7 +20,7 @@ keys and values would fill all registers of a multiprocessor (attention/triton_b
 
 HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
 """Largest shared memory of a program on sm_90, and on sm_86, sm_89 and sm_120. The A100 (sm_80) has 163 KiB. Heads of
-256 need Hopper's. Other heads need Ada's; two kernels then have smaller tiles (`query_tiles`, `backward_tiles`)."""
+size 256 need Hopper. On Ada two kernels have smaller tiles (`query_tiles`, `backward_tiles`)."""
 
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
@@ -35,7 +35,7 @@ DECODE_INDEXER_HEADS = range(1, 17)
 """HI in decoding, where a tile holds the heads of only one query (decode/triton_score.py)."""
 
 TILE_QUERIES = 32
-"""Queries whose selections share a list of keys: one query per bit of a word (key_lists/triton_build.py)."""
+"""Queries whose selections share a list of keys: one query per bit of an int32 (key_lists/triton_build.py)."""
 
 KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Neighbouring keys that are selected together: divisors of the tiles of keys in the kernels that compute scores."""
@@ -87,7 +87,7 @@ REGISTER_KEYS = 32768
 return the log-sum that saves the indexer loss a pass over the keys."""
 
 GROUP_KEYS = 8
-"""Group size of longer rows, whose search first compares the maxima of groups (selection/triton_select_long.py)."""
+"""Keys per group in rows above REGISTER_KEYS, which compare group maxima first (selection/triton_select_long.py)."""
 
 CANDIDATES_FROM = 8192
 """Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""
@@ -125,7 +125,7 @@ SCORED_KEYS = {2: 512, 4: 256}
 
 FUSED_LOSS_HEADS = 4
 """Query heads whose probabilities attention's backward pass sums. The loss then adds these sums. The number of query
-heads per key-value head must be a multiple of it (hopper/triton_backward_target.py)."""
+heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
 
 STACKED_MAX_WIDTH = 256
 """Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""
@@ -166,10 +166,10 @@ SELECTION_CHUNK_BYTES = 512 * 2**20
 """Scores, or candidates, of one chunk of rows (selection/op.py)."""
 
 LOSS_CHUNK_BYTES = 256 * 2**20
-"""Target of one chunk of rows, counted as fp32. The loss needs about the same amount again (loss/op.py)."""
+"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs about as much (loss/op.py)."""
 
 FUSED_LOSS_CHUNK_BYTES = 2**30
-"""Target of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
+"""Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
 
 GATHERED_LOSS_BYTES = 512 * 2**20
 """Scratch memory of the loss over key lists (loss/gathered.py)."""

@@ -112,7 +112,7 @@ class RowSample:
     """Describes which rows of the indexer loss to compute: all, a sample of stretches, or a rank's share."""
 
     fraction: float = 1.0
-    """1 / n for a whole n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
+    """1 / n for an integer n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
     draw: int | None = None
     """Chooses the stretches: one of each n, from number `draw` modulo n on. n consecutive draws take each row once. A
     fraction below 1 needs a draw, which must be equal on all ranks that share the rows."""

@@ -1,11 +1,11 @@
 """Train under Slurm: python launch/slurm/submit.py --config FILE --nodes N [--gpus-per-node G] [key=value ...]
 
-Freezes the resolved config, the commit and a copy of the source in `runs/<name>/slurm/<time>/`, so that later edits do
-not change a queued or restarted job, and submits `job.sh` from there. The job saves and requeues itself before its time
-limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
+The command writes the resolved config, the commit and a copy of the source to `runs/<name>/slurm/<time>/`, and submits
+`job.sh` from there. Later edits therefore do not change a queued or restarted job. The job saves and requeues itself
+before its time limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
 Exit code 2 means wrong use or config, changes that are not committed, a folder that cannot be written, or no git or
-sbatch. Otherwise the exit code is the exit code of sbatch.
+sbatch. Otherwise sbatch's exit code is returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
 The decoding requests are the first of a step, and share their launches. Each other request gathers its keys, and runs
-the kernels of training. B is the number of decoding requests; other letters are as in pages.py.
+the kernels of training. B is the number of decoding requests. Other letters are as in pages.py.
 """
 
 from dataclasses import replace
@@ -65,7 +65,7 @@ def decode(
     caches: Caches,
     shared: LayerCache,
 ) -> torch.Tensor:
-    """Return the attention [B, H, D] of the queries [B, H, D], the first of the step."""
+    """Return the attention [B, H, D] of the decoding requests' queries [B, H, D]."""
     keys, indexer_keys = caches
     k, v = keys.key_and_value()
     cache, config = replace(shared, k=k, v=v), attention.config

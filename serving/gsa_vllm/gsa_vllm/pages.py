@@ -1,8 +1,8 @@
 """The paged caches of a layer, and the places of a step's tokens in them.
 
 A layer has keys and values in one cache, and indexer keys in another. vLLM puts all caches into one group with one
-block table, so prefix caching, chunked prefill and preemption work for both. Shapes have T tokens of the step, t tokens
-of one request in it, n keys of this request, and N tokens per page.
+block table. Therefore prefix caching, chunked prefill and preemption work for both. Shapes have T tokens of the step, t
+tokens of one request in it, n keys of this request, and N tokens per page.
 """
 
 import os
@@ -35,7 +35,7 @@ class Request:
     length: int
     """n"""
     selection: Any = None
-    """bool [1, t, n], the keys that the indexer of this or an earlier layer selected; with kernels a `Selection`"""
+    """bool [1, t, n], the keys that the indexer of this or an earlier layer selected, or a `Selection` with kernels"""
 
     @cached_property
     def causal(self) -> torch.Tensor:
@@ -51,7 +51,7 @@ class PageMetadata(AttentionMetadata):
     slots: torch.Tensor
     """int64 [T], page * N + row of the step's tokens"""
     lengths: torch.Tensor
-    """int32 [B], keys of the requests that the decoding kernels compute, one token each; B is 0 without kernels"""
+    """int32 [B], number of keys of each decoding request. B is 0 without kernels."""
     block_table: torch.Tensor
     """int32 [B, pages]"""
     decoding: Any = None
@@ -110,7 +110,7 @@ class PageBackend(AttentionBackend):
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """Rows [heads, width] of tokens in pages. vLLM finds the cache by its name, and allocates by its specification.
+    """Holds rows [heads, width] of tokens in pages. vLLM finds the cache by name, and allocates by specification.
 
     Args:
         kind: `FullAttentionSpec` for rows of a key and a value of this size, `MLAAttentionSpec` for rows of a key alone

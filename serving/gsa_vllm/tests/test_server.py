@@ -43,7 +43,7 @@ def free_port() -> int:
 
 @pytest.fixture(params=OPTIONS)
 def request_to(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Complete]:
-    """Start the server, and give the function that sends it a request for a completion."""
+    """Start the server, and yield the function that sends the server a request for a completion."""
     folder, port = save_with_tokenizer(tmp_path / "model"), free_port()
     words = ["--hf", folder, "--port", str(port), "--server", request.param, *OPTIONS[request.param]]
     log = tmp_path / "log.txt"

@@ -26,7 +26,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_and_log_probabilities_equal_transformers(name: str, tmp_path: Path) -> None:
-    """In a batch of mixed lengths, with chunked prefill, and again with a warm prefix cache."""
+    """vLLM agrees in a batch of mixed lengths with chunked prefill, and again with a warm prefix cache."""
     folder = save_model(tmp_path, VARIANTS[name])
     tokens, log_probs = by_transformers(folder, MIXED_LENGTHS)
     with engine(folder) as llm:
