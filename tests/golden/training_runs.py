@@ -105,9 +105,8 @@ def import_path(code: Path) -> str:
 
 
 def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the numbers that equal code must reproduce, by record. There is one record for each step and each
-    validation. Numbers whose names contain a part in `NOT_COMPARED` are left out. The last validation uses the final
-    weights."""
+    """Yield (name of the record, its numbers) for each step and each validation. Numbers whose names contain a part in
+    `NOT_COMPARED` are left out."""
     for record in records:
         event = record.get("event")
         if event in (None, "validation"):

@@ -25,7 +25,7 @@ Steps count from 1, and "before" a step means before its batch is trained:
     wrong_product: rank                     its device multiplies wrongly in the check before the run
     all_operations: true                    a profile names all operations, instead of only the longest
 
-If a rank blocks, the others wait for it in a collective, and so the run waits until it is ended.
+If a rank blocks, the other ranks wait for it in a collective until the run is ended.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from gsa_train.reliability.health import products
 from gsa_train.reliability.stop_signals import StopRequest
 
 NAN_PLACES = ("weight", "unread weight", "moment", "second moment", "fp32 weight", "average")
-"""Weights that every step or no step reads; AdamW's state of the first; the variance average."""
+"""A weight that all steps read, one that none reads, AdamW's state, the variance average."""
 
 UNREAD_ID = 3
 """The byte 0, which no text contains."""

@@ -1,9 +1,8 @@
 """Patches Triton's interpreter for the tests: three times as fast, and right for bf16 and NaN.
 
-Triton 3.7 spends two fifths of a kernel's time on repeating integer operations in 64 bits. The repetition finds
-overflows, which Triton reports only in debug mode, and the interpreter is not in debug mode. Most of the remaining time
-is bookkeeping. Each call of a device function lists all members of triton.language. Each operation rebuilds tables of
-types and shapes. Each operator makes a dozen calls before it calls numpy (interpreted_operators.py).
+Triton 3.7 repeats integer operations in 64 bits to find overflows, although it reports them only in debug mode. Each
+call of a device function lists all members of triton.language. Each operation rebuilds tables of types and shapes. Each
+operator makes a dozen calls before it calls numpy. The patch avoids this work (see also interpreted_operators.py).
 
 Triton stores bf16 as 16 bits, truncates fp32 without rounding, and multiplies and adds these bits as integers. After
 the patch, products, casts and operations of two tensors are right. Functions of one tensor and sums along an axis need

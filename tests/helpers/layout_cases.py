@@ -242,7 +242,7 @@ RESHARDED = {
 
 
 def pairs(layout: dict[str, Any]) -> dict[str, int]:
-    """Return PAIRS if model and context leave few replicas: each has one micro-batch, or two for a pipeline."""
+    """Return PAIRS for layouts with context or tensor parallelism, which leave few replicas for the sequences."""
     return PAIRS if {"context", "tensor"} & layout.keys() else {}
 
 

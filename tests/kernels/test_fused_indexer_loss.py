@@ -1,5 +1,5 @@
 """Tests attention whose backward pass also computes the indexer's gradients, on Hopper or small in the interpreter.
-Results are compared with the reference in fp64, and bit for bit with attention alone."""
+Results are compared with the fp64 reference. Attention alone must have the same bits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_single_key(device: str) -> None:
     ids=str,
 )
 def test_long_sequences(length: int, options: dict[str, Any]) -> None:
-    """With heads as in training, and several chunks of rows and segments of keys, five repetitions agree in bits."""
+    """Shapes have several chunks of rows and segments of keys. Five repetitions agree in bits."""
     case = make_case(length, "cuda", **{**TRAINING, **options})
     got = check(case, chunk_bytes=2**22)
     assert_attention_is_untouched(case, got)
@@ -120,7 +120,7 @@ def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.
     ids=lambda options: "-".join(options),
 )
 def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KL is then not computed; a step with a logged loss has the same gradients in bits."""
+    """The KL is not computed. Gradients have the bits of a step that logs the loss."""
     case = make_case(70, device, **options)
     if device == "cuda":
         case = make_case(1536, device, **TRAINING, **options)

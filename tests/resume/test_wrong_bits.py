@@ -97,7 +97,7 @@ def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Run]) 
 
 
 def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Run]) -> None:
-    """The spike is a NaN, for which monitor.action = log would end with exit code 13 and name no rank."""
+    """The spike is a NaN. Without the check, monitor.action=log would end with exit code 13 and name no rank."""
     nan = runs["nan"]
     assert [(event["step"], event["ranks"]) for event in found(nan)] == [(5, [1])]
 

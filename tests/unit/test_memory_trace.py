@@ -1,6 +1,6 @@
-"""Compares a dry run's memory with the step itself, traced without contents.
+"""Compares the memory that a dry run estimates with the traced memory of a step.
 
-Layers, vocabulary and lengths come from the shipped configs, because in small ones the parts would have other shares.
+Layer sizes, vocabulary and lengths come from the shipped configs, because small configs would change the parts' shares.
 The models have few layers, so that memory outside of layers is visible.
 """
 

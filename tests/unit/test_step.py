@@ -1,4 +1,4 @@
-"""Tests one optimizer step: the loss is the mean over scored tokens for any division of the batch, and is logged.
+"""Tests that a step's loss is the mean over scored tokens for any division of the batch, and is logged.
 tests/gpu/test_graphs_on_gpu.py has real graphs."""
 
 import dataclasses
@@ -208,7 +208,7 @@ CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers count in the passes, and their balancing changes after each step. With an overlapped reduction the last
+    """Routers count tokens in each pass, and balancing changes after each step. With an overlapped reduction the last
     micro-batch of a step runs without a graph. Each draw of rows has its own graph."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     phase, sections, across = CASES[name]

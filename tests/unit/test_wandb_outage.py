@@ -175,7 +175,7 @@ def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
 
 
 def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog):
-    """Starts: one whole, one killed with the server away, one offline as it was away at the start, two whole."""
+    """The second start is killed while the server fails, and the fourth start is offline."""
     log_start(tmp_path, (1, 2), server)
     assert server.steps("abc") == [1, 2]
     log_start(tmp_path, (3, 4), server, then=403)

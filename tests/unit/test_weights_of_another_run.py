@@ -1,5 +1,5 @@
-"""Tests `checkpoint.initial_weights`: what a new run takes from another run's checkpoint, and errors. Fp32 weights in
-bf16 training also continue in the next phase; tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests what a new run takes from the checkpoint in `checkpoint.initial_weights`, and errors. In bf16 training the
+next phase continues with the fp32 weights. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc

@@ -1,5 +1,5 @@
-"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's optimizer, and a step can be skipped. ZeRO leaves
-the model unchanged. tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's steps, and a step can be skipped.
+ZeRO leaves the model unchanged. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
@@ -186,7 +186,7 @@ AT_NIGHT = [pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, Fals
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, True), (3, False), *AT_NIGHT])
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
-    """Steps: one, a spike, one with non-finite gradients, one more; those in between have no effect."""
+    """The second step is a spike, and the third has non-finite gradients. Neither has an effect."""
     after = []
     for left_out in (False, True):
         config = config_of(stage, offload)

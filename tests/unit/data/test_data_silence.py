@@ -1,6 +1,6 @@
-"""Tests a share whose server is gone, so that no call returns: every access has a limit, retries and a message.
+"""Tests a network share whose server is gone, so no call returns. Every access has a limit, retries and a message.
 
-The limits use a clock that advances only in a hang (data_clock.py). Without a limit the hang itself is raised.
+The limits use a clock that advances only in a hang (data_clock.py). A call without a limit raises `Hangs`.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""The kernels train what plain torch trains: loss, every gradient, every statistic."""
+"""Tests that kernels and torch give the same loss, gradients and statistics."""
 
 from __future__ import annotations
 

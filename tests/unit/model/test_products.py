@@ -44,7 +44,7 @@ def assert_added(tensors: list[Any], gradients: list[torch.Tensor]) -> None:
 
 
 def test_gates_add_to_their_buffers_in_each_micro_batch(attention: GSASelfAttention) -> None:
-    """QKV reads the input that the gates return, so that the sum of both input gradients is one product's."""
+    """QKV takes the input that the gates return, so one product adds both input gradients."""
     gate, hidden = attention.linear_gate, hidden_of(attention)
     gate.gradient_accumulation_fusion = True
     add_buffers([gate.weight, gate.bias])
