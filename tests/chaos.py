@@ -10,7 +10,7 @@ were trained again. It then prints the run's account of its time, and its ETTR (
 to an independent calculation of the ETTR.
 
 The exit code is 0 only if all these conditions hold. The last checkpoints and the logged numbers of both runs are equal
-bit for bit. Both calculations give the same ETTR. Only frozen ranks were reported as hangs.
+bit for bit. The account and the independent calculation give the same ETTR. Only frozen ranks were reported as hangs.
 
 Only root can test the full disk, because the script mounts a file system for this fault.
 

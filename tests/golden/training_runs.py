@@ -68,7 +68,7 @@ GPU_RUNS = (
 
 
 class RunFailed(Exception):
-    """Says that a run ended with an exit code other than 0; the message has the end of its log."""
+    """Says that a run ended with an exit code other than 0. The message has the end of its log."""
 
 
 def train(run: TrainingRun, code: Path, folder: Path) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ Importing torch, megatron-core and gsa_train takes more CPU time than most test 
 forkserver) therefore imports them. Its children get what torchrun gives its ranks: their own session, environment,
 output and command line. They then run the launcher's file as `__main__`.
 
-`ForkedRanks` are such children without torchrun's agent. `ForkedAgent` runs torchrun itself in such a child, but forks
+`ForkedRanks` are children of this server without torchrun's agent. `ForkedAgent` runs torchrun in a child, but forks
 each rank instead of starting an interpreter. torchrun handles failures, signals and lost nodes as always. With
 `real=True` in runs.py a run starts the real torchrun. Its ranks have different seeds of string hashes, and tear down
 the interpreter after atexit.

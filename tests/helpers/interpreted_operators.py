@@ -163,7 +163,7 @@ def cast_at_once(whole: Call) -> Call:
 
 def to_tensor_at_once(whole: Call) -> Call:
     """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment. Tensors are
-    returned unchanged, and a number gets its earlier handle again."""
+    returned unchanged. A number always gets the same handle."""
     numbers = lru_cache(maxsize=4096, typed=True)(
         lambda number: whole(interpreter.interpreter_semantic, number)
     )

@@ -11,8 +11,8 @@ fp32, as on a GPU.
 For a number and a NaN, Triton's interpreter returns the NaN as maximum and minimum. A GPU returns the number unless the
 kernel asks for the NaN. The patch makes the interpreter behave like a GPU.
 
-Triton uses numpy for matrix products. On some processors the last bits of a row then depend on the number of rows,
-which breaks tests that compare bits. The patch multiplies in fp64.
+Triton uses numpy for matrix products. On some processors a row's last bits then depend on the number of rows, which
+breaks tests that compare bits. The patch multiplies in fp64.
 """
 
 import dataclasses
@@ -166,8 +166,8 @@ def _remember_shapes() -> None:
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
-    This covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. The type
-    gets the shape of the result, while the data may be smaller. All other operands go through Triton.
+    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. The
+    type gets the shape of the result, but the data may be smaller. All other operands go through Triton.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl

@@ -61,9 +61,9 @@ from helpers.single_rank import EOS, SPARSE, as_numbers
 def blocks(step: int, config: Config) -> torch.Tensor:
     """Draw int32 [sequences, L + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks.
 
-    In longer sequences a document is a third of the sequence. If the vocabulary is larger than a sequence, no token
-    occurs twice in it. In the first layer equal tokens of a document would have equal keys, and rounding would decide
-    between them.
+    In longer sequences a document is a third of the sequence. If the vocabulary is larger than a sequence, all tokens
+    of a sequence differ. In the first layer equal tokens of a document would have equal keys, and rounding would decide
+    between these keys.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -140,8 +140,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS tokens, because
-    the scores of two EOS tokens in one document would be equal."""
+    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS, because two EOS
+    in one document would have equal scores."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
@@ -183,8 +183,8 @@ def go_on(
 ) -> list[dict[str, Any]]:
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
-    The checkpoint is written during the two steps, which it must not contain. The first loss then tests the weights,
-    the second loss the optimizer's state, and the statistics the moving averages.
+    The checkpoint is written during the two steps, but must not contain them. After a load the first loss tests the
+    weights, the second loss the optimizer's state, and the statistics the moving averages.
 
     Args:
         number: 0 writes; 1 has read a damaged copy before.
@@ -229,10 +229,11 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take a step of one phase and two of the next, with a checkpoint between them, or these two from the checkpoint.
+    """Take a step, write a checkpoint, and take two steps of the next phase. A resume takes these two from the
+    checkpoint.
 
-    Validations come before the checkpoint and at the end of the phase, as in a run. Also return whether this rank
-    continued from fp32 weights that bf16 cannot represent.
+    Validations come before the checkpoint and at the end of the phase. Also return whether this rank continued from
+    fp32 weights that bf16 cannot represent.
     """
     model = build_model(config, parallel)
     kept = None

@@ -1,8 +1,7 @@
 """Computes a Gated Sparse Attention layer in explicit loops in fp64, without code from `gsa_kernels`.
 
-The code follows the definition, one query, head and key at a time, and shares no operation with the kernels. Autograd
+The code follows the definition, one query t, head and key at a time. Query t selects the k_t keys S_t. Autograd
 computes the gradients through the same loops.
-
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
 """
 

@@ -1,5 +1,5 @@
 """Tests attention whose backward pass also computes the indexer's gradients, on Hopper or small in the interpreter.
-Results are compared with the fp64 reference. Attention alone must have the same bits."""
+Results are compared with the fp64 reference. Attention must have the bits of attention alone."""
 
 from __future__ import annotations
 

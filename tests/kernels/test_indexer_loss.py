@@ -77,7 +77,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows more digits.
-    Samples of rows consist of at least three stretches of rows."""
+    Samples of rows have at least three runs of rows."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
@@ -327,8 +327,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """A target in several parts gives the same loss as the sum of the parts. Unattended entries are NaN and not read.
-    Rows have gaps in memory."""
+    """A target in several parts gives the same loss as the sum of the parts. Entries of unattended keys are NaN. Rows
+    have gaps in memory."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)

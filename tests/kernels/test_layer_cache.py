@@ -183,7 +183,7 @@ def test_what_a_cache_refuses() -> None:
 
 
 def test_autocast_is_for_the_projections() -> None:
-    """Later operations are as precise as in a bf16 layer: bits are equal if the weights are exact in bf16."""
+    """Later operations are as precise as in a bf16 layer. Weights that are exact in bf16 give equal bits."""
     layer, x = make_layer(implementation="reference")
     layer, x = layer.bfloat16().float(), x.bfloat16().float()
     with torch.autocast("cpu", torch.bfloat16):

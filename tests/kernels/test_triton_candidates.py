@@ -1,7 +1,7 @@
 """Tests selection by candidates, which verifies a guess from a sample and is exact whatever the guess.
 
 A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
-sequence. The interpreter samples every second key; the GPU also runs the full size.
+sequence. The interpreter samples every second key. The GPU also runs the full size.
 """
 
 from dataclasses import replace

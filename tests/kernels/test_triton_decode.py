@@ -60,7 +60,7 @@ def test_more_than_one_span(device: str) -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
     """The parts of a sequence have several tiles of keys. The last tile is not full, and the selection has free slots.
-    Two steps count eight outputs."""
+    The workspace counts the outputs of two steps."""
     rule = BudgetRule(120, 4, 150, "off")
     case = make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits)
     check(case.with_new(in_chain=True, counted=True), rule, 9)

@@ -102,7 +102,7 @@ def test_scores_are_as_exact_as_torch(
 
 
 def _scores_in_dtype(case: Case) -> torch.Tensor:
-    """Compute equation 7 with every operation in the dtype of the inputs, as a torch module in half precision does."""
+    """Compute the scores with every operation in the dtype of the inputs, as a torch module in half precision does."""
     x = case.indexer
     weights = x.head_weight_logits
     if x.activation == "sigmoid":

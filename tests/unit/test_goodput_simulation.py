@@ -30,7 +30,7 @@ def parts_of(found: Outcome) -> dict[str, float]:
 
 
 def test_a_run_without_faults_pays_for_its_start_and_its_saves() -> None:
-    """10 s of start-up come first, then 20 s of steps and 2 s of stall repeat; the third save has just begun."""
+    """The start-up takes 10 s. Then 20 s of steps and 2 s of stall repeat. The third save has just begun."""
     found = simulate(PARTS, 20, [FOR_EVER], wall_seconds=10 + 3 * 20 + 2 * 2 + 1)
     assert parts_of(found) == {"productive": 60, "start_up": 10, "stalls": 5}
 

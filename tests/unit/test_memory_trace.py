@@ -1,6 +1,6 @@
 """Compares the memory that a dry run estimates with the traced memory of a step.
 
-Layer sizes, vocabulary and lengths come from the shipped configs, because small configs would change the parts' shares.
+Layer sizes, vocabulary and lengths come from the shipped configs, because small models divide their memory differently.
 The models have few layers, so that memory outside of layers is visible.
 """
 
@@ -157,11 +157,7 @@ FEW = ["model.num_layers=2", "train.global_batch_size=8"]
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
     """The step's memory, in addition to parameters and their state, is at most 3% above and 9% below the dry run's
-    estimate.
-
-    More would mean out of memory in a run that should fit. Parameters and state agree within 0.5%. A trace has no
-    workspaces of cuBLAS.
-    """
+    estimate. Parameters and state agree within 0.5%. A trace has no workspaces of cuBLAS."""
     config_path, overrides, rank, world_size, phase = CASES[name]
     config = load_config(REPOSITORY / config_path, [*FEW, *overrides], world_size=world_size, need_data=False)
     stage = rank * config.parallel.pipeline // world_size

@@ -1,5 +1,5 @@
 """Tests that a step's loss is the mean over scored tokens for any division of the batch, and is logged.
-tests/gpu/test_graphs_on_gpu.py has real graphs."""
+tests/gpu/test_graphs_on_gpu.py tests CUDA graphs."""
 
 import dataclasses
 from collections.abc import Hashable

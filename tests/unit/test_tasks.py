@@ -1,5 +1,5 @@
-"""Tests tasks between training steps: each request's log-likelihood equals a separate pass, on any replicas. Training
-does not change, a stop during tasks loses nothing, and tasks keep to their share of the time."""
+"""Tests that tasks between training steps give each request the log-likelihood of a separate pass, on any replicas.
+Tasks do not change training, and keep to their share of the time. A stop during tasks loses nothing."""
 
 import dataclasses
 import json
