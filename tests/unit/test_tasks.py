@@ -1,5 +1,5 @@
-"""Tests that tasks between training steps give each request the log-likelihood of a separate pass, on any replicas.
-Tasks do not change training, and keep to their share of the time. A stop during tasks loses nothing."""
+"""Tests that tasks between training steps give requests the log-likelihoods of separate passes, on any replicas. Tasks
+change no step, and keep to their share of time. A stop loses nothing."""
 
 import dataclasses
 import json
