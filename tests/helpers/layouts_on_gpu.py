@@ -45,7 +45,7 @@ from whole_steps.step_bench import release_memory
 LR = 1e-4
 """With 1e-3, bf16 rounding differences grow so fast that one rank's own runs differ too much for a test."""
 FACTOR = 3.0
-"""Allowed ratio of a layout's largest deviation to the largest of four runs: both are maxima of few draws."""
+"""Allowed ratio of a layout's largest deviation to the largest deviation of one-rank runs."""
 FLOOR = 1e-6
 """Relative error of fp32 sums over ranks, which is allowed even if one rank's runs agree by chance."""
 SETTLED_STEPS = 3

@@ -92,7 +92,7 @@ def test_long_sequences(length: int, options: dict[str, Any]) -> None:
 
 @devices
 def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits do not change. The target takes two bytes for each four heads and key."""
+    """The target takes two bytes for each four heads and key."""
     calls: list[tuple[int, int]] = []
 
     def recorded(*arguments: Any) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_the_scale_is_of_the_indexer_alone(device: str) -> None:
 
 @devices
 def test_strides_do_not_matter(device: str) -> None:
-    """Memory is in the order [L, B, ...], slices of fused projections, and an expanded gradient."""
+    """Inputs have the order [L, B, ...] or are slices of a projection, and the gradient is expanded."""
     case = make_case(33, device, batch=2, heads=(8, 2))
     case = replace(case, grad=case.grad[:1, :1, :1, :1].expand(case.grad.shape))
     assert case.gate_logits is not None

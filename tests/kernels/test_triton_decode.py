@@ -68,7 +68,7 @@ def test_parts_of_several_tiles(device: str, splits: int) -> None:
 
 
 def test_sequences_that_are_short_attend_to_all(device: str) -> None:
-    """Lengths are below, at and above the limit, with a floor above most scores."""
+    """Lengths are below and at `dense_below`."""
     rule = replace(RULE, dense_below=150)
     case = make_case(device, [149, 150, 9], 300, gate=True, k_max=rule.most_keys)
     check(case, rule, 9)
@@ -101,7 +101,7 @@ def test_scores_beyond_the_histogram(device: str, scale: float) -> None:
 
 
 def test_negative_scores_are_counted(device: str) -> None:
-    """With negative head weights even the selected keys have negative scores. Few keys share a bin with the last."""
+    """Head weights and all scores are negative. Few keys share a histogram bin with the last selected key."""
     case = make_case(device, [1050], 1050, activation="relu", seed=3)
     case.indexer.head_weight_logits.fill_(-1.0)
     case.indexer.keys[..., 0] = 40.0  # all products are positive

@@ -132,7 +132,7 @@ def test_all_jobs_of_a_chain_are_one_launch(job: Job) -> None:
 
 @pytest.mark.parametrize(("srun", "code"), [("exit 0", 0), (SPIKE + "exit 1", 13)], ids=["complete", "spike"])
 def test_after_the_end_of_a_run_the_next_job_of_the_chain_starts_nothing(job, srun, code):
-    """After a spike also if the user meanwhile continues by another command."""
+    """After a spike, this also holds if the user continues by another command."""
     assert job.start(srun).wait(60) == code
     (job.run_dir / "monitor_stop.json").unlink(missing_ok=True)
     assert job.start("exit 1").wait(60) == code

@@ -174,7 +174,7 @@ WRITTEN += ("summary.json",)
 @pytest.mark.parametrize("leads", ["symbolic", "symbolic, of its .tmp", "hard"])
 @pytest.mark.parametrize("name", [*WRITTEN, FILE])
 def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tmp_path):
-    """The start skips or names it, because the link's target belongs to someone else."""
+    """The start replaces the link or refuses it, because the link's target belongs to someone else."""
     run, target = tmp_path / "run", tmp_path / "of_another"
     open_at(6, config)
     (run / "summary.json").write_text('{"steps": 6}')

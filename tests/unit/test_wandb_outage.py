@@ -148,7 +148,7 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
 
 @pytest.mark.nightly
 def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, caplog, monkeypatch):
-    """W&B's own service sometimes does this if the server hangs, and ignores its own limit."""
+    """W&B's own service sometimes hangs with the server, and ignores its own limit."""
     sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
     sink.log(STEP, {"train/loss": 0.5})
     for name, seconds in (("FINISH_SECONDS", 1.0), ("ANSWER_SECONDS", 0.5), ("SERVICE_END_SECONDS", 1.0)):

@@ -132,7 +132,7 @@ NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in (BASE, WARM
 
 @pytest.mark.parametrize("phase", [*NIGHTLY, SPARSE], ids=["sparse base", "warm-up", "sparse"])
 def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
-    """DeepSpeed records the order in which a pass uses the weights, and stops if a later one uses others."""
+    """DeepSpeed records the order in which a pass uses weights. It stops if a later pass uses others."""
     series, outside = [], set()
     for stage in (None, 3):
         config = config_of(stage)
