@@ -78,7 +78,7 @@ def test_a_run_that_its_lives_do_not_fill_is_refused() -> None:
 
 
 def test_the_simulation_is_the_formula_where_saves_and_intervals_are_short() -> None:
-    """The formula is 1 - C / T - (T / 2 + restart) / M for stalls of C, saves every T and faults every M seconds."""
+    """The ETTR is about 1 - C / T - (T / 2 + restart) / M for stalls of C, saves every T and faults every M seconds."""
     mean, interval = 40_000.0, 1000
     parts = dataclasses.replace(PARTS, durable_seconds=2.0)
     tried = try_interval(parts, interval, mean, days=60, trials=40, seed=1)

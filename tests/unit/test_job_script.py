@@ -88,7 +88,7 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
-    """monitor_stop.json of the earlier stop exists until a start opens the run folder. A start that ends before this is
+    """monitor_stop.json of the earlier stop exists until a start opens the run folder. A start that ends earlier is
     requeued, unless its exit code is the monitor's."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)

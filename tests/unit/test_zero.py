@@ -1,5 +1,5 @@
-"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's steps, and a step can be skipped.
-ZeRO leaves the model unchanged. tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests that steps of DeepSpeed's ZeRO in one process equal megatron-core's steps, can be skipped, and leave a plain
+model. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
