@@ -229,8 +229,8 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take a step, write a checkpoint, and take two steps of the next phase. A resume takes these two from the
-    checkpoint.
+    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, take only these two, from
+    the checkpoint.
 
     Validations come before the checkpoint and at the end of the phase. Also return whether this rank continued from
     fp32 weights that bf16 cannot represent.

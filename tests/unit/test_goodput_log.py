@@ -165,7 +165,7 @@ def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> 
 
 
 def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Path) -> None:
-    """The error is raised 100 s after the main thread began a save, and closes the log."""
+    """The error comes 100 s after the main thread began a save, and closes the log."""
     log, clock = start(tmp_path, 1000)
     train(log, clock, 1, 10)
     with contextlib.suppress(ConnectionError), clock.during("save"):
