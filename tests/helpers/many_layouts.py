@@ -59,11 +59,10 @@ from helpers.single_rank import EOS, SPARSE, as_numbers
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
-    """Draw int32 [sequences, L + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks.
+    """Draw int32 [sequences, L + 1]: a global batch of documents of about max(12, L / 3) tokens.
 
-    In longer sequences a document is a third of the sequence. If the vocabulary is larger than a sequence, all tokens
-    of a sequence differ. In the first layer equal tokens of a document would have equal keys, and rounding would decide
-    between these keys.
+    Documents cross the borders of chunks. If the vocabulary is larger than a sequence, all tokens of a sequence differ.
+    In the first layer equal tokens of a document would have equal keys, and rounding would decide between these keys.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -183,7 +182,7 @@ def go_on(
 ) -> list[dict[str, Any]]:
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
-    The checkpoint is written during the two steps, but must not contain them. After a load the first loss tests the
+    The checkpoint is written during the two later steps, but must not contain them. After a load the first loss tests the
     weights, the second loss the optimizer's state, and the statistics the moving averages.
 
     Args:

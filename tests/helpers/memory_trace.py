@@ -136,7 +136,7 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     """Return a function that replaces `triton_build.count_keys`. The host then reads the largest possible count for
-    each tile: all keys that the tile sees, up to `most` keys."""
+    each tile of queries: all keys that the tile sees, up to `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0, *always: torch.Tensor) -> CountedKeys:
