@@ -1,7 +1,7 @@
 """Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
 FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the ranks stay and
-change their layout. The remaining ranks of a layout are data parallel. The results go to FOLDER/results.json.
+change their layout. Ranks that a layout does not need are data parallel. The results go to FOLDER/results.json.
 """
 
 import gc
@@ -182,8 +182,8 @@ def go_on(
 ) -> list[dict[str, Any]]:
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
-    The checkpoint is written during the two later steps, but must not contain them. After a load the first loss tests the
-    weights, the second loss the optimizer's state, and the statistics the moving averages.
+    The checkpoint is written during the two later steps, but must not contain them. After a load the first loss tests
+    the weights, the second loss the optimizer's state, and the statistics the moving averages.
 
     Args:
         number: 0 writes; 1 has read a damaged copy before.

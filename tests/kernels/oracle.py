@@ -1,7 +1,7 @@
 """Computes a Gated Sparse Attention layer in explicit loops in fp64, without code from `gsa_kernels`.
 
-The code follows the definition, one query t, head and key at a time. Query t selects the k_t keys S_t. Autograd
-computes the gradients through the same loops.
+The code follows the definition, one query t, head and key at a time. Query t selects the k_t keys S_t. G1 and G2 are
+gates. Autograd computes the gradients.
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
 """
 
