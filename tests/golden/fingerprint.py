@@ -1,4 +1,4 @@
-"""Records what bits depend on in addition to the code: processor or GPU, torch, Triton."""
+"""Records the processor or GPU, torch and Triton, on which the bits of results depend."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

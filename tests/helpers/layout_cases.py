@@ -96,7 +96,7 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Return layers for the stages; without stages few, but different, layers. `SELECTED`'s text needs four."""
+        """Return the number of layers: 4 for pipeline stages and for `SELECTED`'s text, else 2."""
         return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:

@@ -295,7 +295,7 @@ def resume_all(cases: Mapping[str, Reshard], names: Iterable[str], folder: Path)
 def cross_all(
     layouts: Mapping[str, dict[str, Any]], names: Iterable[str], folder: Path, sections: dict[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the numbers of an uninterrupted phase boundary in bf16, and of one that is resumed."""
+    """Return the numbers of an uninterrupted and of a resumed phase boundary in bf16."""
     crossed: dict[str, list[Any]] = {name: [] for name in names}
     for name, found in crossed.items():
         config = Case(layouts[name], sections).config(precision="bf16", **pairs(layouts[name]))

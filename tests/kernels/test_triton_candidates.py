@@ -153,7 +153,7 @@ def test_the_first_rows_of_a_chunk_may_see_too_few_keys(
 
 @pytest.mark.usefixtures("short_rows")
 def test_short_documents_far_from_the_start(device: str, failures: list[int]) -> None:
-    """The programs for the 256 keys before them write nothing."""
+    """The programs for the 256 keys before the documents write nothing."""
     case = make_case(device, 600)
     positions = torch.arange(600, dtype=torch.int32)
     starts = torch.where(positions < 585, 530, 585)[None].to(device=device, dtype=torch.int32)

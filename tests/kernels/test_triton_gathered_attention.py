@@ -208,7 +208,7 @@ def test_segments(device, batch, heads, head_size, dtype, monkeypatch):
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize(("heads", "head_size"), [((24, 2), 256), ((16, 1), 128)])
 def test_long_lists_are_shared_by_programs(heads, head_size, monkeypatch):
-    """count_segments decides, for random selections in memory for 40 tiles at a time."""
+    """`count_segments` decides. Selections are random, in memory for 40 tiles at a time."""
     torch.manual_seed(16)
     length = 16384
     lists = key_lists_from_mask(random_mask(1, length, 0.1, "cuda"))

@@ -1,4 +1,4 @@
-"""Tests what the Slurm job does after srun ended, with replacements for Slurm's commands; tests/slurm is real."""
+"""Tests what the Slurm job does after srun ended, with replacements for Slurm's commands. tests/slurm uses Slurm."""
 
 import os
 import signal

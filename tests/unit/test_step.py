@@ -69,7 +69,7 @@ def test_gradient_matches_the_mean_loss_over_scored_tokens() -> None:
 
 @BOTH
 def test_loss_and_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig) -> None:
-    """The schedule divides its loss in place; the logged loss, of all scored tokens, must be another tensor."""
+    """The schedule divides its loss in place, so the logged loss must be another tensor."""
     found = []
     for size in (1, 2, 4):
         config = tiny_config(train={"micro_batch_size": size})

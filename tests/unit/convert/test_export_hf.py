@@ -1,4 +1,4 @@
-"""Tests checkpoints as transformers folders: equal logits, whole or missing, and back bit for bit."""
+"""Tests that exported transformers folders have equal logits, are whole or missing, and import bit for bit."""
 
 from __future__ import annotations
 

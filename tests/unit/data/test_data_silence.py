@@ -143,7 +143,7 @@ def test_a_tokenizer_that_cannot_be_opened(share, server, tokenizer, method):
 
 
 def test_one_connection_is_kept(share, server, tokenizer, monkeypatch):
-    """Reads share it, although every read has its own thread."""
+    """Reads share a connection, although every read has its own thread."""
     monkeypatch.setattr(fetch, "threading", threading)
     monkeypatch.setattr(fetch, "time", time)
     before = server.connections

@@ -152,7 +152,7 @@ def test_loss_and_gradients() -> None:
 
 
 def test_autocast() -> None:
-    """Trainer's bf16: the rotary embedding leaves queries and keys in fp32, and the kernels take one dtype."""
+    """In autocast the rotary embedding leaves queries and keys in fp32, but the kernels take one dtype."""
     model, tokens = model_of(num_hidden_layers=1, indexer_loss_coef=1.0).train(), distinct_tokens(2, 20)
     found = []
     for attention in ("sdpa", "gsa"):

@@ -178,7 +178,7 @@ def test_the_loss_stays_in_the_forward_pass(
 def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pass(
     queries: int, fuses: bool, fused_calls: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sequence has 16 queries, in stretches of this length."""
+    """The sequence has 16 queries, in stretches of `queries`."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)
     model, config = model_of_kernels(SPARSE, {"indexer_loss_row_fraction": 0.25})
     token_losses(model, random_batches(config)[0], row_fraction=config.gsa.indexer_loss_row_fraction)

@@ -15,7 +15,7 @@ from helpers.single_rank import SPARSE, tiny_config, tiny_model
 
 @pytest.fixture
 def attention(monkeypatch: pytest.MonkeyPatch) -> GSASelfAttention:
-    """A layer in fp64, whose buffers plain torch fills."""
+    """Create a layer in fp64, whose buffers plain torch fills."""
     sums = pytest.importorskip("gsa_kernels.fused.sums.op")
 
     def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -124,7 +124,7 @@ def train(model: Model, optimizer: Any, config: Any, steps: range) -> list[torch
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_rows_depend_on_step_and_micro_batch_alone(recompute: str) -> None:
-    """Earlier work does not matter, so that a resumed run draws the same, and neither does recomputation."""
+    """Earlier steps and recomputation do not change the draw, so a resumed run repeats it."""
     config = config_with(0.5, global_batch_size=2, recompute=recompute)
     model = tiny_model(config, variance_ema=0.02)
     draws: list[int | None] = []
