@@ -26,9 +26,8 @@ from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "configs/tiny.yaml"
-"""A minimal model on sequences of 64 tokens, two at a time. Kills, saves, data and layouts work the same, and a step
-takes a fraction of the time on CPUs. The learning rates rise more slowly than in the demo, because every step amplifies
-a changed bit."""
+"""A minimal model on sequences of 64 tokens, two at a time, whose steps are short on CPUs. The learning rates rise more
+slowly than in the demo, because every step amplifies a changed bit."""
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, including workers in their own sessions."""
 SHARED = "GSA_TEST_SHARED_RUNS"

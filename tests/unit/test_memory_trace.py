@@ -33,7 +33,7 @@ PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tenso
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
 SHORT = ["train.micro_batch_size=2"]
-"""Four micro-batches: as many are in flight at most in a first stage of 4, and in the last one of two chunks."""
+"""Four micro-batches, the most that a first stage of 4, or the last stage of two chunks, has in flight."""
 EIGHT = "train.global_batch_size=16"
 ONE_MICRO_BATCH = "train.global_batch_size=4"
 """One micro-batch. Cases of two test what the second finds of the first."""
