@@ -1,22 +1,21 @@
 """Checks that a run which faults interrupt ends with the same weights as an undisturbed run: `make chaos`.
 
-Four ranks under torchrun train a small model on the bundled text. Some of its shards are damaged
-(data.on_bad_shard=skip). A plan drawn from a seed says at which step which fault happens: a rank or torchrun is killed,
-the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. Recovery is automatic:
-torchrun restarts its ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job
-would.
+Four ranks under torchrun train a small model on the bundled text, some of whose shards are damaged
+(data.on_bad_shard=skip). A seed decides which fault happens at which step: a rank or torchrun is killed, the run gets
+SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts failed ranks. If
+torchrun itself has ended, this script starts the same command again, as a Slurm job would.
 
-The script prints for each fault what was noticed, the seconds until training continued, and the steps that were trained
-again. It then prints the run's account of its time, and its ETTR next to an independent calculation of the ETTR.
+For each fault the script prints the log line that reports it, the seconds until training continued, and the steps that
+were trained again. It then prints the run's account of its time, and its ETTR (the productive share of its time) next
+to an independent calculation of the ETTR.
 
-The exit code is 0 only under these conditions. The last checkpoints of the disturbed and the undisturbed run
-are equal bit for bit. The logged numbers of the two runs are equal, too. The account and the independent
-calculation give the same ETTR. Only frozen ranks were reported as hangs.
+The exit code is 0 only if all these conditions hold. The last checkpoints and the logged numbers of both runs are equal
+bit for bit. The account and the independent calculation give the same ETTR. Only frozen ranks were reported as hangs.
 
-The script fills a disk only if it runs as root, because it mounts a file system for this fault.
+Only root can test the full disk, because the script mounts a file system for this fault.
 
-For a fault every 45 steps use --steps 380 --faults 8. --keep DIR stores the run's folder without its checkpoints, and
-its logs, for `launch/goodput.py --run DIR/disturbed`.
+The options --steps 380 --faults 8 cause a fault every 45 steps. --keep DIR stores the run's folder without its
+checkpoints, and its logs, for `launch/goodput.py --run DIR/disturbed`.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """Free space on the full disk: enough for lines of metrics, but not for a checkpoint."""
 SAME_ETTR = 0.003
-"""Tolerance between the ETTRs: the independent one counts a start's first step as the mean of the others."""
+"""Tolerance between the ETTRs, because the independent calculation replaces each start's first step by a mean."""
 
 
 @dataclass(frozen=True)

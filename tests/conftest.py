@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils import collect_env
 
-# A launcher, Slurm and W&B pass these variables to a run. Without them, tests behave the same in a pod of several ranks
-# and in an allocation. Without a key of W&B, also in netrc, no test sends a run to the user's account.
+# Launchers, Slurm and W&B set these variables, on which no test may depend. Without a W&B key, here or in netrc, no
+# test sends a run to the user's account.
 OF_A_RANK = {
     "RANK",
     "LOCAL_RANK",
@@ -57,8 +57,8 @@ os.environ["WANDB_DISABLE_WEAVE"] = "true"
 # lm-evaluation-harness stores a list of compilers and drivers with each result. We do not use it.
 collect_env.get_pretty_env_info = lambda: ""
 
-# Ranks of a layout exchange thousands of small messages per second. As batch processes they do not preempt each other
-# at each message, which saves three quarters of the involuntary context switches.
+# Ranks of a layout exchange thousands of small messages per second. As batch processes the ranks do not preempt each
+# other at each message.
 if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -86,7 +86,7 @@ unit/data/test_data_faults.py unit/evaluation/test_results.py
 unit/model/test_row_fraction.py kernels/test_triton_decode.py kernels/test_api.py unit/test_job_script.py
 unit/test_tasks.py unit/test_trainer.py unit/hf/test_hf_saving.py resume/test_failed_saves.py
 """
-"""Files by duration (CPU seconds plus waiting), down to 5 s; shorter files fill the gaps at the end."""
+"""Test files of at least 5 s (CPU seconds plus waiting), the longest first."""
 LONGEST_FILES = LONGEST.split()
 
 
@@ -124,8 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from garbage collection, and collect after 10,000 new objects instead of 700.
-    This makes the tests faster."""
+    """Exclude imported objects from garbage collection, and collect after 10,000 new objects instead of 700."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)

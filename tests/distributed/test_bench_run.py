@@ -12,8 +12,7 @@ SHORT = ("--seq-len", "32", "--sequences-per-device", "1", "--steps", "2", "--wa
 
 @pytest.mark.nightly
 def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
-    """The models are our model and megatron-core's model. Configs that megatron-core cannot run are reported, not
-    fatal."""
+    """The models are ours and megatron-core's. Configs that megatron-core cannot run are reported."""
     report = tmp_path / "bench.json"
     demo = "configs/demo.yaml"
     command = ["benchmarks/bench_training.py", "--config", demo, "--megatron", demo]

@@ -13,7 +13,7 @@ from helpers.tiers import cases_of, chosen, with_nightly
 
 pytestmark = pytest.mark.slow
 CLEAR_MARGIN = 3e-5
-"""Smallest allowed distance of scores: thirty times the fp32 rounding of these few steps."""
+"""Smallest allowed distance between two experts' scores, far above their fp32 rounding."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
-    """Comparisons must not depend on the processor, so no two scores may be near, in any layer of any run here."""
+    """Otherwise the other tests of this file would depend on the processor."""
     if not results["trained"]:
         pytest.skip("no layout was chosen beside it")
     assert math.inf > results["margin"] > CLEAR_MARGIN

@@ -1,7 +1,7 @@
-"""Tests that two whole runs of a small model equal one rank, from the text to the logged numbers.
+"""Tests that two whole runs of a small model in layouts log the numbers of one rank.
 
-test_many_layouts.py covers every layout and option, with selections that leave out keys. Here every query selects all
-its causal keys, because in real text the scores of equal tokens tie and rounding decides between them.
+Every query selects all its causal keys. In real text equal tokens have equal scores, between which rounding would
+decide. test_many_layouts.py covers selections that leave out keys.
 """
 
 import pytest

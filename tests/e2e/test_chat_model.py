@@ -1,5 +1,5 @@
-"""Tests a chat model from training to use. All programs generate the same tokens and stop at the end of the turn. The
-chat template and related settings survive an export, an import and another export."""
+"""Tests that all programs generate the same tokens with a chat model, and stop at the end of its turn. Also tests that
+its chat template survives an export, an import and another export."""
 
 import json
 import shutil

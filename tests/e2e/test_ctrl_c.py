@@ -1,4 +1,4 @@
-"""Tests Ctrl-C in a terminal: the run saves and ends; a second one, or one before the first step, ends it at once."""
+"""Tests that a run saves and ends at Ctrl-C, and ends at once at a second Ctrl-C or before its first step."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests the demo, shortened: what a run prints, learns and leaves in its folder."""
+"""Tests what a shortened demo run prints, learns and leaves in its folder."""
 
 import json
 import math
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run it on two ranks of torchrun. At any time `latest` names a complete checkpoint."""
+    """Run the demo on two ranks of torchrun. At any time `latest` names a complete checkpoint."""
     run = start(tmp_path_factory.mktemp("demo"), *SHORT.split(), ranks=2, agent=True, config=CONFIG)
     while run.process.poll() is None:
         if latest := run.latest:

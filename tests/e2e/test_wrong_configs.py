@@ -1,4 +1,4 @@
-"""Tests that a config that cannot run fails within seconds: one message, exit code 2, nothing started."""
+"""Tests that a config that cannot run fails within seconds, with one message and exit code 2."""
 
 import os
 import socket

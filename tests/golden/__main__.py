@@ -1,7 +1,7 @@
 """Compares golden results: python -m golden compare | reference (see README.md in this folder).
 
-Exit code 0: all compared values are equal to the last bit. 1: some differ. 2: no comparison is possible, because the
-golden file is missing or comes from another processor, GPU or torch; the message says what to do.
+Exit code 0 means that all compared values are equal to the last bit, and 1 that some differ. Exit code 2 means that the
+golden file is missing or comes from another processor, GPU or torch.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def make(code: Path, operations: Path, commit: str, results: Path, parts: list[str]) -> int:
-    """Write the golden files of `code`. A run's or problem's error replaces its values, and makes the exit code 1."""
+    """Write the golden files of `code`. An error replaces a run's or problem's values, and gives exit code 1."""
     results.mkdir(parents=True, exist_ok=True)
     failed = 0
     for part in parts:
@@ -111,7 +111,7 @@ def make_reference(rev: str, results: Path, parts: list[str]) -> int:
 
 
 def operations_of(commit: str, folder: Path) -> Path:
-    """Return the operations.py for the kernels of a revision: its own, or the first one of all if it has none."""
+    """Write operations.py of a revision, or its first version if the revision has none. Return the path."""
     name = "tests/golden/operations.py"
     where = commit
     if subprocess.run(

@@ -1,4 +1,4 @@
-"""Records what bits depend on in addition to the code: processor or GPU, torch, Triton."""
+"""Records the processor or GPU, torch and Triton, on which the bits of results depend."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +18,8 @@ def cpu_fingerprint() -> dict[str, str]:
 
 
 def gpu_fingerprint() -> dict[str, str]:
-    """Describe the architecture and the number of multiprocessors, which determine kernels and tiles. An H100 gave the
-    same bits as an H200 in each golden run and problem."""
+    """Describe the architecture and the number of multiprocessors, which determine kernels and tiles. The name is left
+    out, because an H100 gave the same bits as an H200."""
     device = torch.cuda.get_device_properties()
     return {
         "gpu": f"sm_{device.major}{device.minor}, {device.multi_processor_count} multiprocessors",

@@ -1,5 +1,5 @@
-"""Lists the golden kernel problems, their inputs, and the hashes of the kernels' results. Needs a GPU. operations.py
-calls the kernels and follows their interface; this file does not import them."""
+"""Defines the golden kernel problems and their inputs, and hashes the results on a GPU. Only operations.py calls the
+kernels."""
 
 import hashlib
 import importlib.util

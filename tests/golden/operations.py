@@ -1,7 +1,7 @@
 """Calls the kernels for the golden problems; only this file knows their interface.
 
-A function takes a problem and its inputs on the device, and returns outputs and gradients by name. Each name keeps its
-meaning, dtype and shape when the interface changes, so that hashes can be compared.
+A function takes a problem and its inputs on the device, and returns outputs and gradients by name. An output's name,
+meaning, dtype and shape stay when the interface changes, so that hashes can be compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSampl
 Tensors = dict[str, torch.Tensor]
 
 CANDIDATES_FROM = 2048
-"""Shortest row that is selected by candidates, far below the value in training, so that small problems use them."""
+"""Smallest number of keys for selection by candidates. In training the number is far larger."""
 LOSS_DRAW = 1
 """Chooses the rows of a sampled loss."""
 

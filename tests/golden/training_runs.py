@@ -68,7 +68,7 @@ GPU_RUNS = (
 
 
 class RunFailed(Exception):
-    """Says that a run ended with an exit code other than 0; the message has the end of its log."""
+    """Says that a run ended with an exit code other than 0. The message has the end of its log."""
 
 
 def train(run: TrainingRun, code: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -105,9 +105,8 @@ def import_path(code: Path) -> str:
 
 
 def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the numbers that equal code must reproduce, by record. There is one record for each step and each
-    validation. Numbers whose names contain a part in `NOT_COMPARED` are left out. The last validation uses the final
-    weights."""
+    """Yield (name of the record, its numbers) for each step and each validation. Numbers whose names contain a part in
+    `NOT_COMPARED` are left out."""
     for record in records:
         event = record.get("event")
         if event in (None, "validation"):

@@ -1,4 +1,4 @@
-"""Tests where a step's time goes on CUDA devices, against the device's own clock, and over NCCL."""
+"""Compares the breakdown of a step's time with the device's own clock, also over NCCL."""
 
 import json
 import subprocess

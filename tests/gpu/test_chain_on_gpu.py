@@ -41,8 +41,8 @@ def one_by_one() -> Iterator[None]:
 
 
 def hold(decoder: FusedDecoder) -> Callable[[], None]:
-    """Copy the state that steps write: caches from the decoder's slot on, and the rest. Return what puts it back. The
-    workspace is scratch memory except for its counters, which are 0 between calls."""
+    """Copy the state that decoding steps write, and return a function that restores this state. The function also sets
+    the workspace's counters to 0. The rest of the workspace is scratch memory."""
     filled = int(decoder.slot)
     written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot]
     for buffers in decoder.buffers:

@@ -13,8 +13,8 @@ from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_mod
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
-    """transformers runs in fp32 with plain torch. A second batch size captures the graphs again. In fp32 the
-    kernels for products with few rows run only on request."""
+    """transformers runs in fp32 with plain torch. A second batch size captures the graphs again. In fp32 only
+    `products="rows"` uses the kernels for products with few rows."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":

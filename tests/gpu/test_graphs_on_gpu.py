@@ -1,5 +1,4 @@
-"""Tests `train.cuda_graphs` on a CUDA device: equal bits, no waits, constant memory, and a run that resumes. Read the
-first failing test first: its trace names the operation that cannot be captured."""
+"""Tests that `train.cuda_graphs` on a CUDA device changes no bits, adds no waits, keeps memory constant and resumes."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tests the check of a CUDA device before a run, which names a faulty one by UUID, and that compilation is noticed."""
+"""Tests that the check before a run names a faulty CUDA device by UUID, and that compilation is noticed."""
 
 import pytest
 import torch

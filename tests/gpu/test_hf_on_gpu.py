@@ -48,7 +48,7 @@ def padded(pads: int = 37, length: int = LENGTH) -> tuple[torch.Tensor, torch.Te
 
 
 def assert_nearly_all_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare with a tolerance for some rows: rounding may select another key at the edge, which changes rows."""
+    """Let 5% of the rows differ, because rounding may change the last selected key of a row."""
     far = (found - expected).abs().amax(-1) > 2e-3 * expected.abs().max()
     assert far.float().mean() < 0.05
 

@@ -1,5 +1,5 @@
-"""Tests saves on CUDA devices, whose copies are filled during the next step: the update waits, the host does not. The
-tests also cover a save after which one of two ranks cannot tell the other rank that its save has ended."""
+"""Tests saves on CUDA devices, which copy the state during the next step. The update waits for the copies, but the host
+does not. In another save, one of two ranks cannot tell the other rank that its save has ended."""
 
 from pathlib import Path
 

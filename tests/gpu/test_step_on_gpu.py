@@ -1,4 +1,4 @@
-"""Tests one training step in this process on a CUDA device: no waits, repeatable, and equal with every kernel."""
+"""Tests that a training step on a CUDA device never waits, is repeatable, and is equal with every kernel."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,5 +1,4 @@
-"""Tests tasks between training steps on a CUDA device: training does not change, and scores equal the scores of the
-checkpoint."""
+"""Tests that tasks between training steps on a CUDA device do not change training, and score as the checkpoint does."""
 
 import json
 

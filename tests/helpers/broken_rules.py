@@ -1,4 +1,4 @@
-"""Lists every check between fields: the overrides that violate it, and the expected text of the error. A row is
+"""Lists every check between fields, with overrides that violate it and fragments of the expected error. A row is
 `override ; override -> fragment | fragment`. Indented lines continue the row above."""
 
 from os.path import expanduser

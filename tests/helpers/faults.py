@@ -1,11 +1,11 @@
 """Injects faults into one rank of a training run by patches in its process, without changes to `launch/pretrain.py`.
 
-The time of an external fault depends on the machine, but these faults happen at a step. They are given by name as JSON.
-Steps count from 1, and "before" a step means before its batch is trained:
+External faults happen at a time that depends on the machine, but these faults happen at a step. JSON gives them by
+name. Steps count from 1, and "before" a step means before its batch is trained:
 
     random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it
-    nan_in: [step, rank, place]             after the step's update one element at a place of NAN_PLACES is NaN, or
-                                            before any reduction one element of a weight's `gradient`
+    nan_in: [step, rank, place]             one element at a place of NAN_PLACES is NaN after the step's update, or one
+                                            element of a weight's `gradient` before its reduction
     unchecked_saves: true                   saves may contain NaN, as in versions that did not check
     flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once
     wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
@@ -14,18 +14,18 @@ Steps count from 1, and "before" a step means before its batch is trained:
     full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
     failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
     raising_saves: [rank, [number, ...]]    this rank's thread raises instead of writing its share, from 0
-    lost_saves: [rank, [number, ...]]       the same, but the rank cannot tell the others
-    slow: [first, last, rank]               in these steps this rank takes four times its longest earlier step
+    lost_saves: [rank, [number, ...]]       as raising_saves, but the rank cannot tell the others
+    slow: [first, last, rank]               in these steps this rank sleeps for four times its longest step
     held: [[step, rank], ...]               before that step this rank blocks forever, once in a run's life
     frozen: [step, rank]                    before that step this rank sends itself SIGSTOP, once in a run's life
     waits_for: [step, rank, signal]         before that step this rank waits for this signal
     held_write: [step, rank]                this rank writes its files of this checkpoint, but never reports it
-    write_waits_for: [rank, signal]         the same until this rank has received this signal
+    write_waits_for: [rank, signal]         this rank's saves wait until it has received this signal
     saves_end: true                         a step's save ends before the next step is trained
-    wrong_product: rank                     its device multiplies wrongly in the check before the run
+    wrong_product: rank                     this rank multiplies wrongly in the check before the run
     all_operations: true                    a profile names all operations, instead of only the longest
 
-If a rank blocks, the others wait for it in a collective, and so the run waits until it is ended.
+If a rank blocks, the other ranks wait for it in a collective until the run is ended.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from gsa_train.reliability.health import products
 from gsa_train.reliability.stop_signals import StopRequest
 
 NAN_PLACES = ("weight", "unread weight", "moment", "second moment", "fp32 weight", "average")
-"""Weights that every step or no step reads; AdamW's state of the first; the variance average."""
+"""A weight that all steps read, one that none reads, AdamW's state, the variance average."""
 
 UNREAD_ID = 3
 """The byte 0, which no text contains."""

@@ -4,10 +4,10 @@ Importing torch, megatron-core and gsa_train takes more CPU time than most test 
 forkserver) therefore imports them. Its children get what torchrun gives its ranks: their own session, environment,
 output and command line. They then run the launcher's file as `__main__`.
 
-`ForkedRanks` are such children without torchrun's agent. `ForkedAgent` runs torchrun itself in such a child, but forks
-each rank instead of starting an interpreter. torchrun therefore handles failures, signals and lost nodes as always.
-Some runs start the real torchrun (`real=True` in runs.py), because there each rank has its own seed of string hashes,
-and the interpreter is torn down after atexit.
+`ForkedRanks` are children of this server without torchrun's agent. `ForkedAgent` runs torchrun in a child, but forks
+each rank instead of starting an interpreter. torchrun handles failures, signals and lost nodes as always. With
+`real=True` in runs.py a run starts the real torchrun. Its ranks have different seeds of string hashes, and tear down
+the interpreter after atexit.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ class ForkedAgent:
 
 
 def kill_unless_over(process: ForkServerProcess) -> None:
-    """Kill a process unless it has ended. The server reaps its children at once, so the id may belong to another
-    process. Ranks of one test file use ten thousand ids, and some systems have only 32,768."""
+    """Kill a process unless it has ended. The server reaps ended children at once, so another process may already have
+    the id."""
     if process.exitcode is None:  # multiprocessing does not check by itself
         process.kill()
 

@@ -1,4 +1,4 @@
-"""One step of a tiny model by the kernels or in plain torch, and how the two are compared."""
+"""Takes one step of a tiny model by the kernels or in plain torch, and compares both."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,7 +47,7 @@ def one_step(
     heads: int = 4,
     attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics, averages and clipped weights of a step, by the kernels if `fused`, or by torch."""
+    """Return loss, gradients, statistics, averages and clipped weights, by the kernels if `fused`, else by torch."""
     layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
     config = tiny_config(
         [phase],

@@ -56,8 +56,8 @@ def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
 
 
 def _at_once(name: str, operator: Any, whole: Call) -> Call:
-    """Return a fast operator for tensors of one type, or for a tensor and a number; `whole` handles all other cases. It
-    applies the numpy operation and the result type that Triton's calls would find."""
+    """Return a fast operator for tensors of one type, or for a tensor and a number. It has the numpy operation and the
+    result type of Triton's operator `whole`, which handles all other cases."""
     compares, reflected, adds = (
         operator in COMPARISONS,
         name in ("__radd__", "__rsub__", "__rmul__"),
@@ -163,7 +163,7 @@ def cast_at_once(whole: Call) -> Call:
 
 def to_tensor_at_once(whole: Call) -> Call:
     """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment. Tensors are
-    returned unchanged, and a number gets its earlier handle again."""
+    returned unchanged. A number always gets the same handle."""
     numbers = lru_cache(maxsize=4096, typed=True)(
         lambda number: whole(interpreter.interpreter_semantic, number)
     )

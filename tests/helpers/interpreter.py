@@ -1,9 +1,8 @@
 """Patches Triton's interpreter for the tests: three times as fast, and right for bf16 and NaN.
 
-Triton 3.7 spends two fifths of a kernel's time on repeating integer operations in 64 bits. The repetition finds
-overflows, which Triton reports only in debug mode, and the interpreter is not in debug mode. Most of the remaining time
-is bookkeeping. Each call of a device function lists all members of triton.language. Each operation rebuilds tables of
-types and shapes. Each operator makes a dozen calls before it calls numpy (interpreted_operators.py).
+Triton 3.7 repeats integer operations in 64 bits to find overflows, although it reports them only in debug mode. Each
+call of a device function lists all members of triton.language. Each operation rebuilds tables of types and shapes. Each
+operator makes a dozen calls before it calls numpy. The patch avoids this work (see also interpreted_operators.py).
 
 Triton stores bf16 as 16 bits, truncates fp32 without rounding, and multiplies and adds these bits as integers. After
 the patch, products, casts and operations of two tensors are right. Functions of one tensor and sums along an axis need
@@ -12,8 +11,8 @@ fp32, as on a GPU.
 For a number and a NaN, Triton's interpreter returns the NaN as maximum and minimum. A GPU returns the number unless the
 kernel asks for the NaN. The patch makes the interpreter behave like a GPU.
 
-Triton uses numpy for matrix products. On some processors the last bits of a row then depend on the number of rows,
-which breaks tests that compare bits. The patch multiplies in fp64.
+Triton uses numpy for matrix products. On some processors a row's last bits then depend on the number of rows, which
+breaks tests that compare bits. The patch multiplies in fp64.
 """
 
 import dataclasses
@@ -167,8 +166,8 @@ def _remember_shapes() -> None:
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
-    This covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. The type
-    gets the shape of the result, while the data may be smaller. All other operands go through Triton.
+    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. The
+    type gets the shape of the result, but the data may be smaller. All other operands go through Triton.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl

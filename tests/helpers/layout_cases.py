@@ -9,8 +9,8 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP, with_sections
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Steps of the warm-up and of the sparse phase. A difference in a step shows in the numbers of this step and of the
-next, also across phases. More steps would only show that rounding does not grow."""
+"""Steps of the warm-up and of the sparse phase. A wrong step changes its own numbers or the next step's, also across
+phases. More steps would only accumulate rounding."""
 MORE_STEPS = (2, 2)
 """Steps of one layout of megatron-core's optimizer, of one layout of DeepSpeed, and of `SELECTED`'s text."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
@@ -64,7 +64,7 @@ MUON: dict[str, dict[str, Any]] = {**ALL_KEYS, **CLIPS, "train": {"optimizer": "
 """With OVERLAP the buckets are small, so that data-parallel ranks share most matrices."""
 BASELINE = {"gsa": {"attention": "dense"}, **CLIPS}
 PAIRS = {"micro_batch_size": 2}
-"""Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
+"""Two sequences per micro-batch, which halve the passes of one rank. `context` and pipelines have several."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 INSTANCES = {"optimizer_instances": 2}
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Return layers for the stages; without stages few, but different, layers. `SELECTED`'s text needs four."""
+        """Return the number of layers: 4 for pipeline stages and for `SELECTED`'s text, else 2."""
         return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -187,7 +187,8 @@ EQUAL = {
     "interleaved, overlapped": "interleaved",
     "pipeline, recomputed layers": "pipeline",
 }
-"""Equal to the last bit. There are two replicas, because gloo sums buffers of more ranks in another order."""
+"""Maps layouts to layouts with equal bits. Both have two replicas, because gloo sums buffers of more ranks in another
+order."""
 
 ONE_SMALL_INDEXER = {
     **ALL_KEYS,
@@ -242,7 +243,7 @@ RESHARDED = {
 
 
 def pairs(layout: dict[str, Any]) -> dict[str, int]:
-    """Return PAIRS if model and context leave few replicas: each has one micro-batch, or two for a pipeline."""
+    """Return PAIRS for layouts with context or tensor parallelism, which leave few replicas for the sequences."""
     return PAIRS if {"context", "tensor"} & layout.keys() else {}
 
 

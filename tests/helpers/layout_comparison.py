@@ -26,8 +26,7 @@ TIES = {"max_activation_token"}
 """If a document begins with the same token twice, both have equal activations up to rounding. In the text of SELECTED
 no token occurs twice."""
 VARIANCE = 5e-5
-"""Relative tolerance of variances. For scores near 1, fp32 errors are 6e-8. Their deviations of 0.03 have a relative
-error of 2e-6, and the mean square after a step ten times that."""
+"""Relative tolerance of variances. fp32 errors of scores near 1 are large against their deviations of 0.03."""
 _one_rank: dict[str, list[Any]] = {}
 
 

@@ -3,11 +3,11 @@
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
 
-In bf16 no two orders of the same sum agree. The reference is therefore how much one rank's training changes if only
-rounding changes. Its micro-batches run in opposite order, or two sequences at a time. Every matrix product runs in two
-and in four parts, each rounded to bf16 before the sum, as in tensor parallelism. A layout passes if in every step its
-loss, KL and gradient norm are within FACTOR times the largest of these deviations. The largest deviation is taken over
-the steps so far, or over the first three steps of any phase, because few runs of one step may agree by chance.
+In bf16 another order of a sum changes its result. Runs of one rank therefore measure how much training changes if only
+rounding changes. One run takes its micro-batches in opposite order, and another takes two sequences at a time. Two runs
+compute every matrix product in two or four parts, each rounded to bf16 before the sum, as in tensor parallelism. A
+layout passes if in every step its loss, KL and gradient norm deviate by at most FACTOR times the largest deviation of
+these runs (see `allowed`).
 
 First each rank trains some of the one-rank runs alone. Then all ranks join one process group and run layout after
 layout. Ranks that a layout does not need for other dimensions are data parallel. `make` sets
@@ -45,7 +45,7 @@ from whole_steps.step_bench import release_memory
 LR = 1e-4
 """With 1e-3, bf16 rounding differences grow so fast that one rank's own runs differ too much for a test."""
 FACTOR = 3.0
-"""Allowed ratio of a layout's largest deviation to the largest of four runs: both are maxima of few draws."""
+"""Allowed ratio of a layout's largest deviation to the largest deviation of one-rank runs."""
 FLOOR = 1e-6
 """Relative error of fp32 sums over ranks, which is allowed even if one rank's runs agree by chance."""
 SETTLED_STEPS = 3

@@ -1,7 +1,7 @@
 """Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
 FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the ranks stay and
-change their layout. The remaining ranks of a layout are data parallel. The results go to FOLDER/results.json.
+change their layout. Ranks that a layout does not need are data parallel. The results go to FOLDER/results.json.
 """
 
 import gc
@@ -59,11 +59,10 @@ from helpers.single_rank import EOS, SPARSE, as_numbers
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
-    """Draw int32 [sequences, L + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks.
+    """Draw int32 [sequences, L + 1]: a global batch of documents of about max(12, L / 3) tokens.
 
-    In longer sequences a document is a third of the sequence. If the vocabulary is larger than a sequence, no token
-    occurs twice in it. In the first layer equal tokens of a document would have equal keys, and rounding would decide
-    between them.
+    Documents cross the borders of chunks. If the vocabulary is larger than a sequence, all tokens of a sequence differ.
+    In the first layer equal tokens of a document would have equal keys, and rounding would decide between these keys.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -140,8 +139,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS tokens, because
-    the scores of two EOS tokens in one document would be equal."""
+    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS, because two EOS
+    in one document would have equal scores."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
@@ -183,8 +182,8 @@ def go_on(
 ) -> list[dict[str, Any]]:
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
-    The checkpoint is written during the two steps, which it must not contain. The first loss then tests the weights,
-    the second loss the optimizer's state, and the statistics the moving averages.
+    The checkpoint is written during the two later steps, but must not contain them. After a load the first loss tests
+    the weights, the second loss the optimizer's state, and the statistics the moving averages.
 
     Args:
         number: 0 writes; 1 has read a damaged copy before.
@@ -229,10 +228,11 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take a step of one phase and two of the next, with a checkpoint between them, or these two from the checkpoint.
+    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, take only these two, from
+    the checkpoint.
 
-    Validations come before the checkpoint and at the end of the phase, as in a run. Also return whether this rank
-    continued from fp32 weights that bf16 cannot represent.
+    Validations come before the checkpoint and at the end of the phase. Also return whether this rank continued from
+    fp32 weights that bf16 cannot represent.
     """
     model = build_model(config, parallel)
     kept = None
@@ -295,7 +295,7 @@ def resume_all(cases: Mapping[str, Reshard], names: Iterable[str], folder: Path)
 def cross_all(
     layouts: Mapping[str, dict[str, Any]], names: Iterable[str], folder: Path, sections: dict[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the numbers of an uninterrupted phase boundary in bf16, and of one that is resumed."""
+    """Return the numbers of an uninterrupted and of a resumed phase boundary in bf16."""
     crossed: dict[str, list[Any]] = {name: [] for name in names}
     for name, found in crossed.items():
         config = Case(layouts[name], sections).config(precision="bf16", **pairs(layouts[name]))

@@ -136,7 +136,7 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     """Return a function that replaces `triton_build.count_keys`. The host then reads the largest possible count for
-    each tile: all keys that the tile sees, up to `most` keys."""
+    each tile of queries: all keys that the tile sees, up to `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0, *always: torch.Tensor) -> CountedKeys:
@@ -157,7 +157,7 @@ def _even_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _gathered_counts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return counts that the host reads: the same on all ranks."""
+    """Let each rank gather its own counts from all ranks."""
 
     def gather(every: torch.Tensor, mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(mine, _OnTheHost):
@@ -168,7 +168,7 @@ def _gathered_counts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _planned(*args: Any) -> Exchange:
-    """Plan the exchange of tokens by such counts, which kernels read on the device, where they have no contents."""
+    """Plan the exchange of tokens by equal counts, but return counts without contents, as on the device."""
     exchange = token_exchange.plan_exchange(*args)
     of_counts = {
         name: torch.empty(value.shape, dtype=value.dtype)

@@ -26,9 +26,8 @@ from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "configs/tiny.yaml"
-"""A minimal model on sequences of 64 tokens, two at a time. Kills, saves, data and layouts work the same, and a step
-takes a fraction of the time on CPUs. The learning rates rise more slowly than in the demo, because every step amplifies
-a changed bit."""
+"""A minimal model on sequences of 64 tokens, two at a time, whose steps are short on CPUs. The learning rates rise more
+slowly than in the demo, because every step amplifies a changed bit."""
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, including workers in their own sessions."""
 SHARED = "GSA_TEST_SHARED_RUNS"
@@ -329,7 +328,7 @@ def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
 
 
 def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
-    """Send SIGKILL to every process of a run, first to the given ones; return their ids after all are dead."""
+    """Send SIGKILL to the processes `at_once`, then to all others of the run. Return all ids when all are dead."""
     killed: list[int] = []
     deadline = time.monotonic() + 100
     alive = list(at_once) or processes_of(run)

@@ -26,7 +26,7 @@ def runs_nightly(request: pytest.FixtureRequest) -> bool:
 
 
 def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """Return each `name` for which this session runs a test of the module, so that the fixture creates no others."""
+    """Return each `name` for which this session runs `test`, so that a fixture creates only these cases."""
     return [
         item.callspec.params["name"]
         for item in request.session.items

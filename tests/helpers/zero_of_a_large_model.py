@@ -11,8 +11,8 @@ _settings = zero._settings
 
 
 def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
-    """Replace `zero._settings`: shard every parameter, release it after each use, and gather it again. Some parameters
-    are in flight for the backward pass when a forward pass ends. DeepSpeed's defaults would not shard a tiny model."""
+    """Replace `zero._settings`, so that every parameter is sharded, and released after each use. DeepSpeed's defaults
+    would not shard a tiny model."""
     settings = _settings(*args)
     settings["zero_optimization"].update(
         stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=100
@@ -21,8 +21,7 @@ def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
 
 
 def leave_out_what_nobody_reads(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """Skip profiler ranges of GPUs around each function, and a text of all parameters that no one prints. Together they
-    take some 6% of a tiny model's time."""
+    """Skip the GPU profiler's ranges around functions, and an unused description of all parameters, to save time."""
     from deepspeed.utils import nvtx  # imported here, where it runs
 
     set_attribute(nvtx, "enable_nvtx", False)

@@ -137,7 +137,7 @@ def mask_of(selection: Selection, num_keys: int) -> torch.Tensor:
 def results(
     case: Case, given: Problem, selection: Selection | None, implementation: Implementation
 ) -> dict[str, torch.Tensor]:
-    """Return output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
+    """Return output, log-sum-exp, loss, its rows, and the gradients of output plus loss."""
     q, k, v, by = given.q, given.k, given.v, {"implementation": implementation}
     out, lse = sparse_attention(q, k, v, selection, given.geometry, given.gate_logits, **by)
     loss, rows = indexer_loss(given.indexer, q, k, lse, selection, given.geometry, case.rows, **by)

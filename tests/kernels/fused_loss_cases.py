@@ -21,8 +21,7 @@ devices = pytest.mark.parametrize("device", [CPU, GPU])
 ATTENDED = ("q", "k", "v", "gate_logits")
 LOSS_SCALE = 0.375
 TARGET_EPS = 2.0**-10
-"""Tolerance for the fp16 target, about half for each of two roundings: of its parts (on a GPU also of sums of two
-heads), and of their sum in the loss."""
+"""Tolerance for two roundings of the fp16 target: of its parts, and of their sum in the loss."""
 TRAINING: dict[str, Any] = {"heads": (16, 4), "head_size": 128, "indexer": (4, 64)}
 
 
@@ -101,8 +100,8 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 
 def check(case: Fused, **options: Any) -> Results:
-    """Check that errors are at most twice the errors of the reference in the same dtype, plus rounding. Results of
-    attention are compared by the largest error, and results of the indexer by the norm, as in their own tests."""
+    """Check that errors are at most twice the errors of the reference in the same dtype, plus rounding. Attention's
+    results are compared by the largest error, the indexer's results by the norm of the error."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")

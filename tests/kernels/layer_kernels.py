@@ -43,7 +43,7 @@ def run(function, leaves, grads):
 
 
 def compare(kernel, plain, leaves, grads):
-    """Run the kernel twice, compare both runs, and the first with its reference. Return its outputs and gradients."""
+    """Check that two runs of the kernel agree in bits, and match the reference. Return outputs and gradients."""
     found, again = (run(kernel, leaves, grads) for _ in range(2))
     exact = run(plain, [leaf.double() for leaf in leaves], grads)
     assert_as_good(found, run(plain, leaves, grads), exact, leaves[0].dtype)

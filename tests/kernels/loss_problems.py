@@ -203,8 +203,8 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
         value = got.grads[name].double()
         assert got.grads[name].dtype == problem.tensors[name].dtype
         error, of_reference = (value - want).norm(), (same.grads[name].double() - want).norm()
-        # The sums run in another order, and a scalar's reference may be exact by chance, which explains the floor. In
-        # bf16 the two round at different places, and a few rows do not average this out.
+        # A scalar's reference may be exact by chance, but the kernels add in another order. In bf16 both round at
+        # different places, and a few rows do not average this out.
         floor = (1e-3 if approximate else 3e-6) * want.norm() + 1e-6
         if approximate and problem.tensors[name].dtype == torch.float32:
             floor = floor + 2e-3 * want.norm()  # biases and beta are fp32, from rounded inputs

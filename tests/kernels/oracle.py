@@ -1,8 +1,7 @@
 """Computes a Gated Sparse Attention layer in explicit loops in fp64, without code from `gsa_kernels`.
 
-The code follows the definition, one query, head and key at a time. A mistake in an operation, or in how operations are
-composed, therefore cannot occur in both. Autograd computes the gradients through the same loops.
-
+The code follows the definition, one query t, head and key at a time. Query t selects the k_t keys S_t. G1 and G2 are
+gates. Autograd computes the gradients.
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
 """
 
@@ -164,7 +163,7 @@ def gsa_layer(
 def _indexer_row(
     h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, t: int, keys: list[int]
 ) -> dict[int, torch.Tensor]:
-    """I[t, s] for every s in `keys`."""
+    """Return I[t, s] for every s in `keys`."""
     queries = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
     if o.indexer_norm:
         queries = [_norm(x, weights["n_iq"], o) for x in queries]

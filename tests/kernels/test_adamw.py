@@ -17,7 +17,7 @@ pytestmark = [] if interpreted() else [pytest.mark.gpu]
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_one_pass_gives_the_sum(decay, weight_dtype, monkeypatch):
-    """Parameters are smaller than a stretch, or larger than all programs take at once."""
+    """Parameters are smaller than one program's block, or larger than all programs' blocks."""
     monkeypatch.setattr(op, "ELEMENTS", 64)
     monkeypatch.setattr(op, "MAX_PROGRAMS", 3)
     torch.manual_seed(0)

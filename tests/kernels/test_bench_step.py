@@ -15,7 +15,7 @@ pytestmark = pytest.mark.nightly
 
 
 def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test checks which small models take turns and which ratios are bars. Nothing is profiled on a CPU."""
+    """Tests which models take turns, and which ratios the report lists as bars."""
     import bench_step
 
     from gsa_train.config import load_config

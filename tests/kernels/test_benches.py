@@ -123,8 +123,8 @@ def test_bench_long_reads_the_export(
 
 
 def test_a_planted_selection_is_what_the_layers_use() -> None:
-    """Planted layers determine the model's scores. The model's own indexer still learns. Its gradients come from a
-    loss over the planted selections."""
+    """Planted projections determine the selections. The model's own indexer still learns, from a loss over the planted
+    selections."""
     from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config
     from whole_steps.planted_indexer import alike, plant
     from whole_steps.step_bench import OurTrainee

@@ -80,8 +80,8 @@ TURNS = PairTiling(2, 5)
 
 
 def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, ...], ...] = WHOLE) -> None:
-    """Compare one launch per group of sections with the reference, and check that only its slot of the cache is
-    written. All groups after the first run beside another kernel."""
+    """Launch once per group of the projection's sections, and compare results and the whole cache with the reference.
+    All groups after the first run beside another kernel."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
     arrivals, found = torch.zeros(1, dtype=torch.int32, device=DEVICE), None

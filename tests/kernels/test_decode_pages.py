@@ -20,7 +20,7 @@ LENGTHS, MAX_LENGTH, WINDOW = [321, 132, 0, 17], 384, 9
 
 
 def paged(case: Case, size: int) -> Case:
-    """Move the caches to pages in random order, in the layout of vLLM. Unused rows are NaN, and unused entries of the
+    """Move the caches to pages in random order, in vLLM's layout. Unused rows are NaN, and unused entries of the page
     table point outside the cache."""
     batch, width = len(case.q), MAX_LENGTH // size
     order = torch.randperm(batch * width + 3, generator=torch.Generator().manual_seed(size))

@@ -1,4 +1,4 @@
-"""Decoding against the forward pass of training, token by token: keys, and groups of keys."""
+"""Compares decoding token by token with the forward pass of training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 def forward_pass(
     case: Case, rows: dict[str, torch.Tensor], row: int, length: int, rule: BudgetRule, geometry: Geometry
 ) -> torch.Tensor:
-    """[length, H, D] of one sequence."""
+    """Return [length, H, D] of one sequence."""
     start = 0 if case.cache.starts is None else int(case.cache.starts[row])
     kept = (slice(row, row + 1), slice(start, start + length))
     of_tokens = {name: each[row : row + 1, :length] for name, each in rows.items()}
@@ -58,8 +58,8 @@ GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_token_by_token(device: str, name: str, implementation: Implementation) -> None:
-    """A short sequence, an unused slot, and two with a choice, from within a group into the next one. Past each
-    sequence's end the caches hold NaN."""
+    """The batch has a short sequence, an unused slot and two long sequences, which enter the next group of keys. Other
+    cache entries are NaN."""
     geometry, options = GEOMETRIES[name]
     size = geometry.key_group_size
     rule = BudgetRule(max(3 * size, 8), size, max(5 * size, 12), options.get("mode", "inverse"))

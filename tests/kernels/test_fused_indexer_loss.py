@@ -1,5 +1,5 @@
 """Tests attention whose backward pass also computes the indexer's gradients, on Hopper or small in the interpreter.
-Results are compared with the reference in fp64, and bit for bit with attention alone."""
+Results are compared with the fp64 reference. Attention must have the bits of attention alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_single_key(device: str) -> None:
     ids=str,
 )
 def test_long_sequences(length: int, options: dict[str, Any]) -> None:
-    """With heads as in training, and several chunks of rows and segments of keys, five repetitions agree in bits."""
+    """Shapes have several chunks of rows and segments of keys. Five repetitions agree in bits."""
     case = make_case(length, "cuda", **{**TRAINING, **options})
     got = check(case, chunk_bytes=2**22)
     assert_attention_is_untouched(case, got)
@@ -92,7 +92,7 @@ def test_long_sequences(length: int, options: dict[str, Any]) -> None:
 
 @devices
 def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits do not change. The target takes two bytes for each four heads and key."""
+    """The target takes two bytes for each four heads and key."""
     calls: list[tuple[int, int]] = []
 
     def recorded(*arguments: Any) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.
     ids=lambda options: "-".join(options),
 )
 def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KL is then not computed; a step with a logged loss has the same gradients in bits."""
+    """The KL is not computed. Gradients have the bits of a step that logs the loss."""
     case = make_case(70, device, **options)
     if device == "cuda":
         case = make_case(1536, device, **TRAINING, **options)
@@ -162,7 +162,7 @@ def test_the_scale_is_of_the_indexer_alone(device: str) -> None:
 
 @devices
 def test_strides_do_not_matter(device: str) -> None:
-    """Memory is in the order [L, B, ...], slices of fused projections, and an expanded gradient."""
+    """Inputs have the order [L, B, ...] or are slices of a projection, and the gradient is expanded."""
     case = make_case(33, device, batch=2, heads=(8, 2))
     case = replace(case, grad=case.grad[:1, :1, :1, :1].expand(case.grad.shape))
     assert case.gate_logits is not None

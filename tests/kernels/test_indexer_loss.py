@@ -29,8 +29,8 @@ from gsa_kernels.types import Indexer, RowSample
 on_gpu = pytest.mark.parametrize("device", [GPU])
 BF16 = torch.bfloat16
 
-# A sequence of 70 has several of these small tiles of rows and of keys, and several segments. The stacked form needs 64
-# keys, because with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
+# A sequence of 70 tokens has several of these tiles, and several segments. The stacked form needs 64 keys. With fewer
+# keys Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
 SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
 # 64 keys: with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
 STACKED = replace(SMALL, stats_keys=64, grad_keys=64, segment=64, stacked=True)
@@ -77,7 +77,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows more digits.
-    Samples of rows consist of at least three stretches of rows."""
+    Samples of rows have at least three runs of rows."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
@@ -259,8 +259,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss saves a pass if both sums are known. A log-sum that is wrong by 1e-3 changes the gradient. It changes
-    the value only in second order, by less than 1e-6 per row."""
+    """The loss saves a pass if it gets both log-sums. A log-sum that is wrong by 1e-3 must change the gradient, but the
+    value by less than 1e-6 per row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
@@ -302,8 +302,8 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
 
 
 def test_value_near_its_minimum(device: str) -> None:
-    """The KL must be accurate near its minimum. The target differs from the softmax of the scores by about 1%, so the
-    KL is much smaller than the log sums from which it is computed. Rounding of these sums must hardly change the KL."""
+    """The target differs from the softmax of the scores by about 1%, so the KL is much smaller than the log-sums from
+    which it is computed. Rounding of these log-sums must hardly change the KL."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
     q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
     noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)
@@ -327,8 +327,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """A target in several parts gives the same loss as the sum of the parts. Unattended entries are NaN and not read.
-    Rows have gaps in memory."""
+    """A target in several parts gives the same loss as the sum of the parts. Entries of unattended keys are NaN. Rows
+    have gaps in memory."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)
@@ -336,8 +336,8 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
     shares = target[:, None] * shares / shares.sum(1, keepdim=True)
     if blocks is not SMALL:
         shares = shares.half()
-    # The sum is in the kernels' order and in the type of the parts. An fp32 sum would lie in other registers, and a
-    # row's total in another order could differ in its last bit.
+    # The parts are added in the order and type of the kernels. With an fp32 target a row's total would be summed in
+    # another order, which could change its last bit.
     target = reduce(torch.add, shares.unbind(1))
     shares = shares.masked_fill(~problem.mask[:, None], float("nan"))
 

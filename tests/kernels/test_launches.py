@@ -24,7 +24,7 @@ from gsa_kernels.types import RowSample
 @pytest.mark.skipif(not interpreted(), reason="of the interpreter")
 @pytest.mark.parametrize("name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense"])
 def test_kernels_are_launched_on_the_device_of_their_tensors(name, monkeypatch):
-    """The current device may be another one, as in a model on several GPUs. Autograd sets it in the backward pass."""
+    """The current device may be another GPU. In the backward pass autograd sets the current device."""
     within: list[str] = []
 
     @contextmanager

@@ -192,7 +192,6 @@ def test_the_average_of_the_variances() -> None:
 
 
 def test_recomputation_changes_nothing() -> None:
-    """Gradients, loss and average stay equal, although the layer runs twice."""
     torch.manual_seed(3)
     layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE))
     x = torch.randn(2, 20, 24)

@@ -1,4 +1,4 @@
-"""Tests `GatedSparseAttention` with a cache: tokens one by one, or in pieces, give the same results as in one call.
+"""Tests that `GatedSparseAttention` with a cache gives the results of one call, for single tokens and for pieces.
 
 The tests run with the reference, and with Triton in its interpreter or, marked gpu, on a CUDA device.
 """
@@ -119,7 +119,7 @@ def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> N
 
 
 def test_positions() -> None:
-    """They rotate queries and keys, and only their differences matter. By default they continue at the cache's end."""
+    """Only differences of positions matter. By default positions continue at the cache's end."""
     layer, x = make_layer(implementation="reference")
     layer, x = layer.double(), x.double()
     wanted, _, _ = layer(x)
@@ -183,7 +183,7 @@ def test_what_a_cache_refuses() -> None:
 
 
 def test_autocast_is_for_the_projections() -> None:
-    """Later operations are as precise as in a bf16 layer: bits are equal if the weights are exact in bf16."""
+    """Later operations are as precise as in a bf16 layer. Weights that are exact in bf16 give equal bits."""
     layer, x = make_layer(implementation="reference")
     layer, x = layer.bfloat16().float(), x.bfloat16().float()
     with torch.autocast("cpu", torch.bfloat16):

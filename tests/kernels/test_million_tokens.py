@@ -74,7 +74,7 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 
 
 def last_list() -> KeyLists:
-    """Return key lists of only the last tile; its words follow 2^31 others, which take no memory."""
+    """Return key lists of only the last tile. Its words follow 2^31 others, which take no memory."""
     far = 2**31 + 7
     keys, words = (reserved(far + len(KEYS), dtype=torch.int32) for _ in range(2))
     keys[far:], words[far:] = KEYS, -1

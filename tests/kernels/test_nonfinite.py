@@ -1,8 +1,7 @@
-"""Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the interpreter with a GPU's maximum.
+"""Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
-`api.py` describes the guarantees. A row with a NaN among its inputs has a NaN variance and a NaN KL, and selects
-the base budget of causal keys. All other rows keep their bits. The KL over key lists may change, because it reads
-the list of the row's tile.
+A row with a NaN among its inputs has a NaN variance and a NaN KL, and selects the base budget of causal keys. All other
+rows keep their bits. Only their KL over key lists may change, because the rows of a tile share a key list.
 """
 
 import dataclasses

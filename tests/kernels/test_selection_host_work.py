@@ -1,5 +1,5 @@
-"""Tests the host's work in one selection: few, known torch operations and launches, and no wait for the device. Tensors
-have no data (device meta), and no kernel runs, so reading a value back raises an error."""
+"""Tests that one selection needs few torch operations and launches, and no wait for the device. Tensors have no data
+(device meta), so reading a value back raises an error."""
 
 import pytest
 import torch
@@ -65,8 +65,8 @@ def empty(*shape: int) -> torch.Tensor:
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_layer(length, heads, budget, operations, launches, monkeypatch):
-    """In selection, attention and loss, forward and backward, nothing is computed on the host. The host's work would
-    make the device wait while short kernels run."""
+    """Selection, attention and loss compute nothing on the host. Otherwise short kernels would end before the host
+    launches the next ones."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []

@@ -100,7 +100,7 @@ def test_long_sequences(length, heads, dim, words):
     head_size=[32, 256],
 )
 def test_head_sum_probs(device, case, monkeypatch):
-    """The test compares the whole, parts, and every second stretch of 64 rows."""
+    """The test compares all rows, ranges, and every second run of 64 rows."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
     torch.manual_seed(12)
     length, chunk = 150, SampledRows(*case["rows"])
@@ -148,7 +148,7 @@ def test_errors(device):
 
 
 def test_forward_tiles_agree(device, monkeypatch):
-    """Key tiles of all widths expand words in the same way."""
+    """Key tiles of all widths expand the packed mask equally."""
     torch.manual_seed(13)
     q, k, v, _ = make_inputs(1, 140, 2, 1, 32, torch.bfloat16, device)
     mask = make_mask("random", 1, 140, None, device)

@@ -1,7 +1,7 @@
 """Tests selection by candidates, which verifies a guess from a sample and is exact whatever the guess.
 
-A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the rows of the whole. The
-interpreter samples every second key; the GPU also runs the full size.
+A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
+sequence. The interpreter samples every second key. The GPU also runs the full size.
 """
 
 from dataclasses import replace
@@ -138,7 +138,7 @@ def test_selection_is_the_stable_sort_of_its_own_scores(
 def test_the_first_rows_of_a_chunk_may_see_too_few_keys(
     device: str, guessed: list[range], failures: list[int]
 ) -> None:
-    """The first rows by candidates begin a tile of rows. Chunks have one tile, and lists give the same."""
+    """Selection by candidates begins at the first row of a tile. Small chunks give the same."""
     chunk = make_case(device, 88, documents=True).queries_from(17, 88)
     found = chunk.select(RULE, 3, candidates_from=64)
     assert guessed == [range(64, 71)]  # rows with at least 47 keys, in whole tiles
@@ -153,7 +153,7 @@ def test_the_first_rows_of_a_chunk_may_see_too_few_keys(
 
 @pytest.mark.usefixtures("short_rows")
 def test_short_documents_far_from_the_start(device: str, failures: list[int]) -> None:
-    """The programs for the 256 keys before them write nothing."""
+    """The programs for the 256 keys before the documents write nothing."""
     case = make_case(device, 600)
     positions = torch.arange(600, dtype=torch.int32)
     starts = torch.where(positions < 585, 530, 585)[None].to(device=device, dtype=torch.int32)
@@ -296,7 +296,7 @@ def alike(case: Case) -> None:
     ],
 )
 def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], failures: list[int]) -> None:
-    """All rows are compared with the whole at full size, some with a sort of their scores, as packed mask and lists."""
+    """Some rows are compared with a sort of their scores. Small chunks and key lists give the same bits."""
     case = make_case("cuda", length, heads=4, dim=64, **{"dtype": torch.bfloat16} | options)
     if make is not None:
         make(case)

@@ -59,8 +59,8 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """Parts have several tiles of keys. The last tile is not full, and the selection has free slots. Two steps count
-    the outputs of two sequences with two key-value heads."""
+    """The parts of a sequence have several tiles of keys. The last tile is not full, and the selection has free slots.
+    The workspace counts the outputs of two steps."""
     rule = BudgetRule(120, 4, 150, "off")
     case = make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits)
     check(case.with_new(in_chain=True, counted=True), rule, 9)
@@ -68,7 +68,7 @@ def test_parts_of_several_tiles(device: str, splits: int) -> None:
 
 
 def test_sequences_that_are_short_attend_to_all(device: str) -> None:
-    """Lengths are below, at and above the limit, with a floor above most scores."""
+    """Lengths are below and at `dense_below`."""
     rule = replace(RULE, dense_below=150)
     case = make_case(device, [149, 150, 9], 300, gate=True, k_max=rule.most_keys)
     check(case, rule, 9)
@@ -80,7 +80,7 @@ def test_sequences_that_are_short_attend_to_all(device: str) -> None:
 
 @pytest.mark.parametrize("few", [0, triton_select._FEW_PROGRAMS], ids=["wide spans", "narrow spans"])
 def test_ties_go_to_the_lower_index(device: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys have one score, in more than one program's span: the variance is 0, and the first k_max keys win."""
+    """Keys of several programs have one score: the variance is 0, and the first k_max keys win."""
     monkeypatch.setattr(triton_select, "_FEW_PROGRAMS", few)
     case = make_case(device, [1100, 40], 1100)
     case.indexer.keys[:] = 0.5
@@ -101,7 +101,7 @@ def test_scores_beyond_the_histogram(device: str, scale: float) -> None:
 
 
 def test_negative_scores_are_counted(device: str) -> None:
-    """With negative head weights even the selected keys have negative scores. Few keys share a bin with the last."""
+    """Head weights and all scores are negative. Few keys share a histogram bin with the last selected key."""
     case = make_case(device, [1050], 1050, activation="relu", seed=3)
     case.indexer.head_weight_logits.fill_(-1.0)
     case.indexer.keys[..., 0] = 40.0  # all products are positive

@@ -66,7 +66,7 @@ def test_long(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("size", [1, 8], ids=["keys", "groups of keys"])
 def test_graph_follows_the_lengths(size: int) -> None:
-    """One capture, replayed with lengths that grow on the device and with other queries: eager's bits."""
+    """One captured graph gives the bits of eager steps, for growing lengths and other queries."""
     window, rule = 8, BudgetRule(k_base=96, k_min=16, k_max=128)
     sizes: dict[str, Any] = {
         "heads": (8, 2),

@@ -81,7 +81,7 @@ def test_other_lists_compile_nothing(monkeypatch):
 
 
 def test_the_lists_go_with_the_backward_pass(device):
-    """The loss of a micro-batch is still referenced, as pipeline schedules do during the next forward pass."""
+    """Pipeline schedules keep a micro-batch's loss during the next forward pass."""
     torch.manual_seed(6)
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
     alive = weakref.ref(lists.keys)
@@ -179,8 +179,8 @@ def in_segments(attend, segments, monkeypatch):
     ],
 )
 def test_segments(device, batch, heads, head_size, dtype, monkeypatch):
-    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups are not powers of two. dK
-    and dV have the same bits as without segments."""
+    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups of heads are not powers of
+    two. Segments change no bits of dK and dV."""
     torch.manual_seed(9)
     length, empty = 165, 32
     mask = random_mask(batch, length, 0.4, device)
@@ -208,7 +208,7 @@ def test_segments(device, batch, heads, head_size, dtype, monkeypatch):
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize(("heads", "head_size"), [((24, 2), 256), ((16, 1), 128)])
 def test_long_lists_are_shared_by_programs(heads, head_size, monkeypatch):
-    """count_segments decides, for random selections in memory for 40 tiles at a time."""
+    """`count_segments` decides. Selections are random, in memory for 40 tiles at a time."""
     torch.manual_seed(16)
     length = 16384
     lists = key_lists_from_mask(random_mask(1, length, 0.1, "cuda"))

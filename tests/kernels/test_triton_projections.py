@@ -97,7 +97,7 @@ def causal(q):
     [("packed mask", (2, 9, 2, 2, 32, True, True)), ("key lists", (2, 5, 3, 1, 32, False, True))],
 )
 def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
-    """Attention reads its logits there, and writes their gradient where the gradient of G2 completes it."""
+    """Attention reads G1's logits in the projection, and writes their gradient beside the gradient of G2."""
     options = {"kv_heads": shape[2], "value_gate": shape[5], "output_gate": True}
     given = []
 

@@ -102,7 +102,7 @@ def test_scores_are_as_exact_as_torch(
 
 
 def _scores_in_dtype(case: Case) -> torch.Tensor:
-    """Compute equation 7 with every operation in the dtype of the inputs, as a torch module in half precision does."""
+    """Compute the scores with every operation in the dtype of the inputs, as a torch module in half precision does."""
     x = case.indexer
     weights = x.head_weight_logits
     if x.activation == "sigmoid":
@@ -159,7 +159,7 @@ def test_without_statistics_the_budget_is_k_base(device: str) -> None:
 
 @pytest.mark.parametrize("beta", [1.7, torch.tensor([60.0])], ids=["", "sharp"])
 def test_log_sums_of_the_selection(device: str, beta: Any) -> None:
-    """The sums cover the selected scores, of top-k and window, in documents; other results do not change."""
+    """The log-sums cover the selected scores, of top-k and window; other results do not change."""
     if isinstance(beta, torch.Tensor):
         beta = beta.to(device)
     case = make_case(device, 40 if device == "cpu" else 3000, documents=True, biases=True)

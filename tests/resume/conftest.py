@@ -9,7 +9,7 @@ from helpers.runs import Run, finished
 
 @pytest.fixture
 def old_run(tmp_path: Path) -> Run:
-    """A copy of a finished run of 20 steps on one rank, at `tmp_path/run`."""
+    """Copy a finished run of 20 steps on one rank to `tmp_path/run`."""
     original = finished()
     shutil.copytree(original.folder, tmp_path / "run")
     return Run(tmp_path / "run", None, original.log, "")

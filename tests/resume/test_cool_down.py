@@ -1,4 +1,4 @@
-"""Tests that a cool-down equals the run that planned it: from a checkpoint, and as a phase that keeps the optimizer."""
+"""Tests that a cool-down, from a checkpoint or as a phase that keeps the optimizer, equals the run that planned it."""
 
 import hashlib
 from pathlib import Path
@@ -33,7 +33,7 @@ def weights_and_state(run: Run) -> dict[str, str]:
 
 
 def numbers(run: Run, last: int) -> list[tuple[Any, ...]]:
-    """Return what depends on weights and moments, to the last bit, in the last steps and in the final validation."""
+    """Return the numbers of the last steps and the final validation that depend on weights and moments."""
     keys = ("loss", "indexer_kl", "grad_norm", "update_norm", "lr", "layer_variance_ema")
     steps = [tuple(str(step[key]) for key in keys) for step in run.steps()[-last:]]
     found = [each["validation_loss"] for each in run.records() if each.get("event") == "validation"]

@@ -15,7 +15,7 @@ TWO_RANKS = (*EXPERTS, "parallel.expert=2", "moe.router_score=sigmoid", "moe.bal
 
 
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    """The kill comes in sparse training, whose routers have changed. Checked runs have the same numbers as others."""
+    """The kill comes in sparse training, after routers have changed. Checks for wrong bits change no number."""
     checks = ("monitor.recheck_every_steps=3", "monitor.compare_replicas_every_steps=3")
     undisturbed = finished(*TWO_RANKS, ranks=2)
     run = start(tmp_path, *TWO_RANKS, *checks, ranks=2, faults={"held": [[10, 1]]})

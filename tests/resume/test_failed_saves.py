@@ -1,4 +1,4 @@
-"""Tests saves that fail on one rank: they are reported, tried again, and finally stop the run. Either no file of the
+"""Tests that saves which fail on one rank are reported, tried again, and finally stop the run. Either no file of the
 rank can grow, or its thread raises. Training does not change."""
 
 import re
@@ -41,7 +41,7 @@ class Failing:
 
 @pytest.fixture(scope="module", params=REASONS)
 def failing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    """Let rank 1's second save succeed, which is the second attempt of the first."""
+    """Let all saves of rank 1 fail, except the second attempt of the first."""
     faults = {request.param: [1, [0, 2, 3]], "saves_end": True}
     run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, faults=faults).wait(expected=3)
     names = sorted(path.name for path in run.checkpoints.iterdir())

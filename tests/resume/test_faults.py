@@ -113,7 +113,7 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
 
 
 def stands_before(step: int, run: Run) -> bool:
-    """Wait until all earlier steps are logged, and the rank waits there for the first and last time."""
+    """Return whether all earlier steps are logged, and the rank waits before this step."""
     return (run.folder.parent / "marks" / f"held_{step}").exists() and len(run.steps()) >= step - 1
 
 

@@ -78,9 +78,9 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
-    """Kill a run until its sixth start ends. The run saves at steps 5, 10 (the end of the warm-up) and 15. Two
-    starts use torchrun and have an agent. If all processes are killed, the agent is killed too. If one rank is killed,
-    the agent ends the other ranks."""
+    """Kill five starts of a run, and let the sixth start complete it. The run saves at steps 5, 10 (the end of the
+    warm-up) and 15. Two starts have torchrun's agent. In the second of these only one rank is killed, and the agent
+    ends the others."""
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
     during_write = killed_in_a_write(start_until(run_dir, 11, agent=True, held_write=[10, 1]))

@@ -1,6 +1,6 @@
 """Tests a NaN in weights or optimizer state: no checkpoint contains it, and the last good one stays.
 
-The run ends with exit code 13 or goes back. No start or rewind uses such a checkpoint of an earlier version.
+The run ends with exit code 13 or goes back. A NaN in a checkpoint of an earlier version is never used.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests a start in a folder that already contains a run, by `python launch/pretrain.py` on one rank, and a run whose
-folder or text fails."""
+"""Tests starts of `python launch/pretrain.py` in a folder that already contains a run, and runs whose folder or text
+fails."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests the monitoring of a run: a profiled run trains the same, and every panel has a metric to show."""
+"""Tests that a profiled run trains the same, and that a run logs every metric of every panel."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Run]) -> 
 
 
 def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(runs: dict[str, Run]) -> None:
-    """The check runs before the reduction, which here overlaps with the backward pass, spreads the error."""
+    """The check runs before the reduction spreads the error. The reduction overlaps with the backward pass."""
     wrong = runs["overlap"]
     (event,) = found(wrong)
     assert (event["step"], event["ranks"], event["corruption"]) == (7, [1], "recheck")
@@ -97,7 +97,7 @@ def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Run]) 
 
 
 def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Run]) -> None:
-    """The spike is a NaN, for which monitor.action = log would end with exit code 13 and name no rank."""
+    """The spike is a NaN. Without the check, monitor.action=log would end with exit code 13 and name no rank."""
     nan = runs["nan"]
     assert [(event["step"], event["ranks"]) for event in found(nan)] == [(5, [1])]
 

@@ -1,4 +1,4 @@
-"""Tests the bench of experts: megatron-core's mixture with our weights equals ours up to rounding, and comparisons."""
+"""Tests the bench of experts: megatron-core's mixture with our weights equals ours up to rounding."""
 
 import json
 import sys
@@ -41,8 +41,8 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
 
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(router: dict[str, Any]) -> None:
-    """Our balance loss uses the expert loads of the previous step, megatron-core's the loads of the step's only
-    micro-batch. Our model takes the same step twice, so that both losses use the same loads."""
+    """Our balance loss uses the expert loads of the previous step. megatron-core's loss uses the loads of the
+    micro-batch. Our model takes the same step twice, so that both use the same loads."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)

@@ -118,7 +118,7 @@ def test_a_stretch_of_a_tensor_is_a_few_boxes() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "deepspeed"], ids=str)
 def test_a_save_and_a_load_name_the_optimizer_s_own_tensors(kind: tuple[bool, str] | str) -> None:
-    """Nothing is copied or gathered for them, so no rank holds more than its part."""
+    """Tensors are not copied or gathered, so no rank holds more than its part."""
     zero = {"parallel": {"strategy": "deepspeed"}, "train": {"precision": "bf16"}}
     config = tiny_config([SPARSE], **zero) if kind == "deepspeed" else config_of(*kind)
     model = tiny_model(config)
@@ -139,7 +139,7 @@ def test_a_save_and_a_load_name_the_optimizer_s_own_tensors(kind: tuple[bool, st
 
 
 def test_a_nan_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not pass for a state from the wrong place."""
+    """A NaN must not be reported as a misplaced state."""
     monkeypatch.setattr(checkpoint_save, "not_finite", lambda *_: None)
     config = config_of(True, "bf16")
     model = tiny_model(config)

@@ -1,4 +1,4 @@
-"""Tests that damage to a checkpoint is named, before it is read and by the threads that check every byte they read."""
+"""Tests that damage to a checkpoint is named, both before the load and by the threads that read it."""
 
 import random
 import re

@@ -1,5 +1,5 @@
-"""Tests that every damage to any file of a run folder and its checkpoints is noticed, and repaired or rejected. `pytest
--s tests/unit/test_damage_walk.py` prints the table: file, damage, result of a start."""
+"""Tests that damage to any file of a run folder and its checkpoints is noticed, and repaired or rejected. `pytest
+-s tests/unit/test_damage_walk.py` prints each file, damage and result of a start."""
 
 import contextlib
 import dataclasses

@@ -238,8 +238,7 @@ def test_rows_of_a_rank() -> None:
     alone = load(EXPERTS)
     assert most_rows(alone, sizes) == routed_rows(alone, sizes) == even
     assert worst_expert_load(alone, 8, 0) == 0
-    # Rows, both halves of SwiGLU's input, and its weighted output, of 23 layers; one weight each; two of the last
-    # layer's outputs.
+    # 23 layers keep rows, SwiGLU's input halves and output in bf16, and an fp32 weight. The last layer has two outputs.
     more = 7 * even
     kept = 23 * more * (2 * (2048 + 3 * 512) + 4)
     assert worst_expert_load(config, 8, 0) == pytest.approx(kept + 2 * 2 * more * 2048)

@@ -110,7 +110,7 @@ def test_any_number_of_replicas_scores_the_same_tokens(replicas: int) -> None:
 
 
 def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stages do not divide a round's micro-batches, and the round may end after each."""
+    """Each pass takes a multiple of three micro-batches for three stages."""
     parts: list[int] = []
 
     def count(model: object, part: list[MicroBatch], *_: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,7 @@ def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkey
 
 
 def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(tmp_path, monkeypatch):
-    """The main rank once had a traceback while the others waited for it."""
+    """A traceback of the main rank would leave the other ranks waiting."""
     (tmp_path / "a" / "summary.json").mkdir(parents=True)
     left: list[int] = []
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})

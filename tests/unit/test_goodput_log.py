@@ -128,7 +128,7 @@ def test_a_run_that_ends_by_itself(tmp_path: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """Write the log of a process that began at 1000, blocked in step 12 at 1021 and was last seen at 1025."""
+    """Write the log of a process that began at second 1000, blocked in step 12 at 1021 and was last seen at 1025."""
     log, clock = start(folder, 1000)
     train(log, clock, 1, 10)
     clock.wait(3, "training")
@@ -165,7 +165,7 @@ def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> 
 
 
 def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Path) -> None:
-    """The error is raised 100 s after the main thread began a save, and closes the log."""
+    """The error comes 100 s after the main thread began a save, and closes the log."""
     log, clock = start(tmp_path, 1000)
     train(log, clock, 1, 10)
     with contextlib.suppress(ConnectionError), clock.during("save"):

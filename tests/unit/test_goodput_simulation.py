@@ -30,7 +30,7 @@ def parts_of(found: Outcome) -> dict[str, float]:
 
 
 def test_a_run_without_faults_pays_for_its_start_and_its_saves() -> None:
-    """10 s of start-up come first, then 20 s of steps and 2 s of stall repeat; the third save has just begun."""
+    """The start-up takes 10 s. Then 20 s of steps and 2 s of stall repeat. The third save has just begun."""
     found = simulate(PARTS, 20, [FOR_EVER], wall_seconds=10 + 3 * 20 + 2 * 2 + 1)
     assert parts_of(found) == {"productive": 60, "start_up": 10, "stalls": 5}
 
@@ -78,7 +78,7 @@ def test_a_run_that_its_lives_do_not_fill_is_refused() -> None:
 
 
 def test_the_simulation_is_the_formula_where_saves_and_intervals_are_short() -> None:
-    """The formula is 1 - C / T - (T / 2 + restart) / M; its next terms, such as (T / M)^2, are below 0.1% here."""
+    """The ETTR is about 1 - C / T - (T / 2 + restart) / M for stalls of C, saves every T and faults every M seconds."""
     mean, interval = 40_000.0, 1000
     parts = dataclasses.replace(PARTS, durable_seconds=2.0)
     tried = try_interval(parts, interval, mean, days=60, trials=40, seed=1)

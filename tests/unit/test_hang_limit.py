@@ -63,7 +63,7 @@ def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch)
 
 
 def test_a_step_counts_once_however_often_it_is_logged(tmp_path, monkeypatch):
-    """Records are written within a step, so the last 32 marks would otherwise be ten steps."""
+    """A step with several records must not fill the history of step times."""
     watched = Watched(tmp_path, monkeypatch, running=False)
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)

@@ -33,7 +33,7 @@ def test_sums_are_exact_in_fp32_and_results_in_bf16(size: tuple[int, int, int]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_product_is_its_known_result_to_the_last_bit(dtype: torch.dtype) -> None:
-    """fp64 arithmetic differs, so its known result differs, too."""
+    """fp64 has another known result."""
     problem = make_problem(128, 96, 32, dtype, CPU)
     assert problem.a.shape == (128, 2 * 96 + 32)
     assert torch.equal(products.multiply(problem), problem.expected)
@@ -256,7 +256,7 @@ def test_what_the_driver_says() -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """The driver of a GPU whose own check finds nothing."""
+    """Simulate the driver of a GPU whose own check finds nothing."""
     fake = FakeNvml(ecc=1, xids=[63])
     monkeypatch.setattr(check, "uuid_of", lambda device: "GPU-abc")
     monkeypatch.setattr(check, "open_driver", lambda: fake)

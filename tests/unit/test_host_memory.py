@@ -1,4 +1,4 @@
-"""Tests the memory of a save's copies: blocks that torch need not round up, and storages with one tensor each."""
+"""Tests the host memory of a save's copies, which is in blocks of powers of two."""
 
 import io
 import itertools
@@ -34,7 +34,7 @@ def test_blocks_are_powers_of_two_and_nothing_overlaps() -> None:
 
 
 def test_little_is_wasted() -> None:
-    """The tensors are one of 8 ranks' share of a 7B model; separately they would be rounded up by two fifths."""
+    """The sizes are from one of 8 ranks of a 7B model. Separate blocks would waste two fifths."""
     sizes = [172 * MIB] * 66 + [64 * MIB] * 12 + [4096 * 4] * 60
     assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.35 * sum(sizes)
     assert sum(pack(sizes)[0]) < 1.1 * sum(sizes)

@@ -1,4 +1,4 @@
-"""Tests what the Slurm job does after srun ended, with replacements for Slurm's commands; tests/slurm is real."""
+"""Tests what the Slurm job does after srun ended, with replacements for Slurm's commands. tests/slurm uses Slurm."""
 
 import os
 import signal
@@ -88,8 +88,8 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
-    """The stop's file exists until a start opens the run folder. A start that ends earlier may be on a bad node, or
-    preempted. A start that does not say how to continue is rejected with the monitor's code."""
+    """monitor_stop.json of the earlier stop exists until a start opens the run folder. A start that ends earlier is
+    requeued, unless its exit code is the monitor's."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
     assert job.requeued is (code != 13)
@@ -102,8 +102,8 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 @pytest.mark.parametrize(("excluded", "exclude"), [("(null)", "n1,n3"), ("n[7-9]", "n[7-9],n1,n3")])
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
-    """A new job is sent even if the previous start wrote no checkpoint. Jobs of the chain wait for it. sbatch uses its
-    option instead of the script's own, so that nodes that were excluded are named again."""
+    """A new job is submitted even if this start wrote no checkpoint. Later jobs of the chain wait for the new job. Its
+    --exclude replaces the script's option, and so repeats the nodes that were excluded."""
     monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
     monkeypatch.setenv("EXCLUDED", excluded)
@@ -132,7 +132,7 @@ def test_all_jobs_of_a_chain_are_one_launch(job: Job) -> None:
 
 @pytest.mark.parametrize(("srun", "code"), [("exit 0", 0), (SPIKE + "exit 1", 13)], ids=["complete", "spike"])
 def test_after_the_end_of_a_run_the_next_job_of_the_chain_starts_nothing(job, srun, code):
-    """After a spike also if the user meanwhile continues by another command."""
+    """After a spike, this also holds if the user continues by another command."""
     assert job.start(srun).wait(60) == code
     (job.run_dir / "monitor_stop.json").unlink(missing_ok=True)
     assert job.start("exit 1").wait(60) == code

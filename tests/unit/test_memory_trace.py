@@ -1,6 +1,6 @@
-"""Compares a dry run's memory with the step itself, traced without contents.
+"""Compares the memory that a dry run estimates with the traced memory of a step.
 
-Layers, vocabulary and lengths come from the shipped configs, because in small ones the parts would have other shares.
+Layer sizes, vocabulary and lengths come from the shipped configs, because small models divide their memory differently.
 The models have few layers, so that memory outside of layers is visible.
 """
 
@@ -33,7 +33,7 @@ PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tenso
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
 SHORT = ["train.micro_batch_size=2"]
-"""Four micro-batches: as many are in flight at most in a first stage of 4, and in the last one of two chunks."""
+"""Four micro-batches, the most that a first stage of 4, or the last stage of two chunks, has in flight."""
 EIGHT = "train.global_batch_size=16"
 ONE_MICRO_BATCH = "train.global_batch_size=4"
 """One micro-batch. Cases of two test what the second finds of the first."""
@@ -157,11 +157,7 @@ FEW = ["model.num_layers=2", "train.global_batch_size=8"]
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
     """The step's memory, in addition to parameters and their state, is at most 3% above and 9% below the dry run's
-    estimate.
-
-    More would mean out of memory in a run that should fit. Parameters and state agree within 0.5%. A trace has no
-    workspaces of cuBLAS.
-    """
+    estimate. Parameters and state agree within 0.5%. A trace has no workspaces of cuBLAS."""
     config_path, overrides, rank, world_size, phase = CASES[name]
     config = load_config(REPOSITORY / config_path, [*FEW, *overrides], world_size=world_size, need_data=False)
     stage = rank * config.parallel.pipeline // world_size

@@ -67,7 +67,7 @@ def test_filler_is_seen_by_nothing_and_predicts_nothing() -> None:
 def steps(
     config: Config, first: int, last: int, state: dict[str, Any] | None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return records and data state of the steps first + 1 to last of a run with new weights each time."""
+    """Run the steps first + 1 to last with a new model. Return the records and the data state."""
     phase = dataclasses.replace(SPARSE, steps=last)
     tokenizer = Tokenizer(config.data.tokenizer)
     batches = TrainBatches(config, single_rank(), tokenizer, state)

@@ -108,7 +108,7 @@ def test_what_stops_a_run(fields: dict[str, Any], before: str, last: str, said: 
 
 @pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
 def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay: int) -> None:
-    """A run that stops and resumes reads some of them sooner."""
+    """A run that stops and resumes reads some verdicts sooner."""
     steps = Steps(action="lower_lr", patience_steps=2, lower_lr_steps=5, lower_lr_factor=0.25)
     rates = []
     for kind in "..ss...ss........ss.......":

@@ -1,8 +1,4 @@
-"""Tests Muon: its update against straight-line fp64, its memory, and the interface of fused optimizers.
-
-tests/distributed compares layouts and resumes with one rank, tests/resume/test_cool_down.py carries the state from
-phase to phase, and test_optim.py tests what holds for every optimizer.
-"""
+"""Tests Muon: its update against straight-line fp64, its memory, and the interface of fused optimizers."""
 
 from __future__ import annotations
 

@@ -169,9 +169,9 @@ def test_the_update_norm_matches_the_change_in_the_weights(name: str, precision:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 def test_closed_optimizer_is_freed(overlap: bool, precision: str, sharded: bool) -> None:
-    """The optimizer's wrapper is in a cycle through autograd that Python's collector cannot see. A module that keeps an
-    activation keeps its graph with autograd's nodes of the parameters, which the next phase's wrapper shares. The rest
-    of the old wrapper must hold nothing and change nothing, even while it is referenced."""
+    """The optimizer's DDP wrapper is in a cycle through autograd that Python's collector cannot see. After
+    `close_optimizer` the wrapper is freed, even if a module keeps an activation. If the closed optimizer is still
+    referenced, later phases have the same gradient norms."""
     parallel = {"distributed_optimizer": sharded, "overlap_grad_reduce": overlap}
     parallel["overlap_param_gather"] = overlap and sharded
     config = tiny_config([WARM_UP, DENSE, SPARSE], train={"precision": precision}, parallel=parallel)

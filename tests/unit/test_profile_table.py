@@ -1,4 +1,4 @@
-"""Tests the times of a trace: torch's events made by hand as on a GPU, and by its profiler on a CPU."""
+"""Tests the times in a table of a trace, with invented events of a GPU and with torch's profiler on a CPU."""
 
 from typing import Any
 

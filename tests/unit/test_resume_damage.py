@@ -73,7 +73,7 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("moved", ["nothing", "checkpoints", "checkpoints/step_00000006"])
 def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_path):
-    """Linked checkpoints were once rejected as another run's, or moved this run's outputs to previous/."""
+    """Linked checkpoints must not be rejected, or move this run's outputs to previous/."""
     run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
     if moved != "nothing":
         far.parent.mkdir(parents=True)

@@ -174,7 +174,7 @@ WRITTEN += ("summary.json",)
 @pytest.mark.parametrize("leads", ["symbolic", "symbolic, of its .tmp", "hard"])
 @pytest.mark.parametrize("name", [*WRITTEN, FILE])
 def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tmp_path):
-    """The start skips or names it, because the link's target belongs to someone else."""
+    """The start replaces the link or refuses it, because the link's target belongs to someone else."""
     run, target = tmp_path / "run", tmp_path / "of_another"
     open_at(6, config)
     (run / "summary.json").write_text('{"steps": 6}')
@@ -210,7 +210,7 @@ def test_a_pipe_in_place_of_a_file_is_named_at_once(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
 def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, run_dir, caplog):
-    """The link once moved to previous/ silently, and the run continued on the small disk."""
+    """The link must not move to previous/, because the run would continue on the small disk."""
     run, disk = run_dir, tmp_path / "disk"
     (disk / "lost+found").mkdir(parents=True)
     (run / name).symlink_to(disk)
@@ -240,7 +240,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
 
 
 def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):
-    """The waiting start once held the lock of a removed file, and a third start held the lock of the new file."""
+    """The waiting start must not lock a removed file, because another start could lock the new file."""
     path, opened = tmp_path / "run" / FILE, []
 
     def open_and_lose(of: Path) -> IO[str]:

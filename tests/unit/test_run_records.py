@@ -172,7 +172,7 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
 
 
 def test_a_card_shows_nothing_that_a_link_leads_out_to(tmp_path, caplog):
-    """Who exports another's run and shows the card must not reveal their own file."""
+    """A user who exports another user's run must not reveal an own file."""
     folder, secret = tmp_path / "run", tmp_path / "secret"
     write_all_that_is_read(folder)
     secret.write_bytes(b"my own words after step 44 <--")

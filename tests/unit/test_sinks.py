@@ -1,4 +1,4 @@
-"""Tests that a run's logs can be read back: exactly, after a kill, and without repeated steps after a resume."""
+"""Tests that a run's logs can be read back exactly, after a kill, and without repeated steps after a resume."""
 
 import json
 import math

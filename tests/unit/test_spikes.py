@@ -37,7 +37,7 @@ def traces() -> dict[str, torch.Tensor]:
 
 
 def noise(steps: int, seed: int = 0, trend: float = 0.0) -> torch.Tensor:
-    """Draw a loss of about 4 with deviation 0.03 and a gradient norm of about 0.5, both uncorrelated, [steps, 2]."""
+    """Draw [steps, 2]: losses of about 4 with deviation 0.03, and gradient norms of about 0.5, without correlation."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(steps, 2, generator=generator)
     loss = 4 + 0.03 * drawn[:, 0] + trend * torch.arange(steps)

@@ -1,5 +1,5 @@
-"""Tests one optimizer step: the loss is the mean over scored tokens for any division of the batch, and is logged.
-tests/gpu/test_graphs_on_gpu.py has real graphs."""
+"""Tests that a step's loss is the mean over scored tokens for any division of the batch, and is logged.
+tests/gpu/test_graphs_on_gpu.py tests CUDA graphs."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -69,7 +69,7 @@ def test_gradient_matches_the_mean_loss_over_scored_tokens() -> None:
 
 @BOTH
 def test_loss_and_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig) -> None:
-    """The schedule divides its loss in place; the logged loss, of all scored tokens, must be another tensor."""
+    """The schedule divides its loss in place, so the logged loss must be another tensor."""
     found = []
     for size in (1, 2, 4):
         config = tiny_config(train={"micro_batch_size": size})
@@ -208,7 +208,7 @@ CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers count in the passes, and their balancing changes after each step. With an overlapped reduction the last
+    """Routers count tokens in each pass, and balancing changes after each step. With an overlapped reduction the last
     micro-batch of a step runs without a graph. Each draw of rows has its own graph."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     phase, sections, across = CASES[name]

@@ -1,5 +1,5 @@
-"""Tests tasks between training steps: each request's log-likelihood equals a separate pass, on any replicas. Training
-does not change, a stop during tasks loses nothing, and tasks keep to their share of the time."""
+"""Tests that tasks between training steps give requests the log-likelihoods of separate passes, on any replicas. Tasks
+change no step, and keep to their share of time. A stop loses nothing."""
 
 import dataclasses
 import json

@@ -94,7 +94,7 @@ def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path, full_dis
 def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(
     tmp_path, full_disk, monkeypatch
 ):
-    """It fails before the run would count as hanging."""
+    """The save fails before the run would count as hanging."""
     events: list[str] = []
 
     def log(record: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class FailedStep(Exception):
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("fails_at", [None, 4])
 def test_a_late_record_is_written_when_the_next_step_is_launched(late, fails_at, tmp_path, monkeypatch):
-    """A late record is also written before a save, at the end of a phase, and when the next step fails."""
+    """The record is also written before a save, at a phase's end, and when the next step fails."""
     phase = dataclasses.replace(SPARSE, steps=6)
     config = tiny_config([phase], logging={"every_steps": 3})
     model = tiny_model(config, variance_ema=0.02)
@@ -250,7 +250,7 @@ def test_batches_left_out_are_told_of_also_after_a_range_that_a_start_before_has
 
 
 def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill may come while it is read, and the next start drops metrics after the checkpoint."""
+    """A kill may come during the read, and the next start drops metrics after the checkpoint."""
 
     class Killed(Exception):
         pass

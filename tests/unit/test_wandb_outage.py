@@ -148,7 +148,7 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
 
 @pytest.mark.nightly
 def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, caplog, monkeypatch):
-    """W&B's own service sometimes does this if the server hangs, and ignores its own limit."""
+    """W&B's own service sometimes hangs with the server, and ignores its own limit."""
     sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
     sink.log(STEP, {"train/loss": 0.5})
     for name, seconds in (("FINISH_SECONDS", 1.0), ("ANSWER_SECONDS", 0.5), ("SERVICE_END_SECONDS", 1.0)):
@@ -175,7 +175,7 @@ def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
 
 
 def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog):
-    """Starts: one whole, one killed with the server away, one offline as it was away at the start, two whole."""
+    """The second start is killed while the server fails, and the fourth start is offline."""
     log_start(tmp_path, (1, 2), server)
     assert server.steps("abc") == [1, 2]
     log_start(tmp_path, (3, 4), server, then=403)

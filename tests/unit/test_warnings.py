@@ -1,5 +1,5 @@
 """Tests warnings of a run: GPU models on CPUs, text without a choice of keys, and indexers no better than random. The
-last warning comes once per phase, and not while the indexer is still learning."""
+warning about indexers comes once per phase, and not while the indexer learns."""
 
 import dataclasses
 import logging

@@ -1,5 +1,5 @@
-"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's optimizer, and a step can be skipped. ZeRO leaves
-the model unchanged. tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests that steps of DeepSpeed's ZeRO in one process equal megatron-core's steps, can be skipped, and leave a plain
+model. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
@@ -132,7 +132,7 @@ NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in (BASE, WARM
 
 @pytest.mark.parametrize("phase", [*NIGHTLY, SPARSE], ids=["sparse base", "warm-up", "sparse"])
 def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
-    """DeepSpeed records the order in which a pass uses the weights, and stops if a later one uses others."""
+    """DeepSpeed records the order in which a pass uses weights. It stops if a later pass uses others."""
     series, outside = [], set()
     for stage in (None, 3):
         config = config_of(stage)
@@ -186,7 +186,7 @@ AT_NIGHT = [pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, Fals
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, True), (3, False), *AT_NIGHT])
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
-    """Steps: one, a spike, one with non-finite gradients, one more; those in between have no effect."""
+    """The second step is a spike, and the third has non-finite gradients. Neither has an effect."""
     after = []
     for left_out in (False, True):
         config = config_of(stage, offload)

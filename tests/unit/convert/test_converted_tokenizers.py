@@ -80,7 +80,7 @@ def test_other_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_token_in_front_that_training_did_not_have(tmp_path: Path) -> None:
-    """The default call adds none. A model that is only imported and exported keeps its tokenizer's additions."""
+    """The default call adds no token. An imported and exported model keeps its tokenizer's additions."""
     path = make_tokenizer(tmp_path)
     adding = TokenizersTokenizer.from_file(str(path))
     bos = adding.token_to_id("<|im_start|>")

@@ -1,4 +1,4 @@
-"""Tests checkpoints as transformers folders: equal logits, whole or missing, and back bit for bit."""
+"""Tests that exported transformers folders have equal logits, are whole or missing, and import bit for bit."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) 
 
 
 def test_every_field_of_the_model_has_been_thought_of() -> None:
-    """An export must not omit a new field that `gsa_hf` does not know: refuse it in to_hf_config, or add it here."""
+    """A new field that `gsa_hf` does not know must be refused in to_hf_config, or added here."""
     rotary = {"rope_base", "rope_scaling", "rotary_percent"}  # in rope_parameters
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}

@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """5 shards of 40 documents: fewer shards than lanes, and several epochs within a short run."""
+    """Write 5 shards of 40 documents: fewer shards than lanes, and several epochs per short run."""
     root = tmp_path_factory.mktemp("corpus")
     write_corpus(root, num_shards=5, documents_per_shard=40)
     return build_manifest(str(root))

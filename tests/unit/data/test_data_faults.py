@@ -1,5 +1,5 @@
-"""Tests every fault of a corpus by name: the default, the result of `skip`, and the counts. test_data_formats.py covers
-faults of gzip and Parquet files, and copied shards."""
+"""Tests that each fault of a corpus stops a run by default, and is counted with `skip`.
+test_data_formats.py covers faults of gzip and Parquet files, and copied shards."""
 
 import os
 import signal

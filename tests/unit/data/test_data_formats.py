@@ -88,7 +88,7 @@ def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != ".parquet"])
 def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
-    """PowerShell and Excel write UTF-8 with it. Only at the beginning of the first line it is a mark."""
+    """PowerShell and Excel begin UTF-8 files with this mark. Elsewhere the character is text."""
     pack = {".jsonl": bytes, ".jsonl.zst": zstandard.compress, ".jsonl.gz": gzip.compress}[form]
     of_a = Document(b"a", "Synthetic")
     for text, expected in {

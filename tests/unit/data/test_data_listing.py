@@ -117,7 +117,7 @@ def test_the_log_says_what_is_read_and_what_not(tmp_path, caplog, monkeypatch):
     [("a.jsonl", "a.jsonl.zst"), ("a.jsonl", "a.jsonl.gz"), ("a.jsonl.gz", "a.jsonl.zst")],
 )
 def test_a_shard_beside_its_packed_form_is_a_copy(tmp_path: Path, kept: str, left_out: str) -> None:
-    """`zstd -d` and `gunzip -k` leave both, so that every document would come twice per epoch."""
+    """`zstd -d` and `gunzip -k` leave both files, so every document would come twice per epoch."""
     pack = {"jsonl": bytes, "zst": zstandard.compress, "gz": gzip.compress}
     for name in (kept, left_out):
         write(tmp_path / "chunk" / name, pack[name.rpartition(".")[2]](TEXT))

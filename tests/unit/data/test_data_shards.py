@@ -66,7 +66,7 @@ class SilentHandler(SimpleHTTPRequestHandler):
 
 
 def test_reads_all_lines_of_all_frames(shard: Path) -> None:
-    """Also without a newline at the end, and with windows of 2 GiB of text, as `zstd --long=31` writes them."""
+    """The last line may lack a newline. `zstd --long=31` writes windows of 2 GiB."""
     assert read(shard.parents[1]) == (LINES, Counter(shards_read=1))
     frames = [b"\n".join(LINES[:7]) + b"\n", b"\n".join(LINES[7:])]
     shard.write_bytes(b"".join(map(zstandard.compress, frames)))

@@ -1,6 +1,6 @@
-"""Tests a share whose server is gone, so that no call returns: every access has a limit, retries and a message.
+"""Tests a network share whose server is gone, so no call returns. Every access has a limit, retries and a message.
 
-The limits use a clock that advances only in a hang (data_clock.py). Without a limit the hang itself is raised.
+The limits use a clock that advances only in a hang (data_clock.py). A call without a limit raises `Hangs`.
 """
 
 import threading
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_cannot_be_opened(share, server, tokenizer, method):
 
 
 def test_one_connection_is_kept(share, server, tokenizer, monkeypatch):
-    """Reads share it, although every read has its own thread."""
+    """Reads share a connection, although every read has its own thread."""
     monkeypatch.setattr(fetch, "threading", threading)
     monkeypatch.setattr(fetch, "time", time)
     before = server.connections

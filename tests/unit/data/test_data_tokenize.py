@@ -115,7 +115,7 @@ def test_tokenizer_json(byte_level: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["WordPiece", "BPE", "ByteLevel"])
 def test_marks_of_words_are_no_bytes(tmp_path: Path, kind: str) -> None:
-    """`##` inside a word and `</w>` at its end are marks: bits per byte count the text that the tokens represent."""
+    """Bits per byte must not count the marks `##` inside a word and `</w>` at its end."""
     tokenizers = pytest.importorskip("tokenizers")
     options = {"special_tokens": ["[UNK]", "</s>"], "show_progress": False, "vocab_size": 50}
     if kind == "WordPiece":
@@ -208,7 +208,7 @@ def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("token", ["<stop>", "<unk>", "\u2581", "<0x0A>"])
 def test_an_eos_that_text_holds_is_refused(tmp_path: Path, token: str) -> None:
-    """`is_control` detects it: text may contain a user's symbol, and an unknown symbol stands for it."""
+    """Text may contain these tokens, and would then end a document."""
     path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"], byte_fallback=True)
     message = rf"{token}' is not a control symbol, so text would end .*eos_token"
     with pytest.raises(TokenizerError, match=message):

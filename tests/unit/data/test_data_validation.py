@@ -94,7 +94,7 @@ def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -
 
 
 def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    """Documents are isolated (here ASCII): everything counts except the first token of each, which nothing predicts."""
+    """Documents are isolated, so everything counts except the first token of each, which nothing predicts."""
     found = read(mixed, tokenizer, max_blocks=10**6)
     expected, tokens_left = 0, len(found.text.blocks) * L + 1
     for number in range(60):

@@ -169,7 +169,7 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exporte
 
 
 def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys):
-    """An hour of scores survives an error in the next text, and a full disk."""
+    """The rest fails by an error in the next text, or by a full disk."""
     good = (
         "--run",
         run[2],

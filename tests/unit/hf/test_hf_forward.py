@@ -149,7 +149,7 @@ def slots_of_tokens(side: str, length: int, room: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_positions_that_start_again_are_documents(name: str, attention: str) -> None:
-    """Documents need neither cache nor mask; with one, transformers lets the documents attend to each other."""
+    """Documents need no cache and no mask. With either, transformers lets them attend to each other."""
     model = tiny_model(name, attention=attention)
     rows = [distinct_tokens(1, length, seed=length) for length in (13, 17)]
     positions = torch.cat([torch.arange(13), torch.arange(17)])[None]

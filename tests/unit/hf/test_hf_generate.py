@@ -87,7 +87,7 @@ def test_a_prompt_in_pieces(name: str, static: bool) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_groups_of_keys_in_packed_documents(size: int) -> None:
-    """Against a loop over queries: groups are aligned in the row, and padding in front and between does not count."""
+    """The test compares with a loop over queries. Groups are successive tokens of the row without padding."""
     real = [slot not in (0, 1, 9) for slot in range(16)]
     documents = [0] * 6 + [1] * 8 + [2] * 2  # the second one begins within a group, and so does the last
     pairs = [

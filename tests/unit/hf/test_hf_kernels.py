@@ -93,8 +93,8 @@ def test_prompt_and_decoding(changes, kind, prompt, length, swap_at):
 
 
 def test_short_inputs_attend_to_all_keys(monkeypatch):
-    """A prompt with fewer keys than the limit uses dense attention and computes no scores. Tokens decoded after it pass
-    the limit as after a longer prompt."""
+    """A prompt with fewer keys than `dense_below` uses dense attention and computes no scores. Decoding then passes
+    this limit."""
     model, length = model_of(index_topk_freq=2, dense_below=24, k_max=8), 27
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, length, "dynamic")
@@ -122,7 +122,7 @@ GROUPS: dict[str, Any] = {"key_group_size": 4, "index_topk": 8, "indexer_rope": 
     [("dynamic", 0, {"index_topk_freq": 2}), ("static", 3, {"local_window": 6, "num_hidden_layers": 1})],
 )
 def test_groups_of_keys(kind: str, pads: int, changes: dict[str, Any]) -> None:
-    """From the first token of a group into the next group; with padding in front, and a change of places."""
+    """Decoding enters the next group of keys. Prompts have padding in front, and sequences change places."""
     model = model_of(**GROUPS, **changes)
     tokens, mask = padded(21, pads)
     expected = steps(model, tokens, mask, 16, kind, 18)
@@ -152,7 +152,7 @@ def test_loss_and_gradients() -> None:
 
 
 def test_autocast() -> None:
-    """Trainer's bf16: the rotary embedding leaves queries and keys in fp32, and the kernels take one dtype."""
+    """In autocast the rotary embedding leaves queries and keys in fp32, but the kernels take one dtype."""
     model, tokens = model_of(num_hidden_layers=1, indexer_loss_coef=1.0).train(), distinct_tokens(2, 20)
     found = []
     for attention in ("sdpa", "gsa"):

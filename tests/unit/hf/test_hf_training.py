@@ -134,7 +134,7 @@ def test_an_idle_indexer_waits_for_no_gradient() -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """Replaces a linear layer like quantisation and adapters: the module is called, and its weight is not a weight."""
+    """Replaces a linear layer as quantisation and adapters do. Reading its weight is an error."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()

@@ -36,11 +36,8 @@ from helpers.single_rank import (
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the queries of each call of the attention whose backward pass computes the indexer's gradients.
-
-    Input and target are fp32 here, to compare more digits. With an fp16 target and few tokens, the gradient of
-    `head_weight` is off by up to half a percent.
-    """
+    """Record the queries of each call of the attention whose backward pass computes the indexer's gradients. Input and
+    target are fp32 here, to compare more digits."""
     monkeypatch.setattr(fused_op, "can_fuse_indexer_loss", lambda q, k: True)
     wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float16 = torch.float32
@@ -181,7 +178,7 @@ def test_the_loss_stays_in_the_forward_pass(
 def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pass(
     queries: int, fuses: bool, fused_calls: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sequence has 16 queries, in stretches of this length."""
+    """The sequence has 16 queries, in stretches of `queries`."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)
     model, config = model_of_kernels(SPARSE, {"indexer_loss_row_fraction": 0.25})
     token_losses(model, random_batches(config)[0], row_fraction=config.gsa.indexer_loss_row_fraction)

@@ -1,4 +1,4 @@
-"""The kernels train what plain torch trains: loss, every gradient, every statistic."""
+"""Tests that kernels and torch give the same loss, gradients and statistics."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where G1's gradient is written does not matter either: without recomputation it needs no copy."""
+    """Recomputation also changes where G1's gradient is written, which must not matter."""
     placed: list[bool] = []
 
     def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:

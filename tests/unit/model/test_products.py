@@ -15,7 +15,7 @@ from helpers.single_rank import SPARSE, tiny_config, tiny_model
 
 @pytest.fixture
 def attention(monkeypatch: pytest.MonkeyPatch) -> GSASelfAttention:
-    """A layer in fp64, whose buffers plain torch fills."""
+    """Create a layer in fp64, whose buffers plain torch fills."""
     sums = pytest.importorskip("gsa_kernels.fused.sums.op")
 
     def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def assert_added(tensors: list[Any], gradients: list[torch.Tensor]) -> None:
 
 
 def test_gates_add_to_their_buffers_in_each_micro_batch(attention: GSASelfAttention) -> None:
-    """QKV reads the input that the gates return, so that the sum of both input gradients is one product's."""
+    """QKV takes the input that the gates return, so one product adds both input gradients."""
     gate, hidden = attention.linear_gate, hidden_of(attention)
     gate.gradient_accumulation_fusion = True
     add_buffers([gate.weight, gate.bias])

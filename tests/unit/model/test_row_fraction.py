@@ -73,7 +73,7 @@ def test_a_quarter_is_every_fourth_stretch() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("fraction", [1, 0.5])
 def test_shares_of_a_sample_are_its_rows_once_each(fraction: float, size: int) -> None:
-    """If there are fewer runs than ranks, the last ranks have none. Chunks of a sample also have each row once."""
+    """If there are fewer runs of rows than ranks, the last ranks have none. Chunks together have each row once."""
     num_rows = 5 * STRETCH_ROWS + 3
     whole, factor = sample_rows(num_rows, fraction, 1)
     shares = [sample_rows(num_rows, fraction, 1, (rank, size)) for rank in range(size)]
@@ -93,7 +93,7 @@ def test_a_share_is_one_of_a_whole_number(fraction: float) -> None:
 
 
 def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
-    """Half of four stretches are drawn, from the first or the second on, and some step makes each draw."""
+    """A draw takes every second of four stretches of rows. Some step makes each draw."""
     by_draw: dict[int, dict[str, torch.Tensor]] = {}
     for step in range(100):
         draw = _draw_of(step) % 2
@@ -124,7 +124,7 @@ def train(model: Model, optimizer: Any, config: Any, steps: range) -> list[torch
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_rows_depend_on_step_and_micro_batch_alone(recompute: str) -> None:
-    """Earlier work does not matter, so that a resumed run draws the same, and neither does recomputation."""
+    """Earlier steps and recomputation do not change the draw, so a resumed run repeats it."""
     config = config_with(0.5, global_batch_size=2, recompute=recompute)
     model = tiny_model(config, variance_ema=0.02)
     draws: list[int | None] = []

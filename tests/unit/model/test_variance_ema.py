@@ -36,7 +36,7 @@ def steps(model: Model, phase: PhaseConfig, count: int) -> Iterator[dict[str, li
 
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_first_step_starts_the_average_and_later_ones_decay_it(phase: PhaseConfig) -> None:
-    """A step uses the value from before it in all its micro-batches. A phase without indexer keeps the average."""
+    """All micro-batches of a step use the average from before the step. A phase without indexer keeps the average."""
     model = tiny_model(CONFIG)
     expected = None
     for stats in steps(model, phase, 4):
