@@ -1,6 +1,4 @@
-"""Load the tokenizer of a config, for a start and for a dry run. A dry run does not need torch, so torch is not
-imported.
-"""
+"""Load the tokenizer of a config without importing torch, which a dry run does not need."""
 
 from __future__ import annotations
 

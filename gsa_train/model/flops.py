@@ -198,9 +198,8 @@ def flops_per_token(
 
 
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
-    """Return the expected fraction of the queries in the indexer loss. The loss samples one chunk of STRETCH_ROWS
-    queries out of n, where n = 1 / `gsa.indexer_loss_row_fraction`. A sequence with fewer than n chunks contributes
-    one chunk."""
+    """Return the expected fraction of the queries in the indexer loss. The loss takes every n-th stretch of
+    STRETCH_ROWS queries, where n = 1 / `gsa.indexer_loss_row_fraction`, and at least one per sequence."""
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 

@@ -148,8 +148,7 @@ class MeasuredQueries:
 
     @cached_property
     def pairs_in_one_document(self) -> torch.Tensor:
-        """bool [B, P]: both queries are in one document, where each query has one causal key more than its
-        predecessor."""
+        """bool [B, P]: the pair is in one document, so the second query has one causal key more."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
         return visible[:, pairs + 1] - visible[:, pairs] == 1
 

@@ -73,7 +73,7 @@ def test_a_quarter_is_every_fourth_stretch() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("fraction", [1, 0.5])
 def test_shares_of_a_sample_are_its_rows_once_each(fraction: float, size: int) -> None:
-    """If there are fewer runs of rows than ranks, the last ranks have none. Chunks together have each row once."""
+    """With fewer stretches of rows than ranks, the last ranks have no rows."""
     num_rows = 5 * STRETCH_ROWS + 3
     whole, factor = sample_rows(num_rows, fraction, 1)
     shares = [sample_rows(num_rows, fraction, 1, (rank, size)) for rank in range(size)]
