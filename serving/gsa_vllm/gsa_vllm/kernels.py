@@ -96,8 +96,10 @@ def prefill(
         tokens = IndexedTokens(*(each[:, request.tokens] for each in indexed))
         rows = indexer_keys.read(request)
     past = request.length - q.shape[2]
-    place = KernelPass(KernelMemory(), q.shape[2], past)
-    call = KernelCall(place, tokens, rows, request.selection, gate_logits, learns=False)
+    lengths = torch.full((1,), request.length, dtype=torch.int32, device=q.device)
+    place = KernelPass(KernelMemory(), q.shape[2], past, lengths)
+    earlier = None if tokens is not None else request.selection
+    call = KernelCall(place, tokens, rows, earlier, gate_logits, learns=False)
     k, v = keys.read(request)[None].chunk(2, -1)
     out, _ = gsa_attention_forward(attention, q, k, v, None, call=call)
     request.selection = call.selection
