@@ -60,13 +60,15 @@ check: setup
 
 # What CI runs: each feature by itself.
 test: SHARE = not nightly and not gpu
-# With what is marked nightly, combinations of layouts, options and faults: 2 to 5 minutes more on two cores.
+# With what is marked nightly, combinations of layouts, options and faults, and with test-vllm: 10 minutes more on two
+# cores.
 test-nightly: SHARE = not gpu
 test test-nightly: setup
 	$(LINT)
 	{ $(TYPES); } & types=$$!; \
 		$(PYTEST) --workers $(WORKERS) -m '$(SHARE)' --durations=15 $(TESTS); \
 		tests=$$?; wait $$types && exit $$tests
+	$(if $(filter test-nightly,$@),$(MAKE) test-vllm)
 
 # The page of all config fields, from the dataclasses that hold them.
 docs: setup
