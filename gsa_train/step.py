@@ -320,16 +320,18 @@ def _run_graph(
         PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
         for batch in micro_batches
     ]
-    passes = [_pass_of(attention_pass, number, training.config) for number in range(count)]
-    runs = [partial(_pass_over_one, training, count, each) for each in passes]
     no_sync = training.model.mcore_config.no_sync_func  # None without `parallel.overlap_grad_reduce`
     replayed = count if no_sync is None else count - 1
+    losses = []
     with nullcontext() if no_sync is None else no_sync():
-        losses = [
-            graph.run(run, each, (count, of_all))
-            for run, each, of_all in zip(runs[:replayed], inputs, passes, strict=False)
-        ]
-    losses += [run(each) for run, each in zip(runs[replayed:], inputs[replayed:], strict=True)]
+        for number in range(replayed):
+            one = _pass_of(attention_pass, number, training.config)
+            losses.append(
+                graph.run(partial(_pass_over_one, training, count, one), inputs[number], (count, one))
+            )
+    for number in range(replayed, count):
+        one = _pass_of(attention_pass, number, training.config)
+        losses.append(_pass_over_one(training, count, one, inputs[number]))
     training.optimizer.reduce_gradients()
     return [{"loss_sum": loss} for loss in losses]
 
