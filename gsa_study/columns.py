@@ -55,8 +55,8 @@ class Column:
 
 
 def columns_of(study: Study, equal: Equal | None) -> list[Column]:
-    """Return the metrics in the study's order, without values. If no run is finished, there are no columns at equal
-    tokens or time."""
+    """Return the study's columns in order, without values. If `equal` is None, columns that compare runs by tokens or
+    time are left out."""
     columns: list[Column] = []
     for metric in study.config.metrics:
         found = _of_metric(study, metric, equal)

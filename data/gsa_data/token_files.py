@@ -7,9 +7,9 @@ For every shard of the source the folder has two files at the same relative path
     SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines],
                    sources [lines]
 
-An entry k > 0 of `faults` says that the line has the k-th fault of the shard's record, and no tokens. An entry s >= 0
-of `sources` is the number (from 0) of a source in the record. The entry of a line with a fault is -1. `tokens.json` at
-the root has the source's shards, the tokenizer and one record per shard. It is written last.
+A line with an entry k > 0 in `faults` has the k-th fault of the shard's record, and no tokens. Its entry in `sources`
+is -1. For other lines this entry is a position (from 0) in the record's `sources`. `tokens.json` at the root lists the
+shards, the tokenizer and one record per shard. It is written last.
 """
 
 from __future__ import annotations

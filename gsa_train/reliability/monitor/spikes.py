@@ -154,9 +154,9 @@ class SpikeDetector:
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Returns median + max(sigmas * deviation, least rise).
 
-        The median is the smaller of two medians: over the window, and over the last 32 steps. It therefore follows a
-        falling loss, and stays low while a loss rises slowly. The deviation is the median absolute deviation of the
-        differences between steps 8 or 32 apart. Neither a trend nor an earlier spike increases this deviation.
+        The median is over the window or over the last 32 steps, whichever is smaller. It therefore follows a falling
+        loss, and stays low while a loss rises slowly. The deviation is the median absolute deviation of changes over
+        8 or over 32 steps, whichever is larger. Neither a trend nor an earlier spike increases this deviation.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
         spread = torch.zeros_like(level)
