@@ -322,25 +322,19 @@ def _run_graph(
     ]
     no_sync = training.model.mcore_config.no_sync_func  # None without `parallel.overlap_grad_reduce`
     replayed = count if no_sync is None else count - 1
+    draws = sampled_one_of(training.config.train.seq_len_tokens, attention_pass.row_fraction)
+    of_all = replace(attention_pass, kl_grad_scale=0.0, row_draw=0)
     losses = []
-    with nullcontext() if no_sync is None else no_sync():
-        for number in range(replayed):
-            one = _pass_of(attention_pass, number, training.config)
-            losses.append(
-                graph.run(partial(_pass_over_one, training, count, one), inputs[number], (count, one))
-            )
-    for number in range(replayed, count):
-        one = _pass_of(attention_pass, number, training.config)
-        losses.append(_pass_over_one(training, count, one, inputs[number]))
+    for number, given in enumerate(inputs):
+        draw = (attention_pass.row_draw + number) % draws
+        run = partial(_pass_over_one, training, count, replace(of_all, row_draw=draw))
+        if number < replayed:
+            with nullcontext() if no_sync is None else no_sync():
+                losses.append(graph.run(run, given, (count, of_all), draw))
+        else:
+            losses.append(run(given))
     training.optimizer.reduce_gradients()
     return [{"loss_sum": loss} for loss in losses]
-
-
-def _pass_of(attention_pass: AttentionPass, number: int, config: Config) -> AttentionPass:
-    """Return the settings that a graph may contain for a micro-batch. Micro-batches that sample the same queries have
-    equal settings."""
-    draws = sampled_one_of(config.train.seq_len_tokens, attention_pass.row_fraction)
-    return replace(attention_pass, kl_grad_scale=0.0, row_draw=(attention_pass.row_draw + number) % draws)
 
 
 def _pass_over_one(

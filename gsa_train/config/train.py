@@ -144,7 +144,8 @@ def check_graphs(config: Config, replicas: int) -> list[str]:
         return []
     reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config), *_of_experts(config)]
     train = config.train
-    if config.parallel.overlap_grad_reduce and train.micro_batch_size * replicas == train.global_batch_size:
+    smallest = min([train.global_batch_size, *(stage.global_batch_size for stage in train.batch_ramp)])
+    if config.parallel.overlap_grad_reduce and train.micro_batch_size * replicas == smallest:
         wrong = "parallel.overlap_grad_reduce = true reduces gradients in a step's only micro-batch"
         reasons.append((wrong, "set that to false"))
     if config.logging.every_steps == 1:

