@@ -9,7 +9,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_eval.generation import continuation_text
 from gsa_hf.generation import Generator
 
-BATCH_TOKENS = 65536
+BATCH_TOKENS = 131072
 """Largest number of tokens of a batch's prompts and answers on a GPU."""
 
 

@@ -126,7 +126,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--batch-size",
         type=positive,
         metavar="N",
-        help="sequences at once (default: 1; for RULER on a GPU, the number that fit into 65,536 tokens)",
+        help="sequences at once (default: 1; for RULER on a GPU, the number that fit into 131,072 tokens)",
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)

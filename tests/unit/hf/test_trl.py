@@ -11,25 +11,14 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from gsa_eval.convert.export_hf import AUTO_MAP
 from helpers.hf import tiny_model
+from helpers.hf_trl import save
 from helpers.runs import run_script
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "+", "=", *map(str, range(19))])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", padding_side="left"
-    ).save_pretrained(tmp_path / "model")
-    model = tiny_model("window-rope-reuse", attention="sdpa", eos_token_id=1)
-    model.config.auto_map = AUTO_MAP
-    model.save_pretrained(tmp_path / "model")
+    save(tiny_model("window-rope-reuse", attention="sdpa", eos_token_id=1), tmp_path / "model")
     return tmp_path
 
 
