@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attention", help="attn_implementation (default: of the folder)")
     options = parser.parse_args()
     set_seed(options.seed)
     if options.pairs is None:
@@ -74,7 +75,8 @@ def main() -> None:
         **settings,
     )
     # indexer_loss_coef=0, the default, freezes the indexers. The reference model is read from the same folder.
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    chosen = {} if options.attention is None else {"attn_implementation": options.attention}
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **chosen)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     trainer = DPOTrainer(
         model, None, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer

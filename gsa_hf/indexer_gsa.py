@@ -86,8 +86,8 @@ class GSAIndexer(nn.Module):
 
     @property
     def weight_bias(self) -> torch.Tensor | None:
-        """Return c, [HI], or zeros if the head weights already include c."""
-        if self.weights_proj is None:
+        """Return c, [HI], None without c, or zeros if the head weights already include c."""
+        if self.weights_proj is None or self.activation == "relu":
             return None
         if self._bias_comes_later:
             return parameter_of(self.weights_proj, "bias")

@@ -149,9 +149,14 @@ class Wrapped(torch.nn.Module):
         return self.linear(x) + self.more(x)
 
 
-@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
-def test_linear_layers_are_called(name: str) -> None:
-    model, tokens = tiny_model(name, indexer_loss_coef=0.5).train(), distinct_tokens(2, 20)
+@pytest.mark.parametrize(
+    ("name", "activation"), [("gsa", "sigmoid"), ("window-rope-reuse", "sigmoid"), ("gsa", "relu")]
+)
+def test_linear_layers_are_called(name: str, activation: str) -> None:
+    model, tokens = (
+        tiny_model(name, indexer_loss_coef=0.5, indexer_activation=activation).train(),
+        distinct_tokens(2, 20),
+    )
     loss, _ = gradients(model, input_ids=tokens, labels=tokens)
     for path, module in list(model.model.layers.named_modules()):
         if type(module) is torch.nn.Linear:
@@ -165,6 +170,8 @@ def test_linear_layers_are_called(name: str) -> None:
     model.eval()
     cached = model.generate(tokens, **options)
     assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
+    bias = model.model.layers[0].self_attn.indexer.weight_bias  # The kernels refuse a bias for ReLU.
+    assert (bias is None) == (model.config.indexer_activation == "relu")
 
 
 def test_the_indexer_scores_in_fp32_under_autocast() -> None:
