@@ -214,7 +214,7 @@ OUTPUTS = (
     "checkpoints",
     "faults",
     "evaluations",
-    "analysis",
+    "analysis",  # of earlier versions
 )
 """Output files of a run. The last two describe the run's checkpoints."""
 

@@ -125,8 +125,9 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
         fault = tmp_path / "faults" / "20260101-000000" / "report.txt"
         fault.parent.mkdir(parents=True)
         fault.write_text(f"hang of {loss}")
-        for kind in ("evaluations", "analysis"):  # of weights that the next start does not have
-            (tmp_path / kind / "last").mkdir(parents=True)
+        (tmp_path / "evaluations" / "last").mkdir(
+            parents=True
+        )  # of weights that the next start does not have
     assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3.0]
     previous = sorted((tmp_path / "previous").iterdir())
     assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]
@@ -134,7 +135,7 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
     assert all((path / "tensorboard").is_dir() for path in previous)
     faults = [next(path.glob("faults/*/report.txt")).read_text() for path in previous]
     assert faults == ["hang of 1.0", "hang of 2.0"]
-    assert all((path / kind / "last").is_dir() for path in previous for kind in ("evaluations", "analysis"))
+    assert all((path / "evaluations" / "last").is_dir() for path in previous)
 
 
 def test_summary(tmp_path):
