@@ -70,8 +70,6 @@ class Account:
     """Number of training steps whose time is known, including repeated steps."""
     step_seconds: float | None
     """Mean time of a step, without first steps; None if there are none."""
-    saves: int
-    """Number of saves that training waited for."""
 
     @property
     def ettr(self) -> float:
@@ -121,7 +119,7 @@ class Accounting:
         self._starts: list[StartAccount] = []
         self._seconds: Mapping[str, float] = {}
         """`seconds` of the newest line."""
-        self._step = self._saves = 0
+        self._step = 0
         self._time = self._pauses = self._set_back = 0.0
         """`_set_back`: seconds by which clocks were set back between starts."""
         for line in lines:
@@ -145,7 +143,6 @@ class Accounting:
                 self._lost[name if name in self._lost else "other"] += seconds
             if name in START_UP:
                 start.start_up_seconds += seconds
-        self._saves += spent.get("save", 0.0) > 0
         if kind in ("lost", "rewind"):  # no checkpoint holds the work since the previous line
             self._lost["repeated"] += spent.get("training", 0.0)
             self._lost["first_step"] += spent.get("first_step", 0.0)
@@ -176,9 +173,7 @@ class Accounting:
         steps, seconds = (
             sum(getattr(each, name) for each in self._phases.values()) for name in ("steps", "seconds")
         )
-        return Account(
-            wall, productive, lost, self._starts, steps, seconds / steps if steps else None, self._saves
-        )
+        return Account(wall, productive, lost, self._starts, steps, seconds / steps if steps else None)
 
     def _begin(self, line: Line) -> None:
         began, step = line["began"], line["step"]
