@@ -47,9 +47,8 @@ AT_LEAST_ZERO = frozenset(
     data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
     evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip train.z_loss_coeff
     train.qk_clip evaluate.tasks_every_steps evaluate.tasks_max_questions
-    data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
-    checkpoint.keep_every_steps parallel.hang_limit_seconds
-    monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
+    data.read_retries checkpoint.save_retries checkpoint.keep_every_steps parallel.hang_limit_seconds
+    monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
     phases.warmup_steps phases.decay_steps phases.min_lr phases.kl_coeff
     moe.experts moe.shared_expert_ffn_hidden_size moe.first_dense_layers moe.balance_coeff moe.bias_update_rate
     moe.z_loss_coeff moe.capacity_factor

@@ -11,8 +11,6 @@ INTERVAL_SECONDS = 900.0
 
 TITLES = {
     "spike": "Spike",
-    "rewind": "Rewind",
-    "lower_lr": "Lower learning rate",
     "corruption": "Silent data corruption",
     "stop": "The monitor stopped the run",
     "checkpoint_failed": "A save failed",

@@ -131,18 +131,6 @@ class Sinks:
             self._wandb.log(record, to_scalars(record))
             self._wandb.close(exit_code=1)
 
-    def go_back(self, step: int) -> None:
-        """Move the records after `step` to `metrics_rewound.jsonl`, because those steps run again."""
-        path = self.run_dir / "metrics.jsonl"
-        self._metrics = self._metrics.rewritten(lambda: go_back(path, step, keeps_later=True), step)
-        if self._samples:
-            self._samples.close()
-            self._samples = None
-        drop_samples(self.run_dir, step)
-        if self._tensorboard:
-            self._tensorboard.close()
-            self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
-
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close.
 

@@ -90,7 +90,6 @@ class StepProfiler(Service):
             self._step_name = None
         if self._running is not None and step >= self._last:
             self._write(self._running)
-            self._last = 0  # do not profile steps again that a rewind repeats
 
     def _write(self, trace: profile) -> None:
         """Write the trace. An OSError is logged and does not end the run."""

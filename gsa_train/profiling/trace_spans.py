@@ -10,7 +10,7 @@ _NOTHING = nullcontext()
 
 
 def trace_span(name: str) -> AbstractContextManager[object]:
-    """Mark a span of the step. Names: data, embedding, attention, indexer, selection, kl, mlp, router, exchange, experts,
-    loss, communication, optimizer, logging, and ranges around several of them. With experts `mlp` is everything except
+    """Mark a span of the step. Names: data, embedding, attention, indexer, selection, kl, mlp, router, exchange,
+    experts, loss, communication, optimizer, logging, and ranges around several of them. `mlp` is everything except
     the routed experts."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING

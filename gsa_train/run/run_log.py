@@ -62,13 +62,6 @@ class RunLog:
         if self.console is not None:
             self.console.message(text)
 
-    def go_back(self, step: int) -> None:
-        """Remove the records of steps after `step` from metrics.jsonl, because these steps run again."""
-        self.write_late()
-        if self.sinks is not None and self.console is not None:
-            self.sinks.go_back(step)
-            self.console.go_back(step)
-
     def close(self, exit_code: int) -> None:
         self.write_late()
         if self.sinks is not None and self.console is not None:

@@ -73,7 +73,7 @@ class Run:
     data: Data
     services: Services
     start: Start
-    """Start of this process, or of the newest rewind."""
+    """Start of this process."""
     state: TrainState
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""

@@ -128,9 +128,6 @@ monitor.min_history_steps=129 -> monitor.min_history_steps = 129 | monitor.windo
 monitor.min_history_steps=23 -> monitor.min_history_steps = 23 | [24,
 monitor.lasting_sigmas=7 -> monitor.lasting_sigmas = 7.0 | monitor.sigmas = 6.0
 monitor.grad_norm_min_ratio=0.5 -> monitor.grad_norm_min_ratio = 0.5 | below 1
-monitor.lower_lr_factor=1 -> monitor.lower_lr_factor = 1.0 | outside (0, 1)
-monitor.action=rewind ; checkpoint.every_steps=50 ->
-    checkpoint.keep_last = 3 | monitor.rewind_min_steps = 100 | set it to 4
 train.iterations_to_skip=[20,21] -> train.iterations_to_skip.1 = 21 | no step of this run, which has 20
 train.iterations_to_skip=[3,0] -> train.iterations_to_skip.1 = 0 | no step
 phases.0.decay=wsd ; phases.0.decay_steps=11 -> phases.0.decay_steps = 11 | not between 1 and the 10 steps

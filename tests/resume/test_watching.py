@@ -67,7 +67,6 @@ def profile_steps(folder: Path, config: ProfileConfig, *steps: int) -> list[str]
         ([6], ["steps_00000006-00000006"]),
         (range(1, 6), ["steps_00000004-00000005"]),  # stopped inside it
         (range(1, 4), []),  # stopped during warm-up
-        ([4, 5, 6, 3, 4, 5, 6], ["steps_00000004-00000006"]),  # rewound
         (range(7, 9), []),
     ],
 )

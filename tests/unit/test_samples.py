@@ -159,8 +159,6 @@ def test_where_samples_go(tmp_path: Path) -> None:
 
     with open_sinks(logging, tmp_path, ["sparse"], 2, None) as sinks:
         assert logged() == [(2, "text of 2")]
-        sinks.log_samples(record_of(4, "x"))
-        sinks.go_back(3)
         sinks.log_samples(record_of(3, "y"))
         assert logged() == [(2, "text of 2"), (3, "y")]
     with open_sinks(logging, tmp_path, ["sparse"], 2, None, validates_again=True):
@@ -193,7 +191,7 @@ def test_a_table_for_wandb(tmp_path: Path) -> None:
     from gsa_train.metrics.wandb_sink import WandbSink
 
     run = Mock(id="abc")
-    sink = WandbSink(run, tmp_path, Mock())
+    sink = WandbSink(run, tmp_path)
     sink.log_samples(record_of(4, "text"))
     (logged,) = run.log.call_args.args
     assert logged["step"] == 4
