@@ -24,12 +24,6 @@ class EvaluateConfig:
     ngram_baselines: bool = False
     """At the end, score unigram and bigram models of the same training tokens. This reads the tokens again, so use it
     for small runs."""
-    prompts: list[str] = field(default_factory=list)
-    """Texts that the model continues greedily at each validation. `samples.jsonl`, W&B and TensorBoard show the
-    result. There is no KV cache, so every replica runs `prompt_tokens` forward passes of one sequence for each
-    prompt. Prompts times `prompt_tokens` is at most 1024."""
-    prompt_tokens: int = 32
-    """New tokens of each prompt, or fewer if the document ends before."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that are scored between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`), and
     multiple-choice tasks of lm-evaluation-harness (a name, or FILE.yaml, which runs the code that it names). Scores

@@ -69,6 +69,8 @@ REMOVED: dict[str, tuple[object, ...] | None] = {
     "gsa.selection_block": (1,),
     "gsa.indexer_pool": (1,),
     "logging.plots": None,
+    "evaluate.prompts": None,
+    "evaluate.prompt_tokens": None,
     "monitor.detector": ("robust",),
     "monitor.lower_lr_factor": None,
     "monitor.lower_lr_steps": None,

@@ -55,21 +55,6 @@ class WandbSink:
         if (alert := alert_of(dict(record))) is not None:
             self._tell("alert", **alert._asdict(), wait_duration=INTERVAL_SECONDS)
 
-    def log_samples(self, record: Mapping[str, Any]) -> None:
-        """Log a table of the prompts and the model's texts. W&B writes the table to disk first. If that fails, only
-        this table is lost."""
-        import wandb
-
-        columns: list[str | int] = ["step", "prompt", "text", "ended"]
-        rows = [[record["step"], each["prompt"], each["text"], each["ended"]] for each in record["samples"]]
-        if self._run is None:
-            return
-        place = {key: record[key] for key in ("step", "tokens", "phase")}
-        try:
-            self._run.log({"samples": wandb.Table(columns=columns, data=rows), **place})
-        except (wandb.Error, OSError) as error:
-            logger.error("W&B gets no samples of step %d: %s", record["step"], error)
-
     def place(self) -> tuple[str, ...]:
         if self._run is None:  # its service failed, and this was logged
             return ()

@@ -36,7 +36,6 @@ from gsa_train.run_folder.paths import run_dir
 from gsa_train.run_folder.resume import ResumeError, Start, choose_again, open_batches
 from gsa_train.run_folder.same_on_all import check_folder_is_shared
 from gsa_train.validation.perplexity import describe
-from gsa_train.validation.samples import encode_prompts
 from gsa_train.validation.tasks import TaskClock, shared_tasks
 
 
@@ -135,7 +134,6 @@ def open_data(
     # A heartbeat follows each part. Reads have their own, longer time limits.
     tokenizer = load_tokenizer(config)
     watchdog.heartbeat(start.step, "starting")
-    prompts = encode_prompts(config, tokenizer)
     tasks = shared_tasks(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
@@ -143,7 +141,7 @@ def open_data(
     begins_at = initial_data_state(config, weights_from)
     batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
     watchdog.heartbeat(start.step, "starting")
-    return Data(batches, validation_sets, tokenizer, prompts, tasks)
+    return Data(batches, validation_sets, tokenizer, tasks)
 
 
 def state_at(start: Start) -> TrainState:

@@ -42,12 +42,6 @@ class RunLog:
         if not self.writes_late:
             self.write_late()
 
-    def log_samples(self, record: dict[str, Any]) -> None:
-        """Write generated samples: `record["samples"]` is a list of objects with `prompt`, `text` and `ended`."""
-        self.write_late()
-        if self.sinks is not None:
-            self.sinks.log_samples(_stamped(record))
-
     def write_late(self) -> None:
         while self.late:
             self.late.pop(0)()

@@ -47,8 +47,6 @@ class Data:
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer
-    prompts: list[list[int]] = field(default_factory=list)
-    """Tokens of `evaluate.prompts`."""
     tasks: list[PreparedTask] = field(default_factory=list)
     """Prepared tasks of `evaluate.tasks`."""
 

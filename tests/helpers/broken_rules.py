@@ -135,10 +135,6 @@ phases.0.decay_steps=3 -> phases.0.decay_steps = 3 | phases.0.decay = cosine has
 phases.0.decay_shape=1-sqrt -> phases.0.decay_shape = 1-sqrt | phases.0.decay = cosine has none
 phases.0.keep_optimizer=true -> phases.0.keep_optimizer = true | no phase precedes it | leave it out
 phases.1.keep_optimizer=true -> phases.1.keep_optimizer = true | phase trains indexer, this phase all
-evaluate.prompts=[a, ' '] -> evaluate.prompts.1 = ' ' | empty
-evaluate.prompts=[a] ; evaluate.prompt_tokens=0 -> evaluate.prompt_tokens = 0 | below 1
-evaluate.prompts=[a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a] ; evaluate.prompt_tokens=60 ->
-    evaluate.prompt_tokens = 60 | with 20 | set it to 51
 evaluate.tasks=[./a, ' '] -> evaluate.tasks.1 = ' ' | empty
 evaluate.tasks_every_steps=5 -> evaluate.tasks_every_steps = 5 | there are no evaluate.tasks
 evaluate.tasks=[./a] ; evaluate.tasks_every_steps=-1 -> evaluate.tasks_every_steps = -1 | negative

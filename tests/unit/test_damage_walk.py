@@ -31,7 +31,7 @@ STEPS = (2, 4)
 UNREAD = ("tensorboard/", "wandb/", "profile/", "previous/", "slurm/", "faults/")
 UNREAD += ("console.log",)
 """Files that no start reads, or only quotes."""
-OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl", "starts.jsonl", "goodput.jsonl")
+OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "starts.jsonl", "goodput.jsonl")
 OUTPUTS += ("alive.json", "summary.json", "stopped.json", "lock")
 """A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step.
 From starts.jsonl it takes the run's id, which has a checksum."""
@@ -54,7 +54,7 @@ def write_run(runs: Path) -> Path:
         fields = {"run_id": opened.run_id, "monitor": monitor}
         write_checkpoint(opened.checkpoints, step, model, optimizer, config, **fields)
     lines = [json.dumps({"step": step, "phase": "sparse", "loss": 4.5 + step / 7}) for step in range(1, 5)]
-    for name in ("metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "metrics_rewound.jsonl"):
         (folder / name).write_text("\n".join(lines) + "\n")
     (folder / "summary.json").write_text(json.dumps({"steps": 4, "tokens": 256}))
     (folder / "stopped.json").write_text(json.dumps({"step": 4, "reason": "SIGTERM", "unix_seconds": 1.5}))
