@@ -15,7 +15,7 @@ from typing import Any
 
 from gsa_train.config.batch_ramp import check_batch_ramp
 from gsa_train.config.data import DataConfig
-from gsa_train.config.evaluate import check_harness_tasks, check_tasks
+from gsa_train.config.evaluate import check_tasks
 from gsa_train.config.file_checks import (
     LEFT_TO_A_SHELL,
     left_to_a_shell,
@@ -125,8 +125,6 @@ def check_packages(config: Config) -> list[str]:
         remedy = "run pip install wandb, or set logging.wandb=disabled"
         wrong = "the package wandb is not installed"
         lines.append(problem_line("logging.wandb", config.logging.wandb, wrong, remedy))
-    if not is_installed("lm_eval"):
-        lines += check_harness_tasks(config)
     return lines
 
 

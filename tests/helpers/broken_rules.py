@@ -135,7 +135,7 @@ phases.0.decay_steps=3 -> phases.0.decay_steps = 3 | phases.0.decay = cosine has
 phases.0.decay_shape=1-sqrt -> phases.0.decay_shape = 1-sqrt | phases.0.decay = cosine has none
 phases.0.keep_optimizer=true -> phases.0.keep_optimizer = true | no phase precedes it | leave it out
 phases.1.keep_optimizer=true -> phases.1.keep_optimizer = true | phase trains indexer, this phase all
-evaluate.tasks=[./a, ' '] -> evaluate.tasks.1 = ' ' | empty
+evaluate.tasks=[./a, arc_easy] -> evaluate.tasks.1 = arc_easy | no request file | launch/evaluate.py
 evaluate.tasks_every_steps=5 -> evaluate.tasks_every_steps = 5 | there are no evaluate.tasks
 evaluate.tasks=[./a] ; evaluate.tasks_every_steps=-1 -> evaluate.tasks_every_steps = -1 | negative
 evaluate.tasks_max_time_percent=0 -> evaluate.tasks_max_time_percent = 0.0 | no share
