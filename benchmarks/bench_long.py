@@ -1,7 +1,6 @@
 """Compares one layer's attention at long contexts with dense attention on one CUDA device, and with promised figures.
 
     python benchmarks/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
-                                       [--selection FILE ...]
     python benchmarks/bench_long.py --lengths 262144 524288 1048576 --shapes 1.7B
 
 torch cuDNN, torch flash: dense causal attention of q, k and v alone.
@@ -19,30 +18,27 @@ peak_gib: peak memory of a forward and backward pass in addition to its inputs, 
 The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the number that one
 query selects. Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition,
 because dense attention takes minutes there.
-
-`--selection` uses the selections of a trained model's layers in real text instead. launch/export_indexer.py writes one
-file for each length.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cases
 import harness
 import torch
-from cases import AttentionInputs, Shape
+from cases import AttentionInputs, IndexerInputs, Shape
 from lists_for_bench import random_lists
-from trained_indexers import Indexer, read_all, union_ratio
 
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.types import BudgetRule, Geometry, Selection
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
@@ -68,6 +64,33 @@ CHEAPER_PROMISES = {"forward_reuse_ms": 4.0}
 """Maps a column to the promised speed relative to cuDNN, at 131072 tokens, for the 1.7B shape."""
 PEAK_LENGTH, PEAK_OVER_FLASH = 131072, 1.3
 LONGEST_IN_FULL = 131072
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Holds the selections of one layer."""
+
+    inputs: IndexerInputs
+    ema: torch.Tensor
+    budget: tuple[int, int, int]
+    """k_base, k_min and k_max"""
+    window: int = 0
+    """Number of latest keys that each query always selects."""
+    activation: Literal["sigmoid", "relu"] = "sigmoid"
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
+    key_group_size: int = 1
+
+    def select(self) -> Selection:
+        indexer = replace(self.inputs.of_kernels, activation=self.activation)
+        geometry = Geometry(local_window=self.window, key_group_size=self.key_group_size)
+        return select_key_lists(indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry)
+
+
+def union_ratio(selection: Selection, indexer: Indexer) -> float:
+    """Return r: the keys that any query of a tile selects, divided by the keys that one query selects."""
+    assert selection.key_lists is not None
+    mean_k = selection.budget.float().mean().item()
+    return selection.key_lists.counts.float().mean().item() / (mean_k + indexer.window)
 
 
 def random_indexer(length: int, budget: tuple[int, int, int]) -> Indexer:
@@ -174,37 +197,29 @@ def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
     )
 
 
-def make_cases(
-    inputs: AttentionInputs, ratios: list[float], trained: dict[int, Indexer]
-) -> tuple[list[Case], dict[str, harness.Run]]:
+def make_cases(inputs: AttentionInputs, ratios: list[float]) -> tuple[list[Case], dict[str, harness.Run]]:
     """Build the rows, and the selections whose time some rows need."""
     length = inputs.q.shape[1]
     table = [Case("torch cuDNN", cases.cudnn(inputs))]
     if length <= LONGEST_IN_FULL:
         table.append(Case("torch flash", cases.flash(inputs)))
-    if trained:
-        indexers = {f"GSA layer {layer}": indexer for layer, indexer in trained.items()}
-    else:
-        budget = (cases.K_BASE, cases.K_MIN, cases.K_MAX)
-        token = random_indexer(length, budget)
-        recommended = {
-            "GSA ReLU": recommended_indexer(length, 1),
-            f"GSA groups of {GROUP}": recommended_indexer(length, GROUP),
-        }
-        if length <= LONGEST_IN_FULL:
-            for seed, ratio in enumerate(ratios):
-                lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
-                table.append(constructed_case("GSA token", inputs, lists, ratio, token))
-        indexers = {"GSA token": token, **recommended}
+    token = random_indexer(length, (cases.K_BASE, cases.K_MIN, cases.K_MAX))
+    if length <= LONGEST_IN_FULL:
+        for seed, ratio in enumerate(ratios):
+            lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
+            table.append(constructed_case("GSA token", inputs, lists, ratio, token))
+    indexers = {
+        "GSA token": token,
+        "GSA ReLU": recommended_indexer(length, 1),
+        f"GSA groups of {GROUP}": recommended_indexer(length, GROUP),
+    }
     table += [selected_case(name, inputs, indexer) for name, indexer in indexers.items()]
     return table, {name: indexer.select for name, indexer in indexers.items()}
 
 
-def measure(
-    report: harness.Report, shape: Shape, length: int, ratios: list[float], trained: dict[int, Indexer]
-) -> None:
+def measure(report: harness.Report, shape: Shape, length: int, ratios: list[float]) -> None:
     """Measure all cases of one shape and length in turns."""
-    table, runs = make_cases(cases.attention_inputs(shape, 1, length), ratios, trained)
+    table, runs = make_cases(cases.attention_inputs(shape, 1, length), ratios)
     peaks = []
     for index, case in enumerate(table):
         both_of: Callable[[], tuple[torch.Tensor, ...]] = case.run.both
@@ -288,22 +303,17 @@ def main() -> int:
         default=[1, 2, 4, 8],
         help="of random lists; none without numbers",
     )
-    parser.add_argument("--selection", type=Path, nargs="+", default=[], metavar="FILE")
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
 
-    try:
-        trained = read_all(arguments.selection)
-    except ValueError as error:
-        parser.error(str(error))
-    report = harness.Report("bench_long_trained" if trained else "bench_long", arguments)
+    report = harness.Report("bench_long", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:
         check(report, shape)
-    for length in trained or arguments.lengths:
+    for length in arguments.lengths:
         for shape in shapes:
-            measure(report, shape, length, arguments.ratios, trained.get(length, {}))
+            measure(report, shape, length, arguments.ratios)
     return report.finish()
 
 

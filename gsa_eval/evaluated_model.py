@@ -62,8 +62,6 @@ class EvaluatedModel:
     """Config of the run; None for a transformers folder."""
     about: dict[str, Any]
     """Entries for results.json."""
-    wandb_run_id: str | None = None
-    """W&B run of the training."""
 
 
 def load_evaluated_model(
@@ -112,7 +110,6 @@ def load_evaluated_model(
                     "step": state.step,
                     "tokens_trained": state.tokens,
                 },
-                state.wandb_run_id,
             )
 
         evaluated = read_source(source.run, source.step, source.checkpoint, read)

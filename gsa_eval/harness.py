@@ -14,9 +14,9 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from gsa_eval.evaluated_model import EvaluatedModel
 from gsa_eval.generation import continue_prompts
+from gsa_eval.harness_tasks import EncodingLM, find_tasks, task_errors
 from gsa_eval.perplexity import token_losses
 from gsa_eval.text import Piece, windows
-from gsa_train.validation.harness_tasks import EncodingLM, find_tasks, task_errors
 
 MAX_GENERATED_TOKENS = 256
 """Default if a task gives none, as in the harness."""

@@ -23,8 +23,8 @@ SOURCE = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "lm-eval", "triton", "numpy")
 
 
-def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str = "evaluations") -> Path:
-    """Returns `<run>/<kind>/<name>`, or `<out>/<name>`.
+def result_folder(name: str, run_dir: Path | None, out: Path | None) -> Path:
+    """Returns `<run>/evaluations/<name>`, or `<out>/<name>`.
 
     Raises:
         ValueError: the name is in use or invalid, or no folder is given.
@@ -34,7 +34,7 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str =
     if out is None and run_dir is None:
         raise ValueError("the model belongs to no run: give --out DIR for the results")
     assert out is not None or run_dir is not None
-    folder = (out if out is not None else Path(str(run_dir)) / kind) / name
+    folder = (out if out is not None else Path(str(run_dir)) / "evaluations") / name
     if folder.exists():
         raise ValueError(f"--name {name}: {folder} exists; give another name, or remove the folder")
     above = next(path for path in folder.absolute().parents if path.exists())
@@ -56,7 +56,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
     return text
 
 
-def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> dict[str, Any]:
+def circumstances(arguments: Sequence[str]) -> dict[str, Any]:
     versions = {"gsa_train": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -64,7 +64,7 @@ def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> di
         except PackageNotFoundError:
             continue
     return {
-        "command": shlex.join([program, *arguments]),
+        "command": shlex.join(["gsa-evaluate", *arguments]),
         "commit": source_commit(SOURCE),
         "versions": versions,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gsa_train.metrics.record_checks import fault_of_record, of_other_lengths
 from gsa_train.metrics.record_format import Record, read_records, values_in_words
 
-KINDS: tuple[str, ...] = ("spike", "rewind", "lower_lr", "skipped_batches", "corruption", "stop", "warning")
+KINDS: tuple[str, ...] = ("spike", "skipped_batches", "corruption", "stop", "warning")
 KINDS += ("checkpoint_failed", "checkpoint_damaged", "restart_after_hang", "log_lost")
 """Kinds of events in the records that a model card names."""
 
@@ -38,7 +38,7 @@ def records_of(run_dir: Path) -> list[Record]:
 
 
 def events_of(run_dir: Path, records: list[Record]) -> list[Event]:
-    """Return spikes, the reactions to them, and faults, in order of their steps. A rewind moved some records to
+    """Return spikes, the reactions to them, and faults, in order of their steps. A start may have moved some records to
     metrics_rewound.jsonl."""
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
     rewound = run_dir / "metrics_rewound.jsonl"

@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from .modeling_gsa import GSAForCausalLM, GSAModel, GSAPreTrainedModel
-from .replace import collected_indexer_loss, replace_attention_with_gsa
 from .replay import replayed_selections
 
 AutoConfig.register("gsa", GSAConfig)
@@ -22,7 +21,5 @@ __all__ = [
     "GSAForCausalLM",
     "GSAModel",
     "GSAPreTrainedModel",
-    "collected_indexer_loss",
-    "replace_attention_with_gsa",
     "replayed_selections",
 ]

@@ -43,10 +43,7 @@ def gsa_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Return the gated output [B, L, H, D] and None. Query is [B, H, L, D], key and value are [B, Hkv, Lk, D]."""
     if call is None:
-        raise ValueError(
-            f"attn_implementation is 'gsa' for {type(module).__name__}; pass 'sdpa', or layers='all' to "
-            "replace_attention_with_gsa"
-        )
+        raise ValueError(f"attn_implementation is 'gsa' for {type(module).__name__}; pass 'sdpa'")
     step = _decode if call.kernel_pass.decodes else _attend
     return step(module, query, key.transpose(1, 2), value.transpose(1, 2), call), None
 

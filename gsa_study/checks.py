@@ -50,10 +50,7 @@ def _missing(study: StudyConfig) -> Iterator[str]:
 
 
 def _numbers(study: StudyConfig) -> Iterator[str]:
-    found = {
-        "data_parallel": [study.data_parallel],
-        "selections.seq_len_tokens": [study.selections.seq_len_tokens],
-    }
+    found = {"data_parallel": [study.data_parallel]}
     for number, each in enumerate(study.evaluations):
         for name in ("context_lengths", "ruler"):
             found[f"evaluations.{number}.{name}"] = getattr(each, name)
@@ -67,9 +64,6 @@ def _numbers(study: StudyConfig) -> Iterator[str]:
         for value in values:
             if value < least:
                 yield problem_line(field, value, f"below {least}", f"give {least} or more")
-    for value in study.selections.layers:
-        if value < 0:
-            yield problem_line("selections.layers", value, "below 0", "count layers from 0")
 
 
 def _evaluations(study: StudyConfig) -> Iterator[str]:

@@ -72,17 +72,6 @@ class MetricConfig:
 
 
 @dataclass(frozen=True)
-class SelectionsConfig:
-    seq_len_tokens: int = 0
-    """Number of tokens of validation text for which each trained indexer's selection is saved in `selections.pt` of
-    the run's folder, as by `launch/export_indexer.py`. 0: none."""
-    layers: list[int] = field(default_factory=lambda: [0])
-    """Layers whose indexers are saved, from 0."""
-    runs: list[str] = field(default_factory=list)
-    """Runs whose selections are saved, `<arm>-seed<N>`. Empty: all that have an indexer."""
-
-
-@dataclass(frozen=True)
 class StudyConfig:
     name: str = ""
     """Name of the study: letters, digits and _. Its folder is `<dir>/<name>`."""
@@ -109,9 +98,7 @@ class StudyConfig:
     """Metrics that are compared, in the order of the tables."""
     table: list[str] = field(default_factory=list)
     """Keys of the metrics that the page of results shows, each at its last point. Empty: all."""
-    selections: SelectionsConfig = field(default_factory=SelectionsConfig)
-    """Selections saved for the benches of kernels."""
 
 
-AT_LEAST_ZERO = frozenset(["evaluations.max_tokens", "selections.seq_len_tokens"])
+AT_LEAST_ZERO = frozenset(["evaluations.max_tokens"])
 """Integers that may be 0; the others are at least 1."""

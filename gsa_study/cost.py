@@ -115,7 +115,7 @@ def describe_cost(
     if left is not None and gpus > 0:
         lines.append(f"On {gpus} GPUs at hand, evenly used: {_hours(left / gpus)} hours are left.")
     if followed := sum(job.kind != "train" for job in jobs_of(study)):
-        lines.append(f"Evaluations and selections, not in the table: {followed}.")
+        lines.append(f"Evaluations, not in the table: {followed}.")
     return "\n".join(lines)
 
 

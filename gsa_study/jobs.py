@@ -1,4 +1,4 @@
-"""List the jobs of a study as commands that a user could type: train, evaluate, save selections."""
+"""List the jobs of a study as commands that a user could type: train, evaluate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gsa_study.config import EvaluationConfig, StudyConfig
+from gsa_study.config import EvaluationConfig
 from gsa_study.study_file import Study, StudyRun
 from gsa_train.run_folder.starts import SOURCE
 
@@ -16,9 +16,9 @@ from gsa_train.run_folder.starts import SOURCE
 @dataclass(frozen=True)
 class Job:
     run: StudyRun
-    kind: Literal["train", "evaluate", "selections"]
+    kind: Literal["train", "evaluate"]
     name: str
-    """Name of the evaluation; empty for other jobs."""
+    """Name of the evaluation; empty for a training."""
     command: tuple[str, ...]
     devices: int
 
@@ -32,8 +32,6 @@ class Job:
         """Returns the file that exists and is complete once the job is finished."""
         if self.kind == "train":
             return self.run.folder / "summary.json"
-        if self.kind == "selections":
-            return self.run.folder / "selections.pt"
         return self.run.folder / "evaluations" / self.name / "results.json"
 
 
@@ -46,8 +44,6 @@ def jobs_of(study: Study) -> list[Job]:
             for name, words in evaluations_of(each, run):
                 command = (*_program("evaluate"), *words)
                 jobs.append(Job(run, "evaluate", name, command, 1))
-        if saves_selections(study.config, run):
-            jobs.append(Job(run, "selections", "", selections_command(run, study.config), 1))
     return jobs
 
 
@@ -86,21 +82,6 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
         words += evaluation.settings
         found.append((name, tuple(words)))
     return found
-
-
-def selections_command(run: StudyRun, study: StudyConfig) -> tuple[str, ...]:
-    length, layers = study.selections.seq_len_tokens, map(str, study.selections.layers)
-    words = (str(run.folder), "--seq-len-tokens", str(length), "--out", str(run.folder / "selections.pt"))
-    return (sys.executable, str(SOURCE / "launch" / "export_indexer.py"), *words, "--layers", *layers)
-
-
-def saves_selections(study: StudyConfig, run: StudyRun) -> bool:
-    wanted = study.selections
-    return wanted.seq_len_tokens > 0 and has_indexer(run) and (not wanted.runs or run.name in wanted.runs)
-
-
-def has_indexer(run: StudyRun) -> bool:
-    return run.config.gsa.attention == "sparse"
 
 
 def _program(name: str) -> tuple[str, ...]:

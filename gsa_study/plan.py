@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,17 +117,11 @@ def chosen(
     ]
 
 
-def next_job(
-    due: Sequence[Job],
-    running: Collection[Job],
-    free_devices: int | None,
-    fits: Callable[[Job], bool] = lambda job: True,
-) -> Job | None:
-    """Returns the first due job that can start: its training is finished, enough devices are free, and there is time.
+def next_job(due: Sequence[Job], running: Collection[Job], free_devices: int | None) -> Job | None:
+    """Returns the first due job that can start: its training is finished, and enough devices are free.
 
     Args:
         free_devices: None on CPUs, where one job runs at a time.
-        fits: returns True if there is time for the job.
     """
     if free_devices is None and running:
         return None
@@ -135,7 +129,7 @@ def next_job(
     for job in due:
         if job.kind != "train" and job.run.name in unfinished:
             continue
-        if (free_devices is None or job.devices <= free_devices) and fits(job):
+        if free_devices is None or job.devices <= free_devices:
             return job
     return None
 

@@ -117,8 +117,6 @@ class Running:
     notes: Path
     checkpoint_before: str
     log_bytes_before: int
-    began: float
-    """Time of `time.monotonic`."""
 
     def exit_code(self) -> int | None:
         """Returns the main rank's exit code if it recorded one, else the process's code. Returns None while the job

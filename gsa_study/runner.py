@@ -19,7 +19,6 @@ from gsa_study.jobs import Job
 from gsa_study.plan import Ended, StudyError, judge, next_job
 from gsa_study.processes import Running, child_environment
 from gsa_study.states import newest_checkpoint, note_failure, read_state
-from gsa_study.times import expected_time, note_time, read_times
 from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.reliability.stop_signals import heeded_signals, reason_in_words
 from gsa_train.run_folder.file_names import LOCK, MONITOR_STOP
@@ -38,9 +37,6 @@ class StudyRunner:
     """GPUs, or None for CPUs, where one job runs at a time."""
     deadline: float | None = None
     """Time (`time.time`) at which running jobs are stopped."""
-    all_jobs: Sequence[Job] = ()
-    """All jobs of the study, whose measured times predict which trainings end before the deadline. Only these start. If
-    empty, every due job starts, and continues from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False
@@ -52,7 +48,6 @@ class StudyRunner:
         self._free = list(self.gpus or [])
         self._signals = 0
         self._told = False
-        self._has_begun_training = False
         self._waited_for: list[Job] = []
 
     def run(self) -> None:
@@ -76,7 +71,7 @@ class StudyRunner:
         job's run folder. This happens after a study was killed, because its runs save before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
-            job = next_job(self._due, [each.job for each in self._running], free, self._fits)
+            job = next_job(self._due, [each.job for each in self._running], free)
             if job is None:
                 return False
             if is_locked(job.run.folder / LOCK):
@@ -87,20 +82,8 @@ class StudyRunner:
             self._start(job)
         return False
 
-    def _fits(self, job: Job) -> bool:
-        """Whether there is time for a job. A guessed time does not prevent the first training of a start, because
-        otherwise no time might ever be measured. Evaluations always fit, because their training's time includes
-        them."""
-        if self.deadline is None or not self.all_jobs or job.kind != "train":
-            return True
-        expected = expected_time(job, self.all_jobs, read_times(self.folder))
-        if expected is None or (expected.is_guess and not self._has_begun_training):
-            return True
-        return time.time() + expected.seconds <= self.deadline
-
     def _start(self, job: Job) -> None:
         self._due.remove(job)
-        self._has_begun_training |= job.kind == "train"
         gpus = tuple(self._free[: job.devices])
         del self._free[: job.devices]
         name = job.key.replace(" ", "_")
@@ -113,7 +96,7 @@ class StudyRunner:
         say(f"{job.key}: started{where}; its output is in {log}")
         before = newest_checkpoint(job.run.folder), log.stat().st_size if log.exists() else 0
         process = processes.start_process(job.command, environment, log)
-        self._running.append(Running(job, process, gpus, log, notes, *before, began=time.monotonic()))
+        self._running.append(Running(job, process, gpus, log, notes, *before))
 
     def _collect(self) -> None:
         for each in list(self._running):
@@ -134,11 +117,6 @@ class StudyRunner:
                 )
             )
             say(f"{job.key}: {verdict.what}{f' ({verdict.reason})' if verdict.reason else ''}")
-            if verdict.what in ("finished", "interrupted") and (
-                job.kind != "train" or not each.checkpoint_before
-            ):
-                seconds = time.monotonic() - each.began
-                note_time(self.folder, job.key, seconds, ended=verdict.what == "finished")
             if verdict.what == "failed":
                 self._fail(job, verdict.reason)
             elif verdict.what == "again":

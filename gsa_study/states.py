@@ -41,8 +41,7 @@ def read_state(job: Job) -> JobState:
         return JobState(job, is_complete(job.run), tuple(changed_fields(job.run)))
     finished = job.result.is_file()
     lacks = not finished and is_complete(job.run) and newest_checkpoint(job.run.folder) == ""
-    changed = _changed_evaluation(job) if job.kind == "evaluate" else ()
-    return JobState(job, finished, tuple(changed), lacks)
+    return JobState(job, finished, tuple(_changed_evaluation(job)), lacks)
 
 
 def is_complete(run: StudyRun) -> bool:

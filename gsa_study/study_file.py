@@ -101,9 +101,6 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         raise ConfigError(path, [f"{arms}: {line}" for arms, line in zip(said, wrong, strict=True)])
     by_seed = zip_longest(*(runs[arm.name] for arm in study.arms))
     in_order = tuple(run for of_seed in by_seed for run in of_seed if run is not None)
-    if unknown := sorted(set(study.selections.runs) - {run.name for run in in_order}):
-        line = problem_line("selections.runs", unknown, "the study has no such run", "give <arm>-seed<N>")
-        raise ConfigError(path, [line])
     return Study(Path(path), study, in_order)
 
 
@@ -159,7 +156,7 @@ def _runs_of(arm: ArmConfig, study: StudyConfig, base: Sequence[str], need_data:
     config = load_config(config_path, [*fields, f"run.dir={folder}"])
     parallel = config.parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
-    found = [*check_config(config, max(ranks, 1)), *unknown_choices(config), *_wrong_layers(config, study)]
+    found = [*check_config(config, max(ranks, 1)), *unknown_choices(config)]
     if need_data:
         found += [*check_files(config), *check_packages(config)]
     if found:
@@ -173,13 +170,3 @@ def _runs_of(arm: ArmConfig, study: StudyConfig, base: Sequence[str], need_data:
         )
         runs.append(StudyRun(arm.name, seed, config_path, (*fields, *of_seed), own, ranks))
     return runs
-
-
-def _wrong_layers(config: Config, study: StudyConfig) -> list[str]:
-    """Return mistakes in `selections` that would otherwise be found only after the training."""
-    layers = config.model.num_layers
-    beyond = [layer for layer in study.selections.layers if layer >= layers]
-    if not beyond or config.gsa.attention == "dense" or study.selections.seq_len_tokens == 0:
-        return []
-    wrong = f"the model has layers 0 to {layers - 1}"
-    return [problem_line("selections.layers", beyond, wrong, "name some of these")]

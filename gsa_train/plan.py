@@ -23,7 +23,7 @@ def plan_step(
     """Plan one step of a phase.
 
     Args:
-        steps_before_start: steps completed before this start or the latest rewind.
+        steps_before_start: steps completed before this start.
         save_is_due: `CheckpointSaver.is_due`: by checkpoint.every_steps, or because an earlier save failed.
     """
     trains = step not in skipped_steps

@@ -46,7 +46,7 @@ class StepPlan:
 
 class Service:
     """Base class of services: each event does nothing by default. All ranks reach the events in the same order, but
-    not at the same time. Only `on_validate` and `on_tasks` may use collectives."""
+    not at the same time. Only `on_tasks` may use collectives."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         """Called before the phase's first step. `start` is the last step before the phase."""
@@ -67,10 +67,6 @@ class Service:
 
     def after_step(self, plan: StepPlan) -> None:
         """Called after the step was trained (or skipped) and logged, and before a save."""
-
-    def on_validate(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """Called after the validation sets are scored, before their results are logged. Call `stop_if_asked` during
-        long work. It raises to end the validation."""
 
     def on_save(self, step: int) -> None:
         """Called when a save begins."""

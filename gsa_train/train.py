@@ -3,8 +3,6 @@
 1. Create the parallel groups from the config, and find the checkpoint to start from.
 2. Open data, model, optimizer, checkpoint and run folder (run/open.py), then the services.
 3. For each phase build an optimizer and run the steps (trainer.py).
-
-After a loss spike, `go_back` may reload an earlier checkpoint. Training then continues as after a restart.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.work_time import StragglerWarning
 from gsa_train.reliability.health.check import check_health, check_presence
 from gsa_train.reliability.monitor.corruption import CorruptionFound
-from gsa_train.reliability.monitor.monitor import MonitorStop, NotFinite, SpikeFound
+from gsa_train.reliability.monitor.monitor import MonitorStop
 from gsa_train.reliability.stop_signals import Stopped, StopRequest
 from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
-from gsa_train.run.open import go_back, open_run
+from gsa_train.run.open import open_run
 from gsa_train.run.saves import save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.validate import Samples, Tasks
+from gsa_train.run.validate import Tasks
 from gsa_train.run.warnings import BlindIndexerWarning, DenseQueriesWarning, warn_of_cpus
 from gsa_train.run_folder.lock import RunLock
 from gsa_train.run_folder.paths import run_dir
@@ -75,8 +73,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         run.listening = services_of(run)
         refused.pop_all()
     try:
-        while (spike := train_phases(run, ranges)) is not None:
-            go_back(run, spike, arguments, ranges)
+        train_phases(run, ranges)
         run.data.batches.close()
         finish(run, ranges[-1].phase)
     except Stopped as stop:
@@ -106,13 +103,12 @@ def services_of(run: Run) -> list[Service]:
         services.profiler,
         GoodputNotes(services.goodput, services.log.message, services.saver.take_held_seconds, ratio),
         *(warnings if run.parallel.is_main else []),
-        Samples(run),
         Tasks(run),
     ]
 
 
-def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
-    """Train from `run.start` to the last checkpoint. Returns a spike if one requires a rewind, else None."""
+def train_phases(run: Run, ranges: list[PhaseRange]) -> None:
+    """Train from `run.start` to the last checkpoint."""
     if run.start.state is not None:
         run.start.restore_rng(run.parallel)
     kept: MainWeights | None = None
@@ -124,16 +120,12 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
             kept = None  # free their memory before the phase
         assert run.phase_optimizer is not None
         try:
-            spike = run_phase(run, phase_range, run.phase_optimizer)
-            if spike is None and phase_range is ranges[-1]:
+            run_phase(run, phase_range, run.phase_optimizer)
+            if phase_range is ranges[-1]:
                 save_the_end(run, phase_range, run.phase_optimizer)
-        except NotFinite as found:
-            if run.config.monitor.action != "rewind":
-                raise
-            spike = found.as_spike(run.state.monitor.spikes)
         finally:
             run.services.log.write_late()  # after an error too
-        if spike is None and phase_range is not ranges[-1]:
+        if phase_range is not ranges[-1]:
             whole_state = ranges[phase_range.index + 1].phase.keep_optimizer
             kept = keep_main_weights(run.model, run.phase_optimizer, whole_state)
         run.services.saver.hold_update()
@@ -142,6 +134,3 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
         # the hooks of this phase's gradient buffers. Free the optimizer before the next phase registers its hooks.
         run.phase_optimizer = None
         gc.collect()
-        if spike is not None:
-            return spike
-    return None

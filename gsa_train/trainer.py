@@ -18,7 +18,7 @@ from gsa_train.phases import PhaseRange, in_full_batches, learning_rate, lr_mult
 from gsa_train.plan import plan_step
 from gsa_train.profiling.trace_spans import trace_span
 from gsa_train.reliability.monitor.corruption import CorruptionCheck, needs_check
-from gsa_train.reliability.monitor.monitor import READ_DELAY_STEPS, Monitor, SpikeFound
+from gsa_train.reliability.monitor.monitor import READ_DELAY_STEPS, Monitor
 from gsa_train.reliability.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
@@ -60,8 +60,8 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
     return phase
 
 
-def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
-    """Train from `run.state.step` to the end of the phase. Returns a spike if one requires a rewind, else None.
+def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
+    """Train from `run.state.step` to the end of the phase.
 
     Raises:
         MonitorStop: a spike ends the run.
@@ -74,14 +74,13 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
     _score_tasks(run, phase)
     while state.step < phase_range.end:
         plan = _plan(run, phase_range)
-        if (spike := _read_or_stop(run, phase)) is not None:
-            return spike
+        _read_or_stop(run, phase)
         for service in run.listening:
             service.before_step(plan)
         result = _train(run, phase, plan)
         _write_late(run)  # write the previous step's record while the device computes
-        if plan.reads_monitor and (spike := phase.monitor.read(plan.step)) is not None:
-            return spike
+        if plan.reads_monitor:
+            phase.monitor.read(plan.step)
         if plan.logs and result is not None:
             _log(run, phase, result)
         if plan.pauses:
@@ -99,7 +98,6 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         _score_tasks(run, phase)
     for service in run.listening:
         service.end_phase(state.step)
-    return None
 
 
 def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
@@ -114,15 +112,13 @@ def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
     )
 
 
-def _read_or_stop(run: Run, phase: _ActivePhase) -> SpikeFound | None:
-    """Read the monitor's verdicts on earlier steps and return a spike. If the ranks agreed on a stop, end the run
-    here."""
+def _read_or_stop(run: Run, phase: _ActivePhase) -> None:
+    """Read the monitor's verdicts on earlier steps. If the ranks agreed on a stop, end the run here."""
     step, reason = run.state.step, run.services.stop_vote.ask()
     # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
-    spike = phase.monitor.read(step if reason else step - READ_DELAY_STEPS)
-    if spike is None and reason:
+    phase.monitor.read(step if reason else step - READ_DELAY_STEPS)
+    if reason:
         _stop(run, phase, reason)
-    return spike
 
 
 def _write_late(run: Run) -> None:
@@ -144,7 +140,6 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
     for service in run.listening:
         service.on_batch(plan, micro_batches, wait_seconds)
     phase.lr = learning_rate(*in_full_batches(train, phase.range, state.step))
-    phase.lr *= phase.monitor.lr_factor(plan.step)
     result = train_step(
         phase.training, micro_batches, phase.lr, state.step, saves=plan.weights_are_kept, measures=plan.logs
     )

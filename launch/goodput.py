@@ -1,6 +1,6 @@
-"""Report or simulate how a run spends its time: python launch/goodput.py --run DIR, or --gpus N --mtbf-hours H
+"""Report how a run spends its time: python launch/goodput.py --run DIR
 
-`gsa_train/commands/goodput.py` describes the command and its options.
+`gsa_train/commands/goodput.py` describes the command.
 """
 
 import sys

@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from gsa_train.commands.goodput import DEFAULTS
+from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.metrics.goodput.run_clock import process_began
 from gsa_train.metrics.goodput.words import about_run
-from gsa_train.planning.goodput.measure import again_in_fast_motion, measure_run
-from gsa_train.planning.goodput.simulate import Parts
 from gsa_train.run_folder.starts import read_starts
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -411,13 +409,13 @@ def go(
     hangs = len([*disturbed.run.folder.glob("faults/*/report.txt")])
     frozen = sum(each.kind == "rank frozen" for each in happened)
     print(f"hangs reported: {hangs}, of {frozen} frozen ranks")
-    measured = measure_run(disturbed.run.folder)
-    parts = Parts(**{**asdict(DEFAULTS), **measured.parts})
-    print(about_run("the disturbed run", measured.account, again_in_fast_motion(measured, parts).ettr))
+    account = read_account(disturbed.run.folder)
+    assert account is not None
+    print(about_run("the disturbed run", account))
     opened = [start["unix_seconds"] for start in read_starts(disturbed.run.folder)]
     records = disturbed.run.records()
     by_hand = productive_by_hand(records, opened) / (records[-1]["time"] - disturbed.began)
-    is_equal = abs(by_hand - measured.account.ettr) <= SAME_ETTR
+    is_equal = abs(by_hand - account.ettr) <= SAME_ETTR
     print(
         f"ETTR by hand, from the stamps of metrics.jsonl: {by_hand:.2%}, {'equal' if is_equal else 'DIFFERENT'}"
     )

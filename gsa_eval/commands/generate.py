@@ -26,7 +26,7 @@ from gsa_train.files import read_named
 from gsa_train.process.as_command import as_command
 
 if TYPE_CHECKING:
-    from gsa_eval.convert.in_memory import TextModel
+    from gsa_eval.text_model import TextModel
     from gsa_hf.generation import Generator, Sampling
 
 
@@ -44,12 +44,15 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     quiet_libraries()
     # Imported after the usage checks, because it loads torch.
+    from gsa_eval.evaluated_model import Source
+    from gsa_eval.text_model import load_text_model
     from gsa_hf.generation import Generator
 
     try:
         prompts = read_prompts(arguments)
         sampling = sampling_of(arguments)
-        text_model = load(arguments)
+        source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
+        text_model = load_text_model(source, arguments.attention or "")
         generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
         if arguments.interactive:
             return interact(generator, text_model, arguments.max_new_tokens, sampling)
@@ -115,24 +118,6 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling | None:
     given = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in given.items() if value is not None}
     return Sampling(**given, seed=arguments.seed or 0) if given else None
-
-
-def load(arguments: argparse.Namespace) -> TextModel:
-    import torch
-
-    from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
-    from gsa_eval.convert.read_source import read_source
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    attention = arguments.attention or ""
-    if arguments.hf is not None:
-        return load_hf_model(arguments.hf, device, attention)
-
-    def read(checkpoint: Path, _: Path | None) -> TextModel:
-        logging.info("weights of %s", checkpoint)
-        return load_checkpoint_model(checkpoint, device, attention)
-
-    return read_source(arguments.run, arguments.step, arguments.checkpoint, read)
 
 
 def write(

@@ -68,7 +68,6 @@ SECTIONS_OF_A_STUDY = {
     "arms": "what is compared",
     "evaluations": "what is evaluated after each run",
     "metrics": "the columns of the tables",
-    "selections": "what is saved for benches of kernels",
 }
 
 

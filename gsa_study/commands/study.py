@@ -1,12 +1,12 @@
 """Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
 
-    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N | --within-seconds N] [--retry-failed]
-        [--arms A,B] [--seeds 1,2] [--pack FILE] [key=value ...]
+    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N] [--retry-failed]
+        [--arms A,B] [--seeds 1,2] [key=value ...]
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [key=value ...]
 
 The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
-them. --pack also packs what another machine needs to continue. Whenever it ends early, the same command continues.
+them. Whenever it ends early, the same command continues.
 
 Exit code 0: all jobs are finished. 1: a job has failed, and all others are finished. 2: wrong use, a mistake in the
 file, a package that is not installed, a run that began with another config, or a full disk. 75: stopped, or a job was
@@ -24,7 +24,6 @@ from pathlib import Path
 
 from gsa_study.cost import describe_cost
 from gsa_study.jobs import jobs_of
-from gsa_study.pack import pack_study
 from gsa_study.plan import StudyError, StudyPlan, check_unchanged, chosen, plan_study
 from gsa_study.processes import check_devices, find_gpus
 from gsa_study.report import write_study_report
@@ -32,7 +31,6 @@ from gsa_study.runner import StudyRunner, lock_study, say
 from gsa_study.states import JobState, note_failure, read_failures, read_state
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results
-from gsa_study.times import expected_time, read_times
 from gsa_train.arguments import DEVICE
 from gsa_train.config import ConfigError, RunConfig
 from gsa_train.config.checks import is_installed
@@ -61,7 +59,6 @@ def main() -> int:
             print(describe_cost(study, values, arguments.device, arguments.mfu, len(set(gpus or ()))))
             return 0
         if arguments.report:
-            pack(study, arguments)
             report(study)
             return 0
         check_packages(study)
@@ -100,7 +97,7 @@ def check_packages(study: Study) -> None:
 def run(
     study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace, began: float
 ) -> int:
-    """Run what is due, pack it, write the report, and print the state.
+    """Run what is due, write the report, and print the state.
 
     Args:
         began: start of this command, by `time.time`.
@@ -115,15 +112,12 @@ def run(
         f"{study.title}: {done} of {all_jobs} jobs are finished, {len(plan.due)} due, {where}; {study.folder}"
     )
     margin = RunConfig().slurm_margin_minutes
-    within = arguments.within_seconds
-    limit = within / 60 if within else arguments.stop_after_minutes or 0.0
     try:
-        deadline = find_deadline(limit, margin, os.environ, began)
+        deadline = find_deadline(arguments.stop_after_minutes or 0.0, margin, os.environ, began)
     except ValueError as error:
         raise StudyError(str(error)) from error
-    runner = StudyRunner(study.folder, plan.due, gpus, deadline, jobs_of(study) if within else ())
+    runner = StudyRunner(study.folder, plan.due, gpus, deadline)
     runner.run()
-    pack(study, arguments)
     report(study)
     return conclude(study, plan, runner, arguments)
 
@@ -147,22 +141,10 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
     if runner.killed:
         return exit_codes.INTERRUPTED
     left = len(states) - finished - len(failed) - len(plan.without_checkpoint)
-    if runner.left and not runner.stop_reason:
-        say_what_is_too_long(study, runner, arguments.within_seconds)
     if runner.stop_reason or runner.interrupted or runner.left:
         print(f"  the same command goes on with the {left} that are left")
         return exit_codes.STOPPED
     return exit_codes.FAILED if failed or plan.without_checkpoint else 0
-
-
-def say_what_is_too_long(study: Study, runner: StudyRunner, within_seconds: float) -> None:
-    """Print the trainings that did not start because there was no time for them."""
-    jobs, times = jobs_of(study), read_times(study.folder)
-    for job in runner.left:
-        expected = expected_time(job, jobs, times)
-        if job.kind == "train" and expected is not None:
-            more = "; give more" if expected.seconds > within_seconds and not expected.is_guess else ""
-            print(f"  no time left: {job.run.name}, which takes about {expected.seconds:.0f} s{more}")
 
 
 def states_of(study: Study) -> list[JobState]:
@@ -174,14 +156,6 @@ def report(study: Study) -> None:
     results = read_results(study, read_failures(study.folder))
     for path in write_study_report(results, study.folder / "report"):
         print(f"wrote {path}")
-
-
-def pack(study: Study, arguments: argparse.Namespace) -> None:
-    """Write the requested pack. This comes before the report, because a pack keeps the work of GPUs."""
-    if arguments.pack is not None:
-        runs = pack_study(study, read_failures(study.folder), arguments.pack)
-        size = arguments.pack.stat().st_size / 2**20
-        print(f"wrote {arguments.pack}: {runs} runs, {size:.1f} MiB")
 
 
 def gpus_at_hand(asked: str | None) -> list[str] | None:
@@ -210,18 +184,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="0,1",
         help="GPUs to use, or `none` (default: all that there are, else CPUs); 0,1,0,1: two small runs on each",
     )
-    limit = parser.add_mutually_exclusive_group()
-    limit.add_argument(
+    parser.add_argument(
         "--stop-after-minutes",
         type=positive_number,
         metavar="N",
         help="then stop what is under way as Ctrl-C does",
-    )
-    limit.add_argument(
-        "--within-seconds",
-        type=positive_number,
-        metavar="N",
-        help="the same, and start only what ends before then, by the times of jobs before",
     )
     parser.add_argument("--arms", type=words_of, metavar="A,B", help="do only these arms")
     parser.add_argument("--seeds", type=numbers_of, metavar="1,2", help="do only these seeds")
@@ -229,12 +196,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print what the study will cost, and stop")
     what.add_argument("--report", action="store_true", help="write the report of what is there, and stop")
-    parser.add_argument(
-        "--pack",
-        type=Path,
-        metavar="FILE",
-        help="write what another machine needs to go on into this .tar.gz",
-    )
     parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
@@ -246,8 +207,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="fields of all arms' configs, such as data.train_dir",
     )
     arguments = parser.parse_intermixed_args(words)
-    if arguments.pack is not None and arguments.pack.is_dir():
-        parser.error(f"--pack {arguments.pack}: a folder; give a file")
     if arguments.mfu is not None and not arguments.dry_run:
         parser.error("--mfu needs --dry-run; a real study measures its time")
     return arguments

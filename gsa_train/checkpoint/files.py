@@ -5,7 +5,7 @@
     <run folder>/checkpoints/step_00000200/manifest.json    run, step, and each file's size and checksum; written last
     <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and skipped
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
-    <run folder>/checkpoints/set_aside/                     checkpoints newer than the one a rewind loaded
+    <run folder>/checkpoints/set_aside/                     checkpoints newer than the one a --resume-from loaded
 
 A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. A folder with the final
 name was therefore complete when it got that name.
@@ -30,7 +30,7 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 DAMAGED = ".damaged"
 SET_ASIDE = "set_aside"
-"""Folder of the checkpoints that a rewind set aside."""
+"""Folder of the checkpoints that a `--resume-from` set aside."""
 MEGATRON_METADATA = "metadata.json"
 """megatron-core recognizes its checkpoints by this file, which it writes last."""
 
@@ -149,9 +149,8 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    Checkpoints newer than the one that `latest` names are left out with a warning. A user or a killed rewind may have
-    set `latest` back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the
-    first save.
+    Checkpoints newer than the one that `latest` names are left out with a warning, because a user may have set `latest`
+    back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the first save.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -202,7 +201,7 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
     return renamed
 
 
-# --- a rewind --------------------------------------------------------------------------------------------
+# --- a start from an earlier checkpoint ------------------------------------------------------------------
 
 
 def go_back_to(checkpoint: Path) -> None:
@@ -334,8 +333,6 @@ def prune(
     checkpoints: Path,
     keep_last: int,
     newest: Path,
-    every_steps: int = 1,
-    reach_steps: int | None = None,
     keep_every_steps: int = 0,
 ) -> list[str]:
     """Delete all complete checkpoints up to `newest` except the last `keep_last`, and return the failures.
@@ -344,9 +341,6 @@ def prune(
     `keep_last`.
 
     Args:
-        every_steps: interval of regular saves. Saves at a stop and retries are not regular.
-        reach_steps: also keep the newest checkpoint that is at least this many steps older than `newest`, and the
-            regular checkpoints since then.
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
     """
     failures: list[str] = []
@@ -355,14 +349,6 @@ def prune(
     kept = own[-keep_last:]
     if keep_every_steps:
         kept += [path for path in own if (step_of(path.name) or 0) % keep_every_steps == 0]
-    if reach_steps is not None:
-        steps = {path: step_of(path.name) or 0 for path in own}
-        first = max((step for step in steps.values() if step <= last - reach_steps), default=0)
-        kept += [
-            path
-            for path, step in steps.items()
-            if step == first or (step > first and step % every_steps == 0)
-        ]
     for old in (path for path in own if path not in kept):
         try:
             # Rename first, so that a kill midway leaves no incomplete checkpoint under the final name.

@@ -1,4 +1,4 @@
-"""Check that weights and optimizer state are finite, before a save and after a start or a rewind has loaded them.
+"""Check that weights and optimizer state are finite, before a save and after a start has loaded them.
 
 The check before a save keeps NaN out of checkpoints, and keeps the older checkpoint that the save would delete.
 """

@@ -110,18 +110,16 @@ class CheckpointSaver:
         config: CheckpointConfig,
         parallel: Parallel,
         durable_step: int | None = None,
-        reach_steps: int | None = None,
         small_files: Mapping[str, bytes] | None = None,
     ):
         """
         Args:
             durable_step: step of the checkpoint from which the run resumed.
-            reach_steps: also keep a checkpoint that is at least this many steps older than the newest.
             small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
                 checkpoint is complete.
         """
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
-        self._reach_steps, self._small_files = reach_steps, dict(small_files or {})
+        self._small_files = dict(small_files or {})
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host_memory = HostMemory()
@@ -250,12 +248,6 @@ class CheckpointSaver:
             return "this was the last try"
         return f"next try at step {self._retry_step}"
 
-    def go_back(self, step: int) -> None:
-        """Return to this step's checkpoint after a rewind. No save may be in progress. Later failures are not
-        retried."""
-        assert self._save is None
-        self.durable_step, self._retry_step = step, None
-
     def close(self) -> None:
         """Wait for the save in progress, so that its files are complete whatever stops the training. Not collective."""
         self._thread.shutdown(wait=True)
@@ -343,14 +335,7 @@ class CheckpointSaver:
         seconds = time.perf_counter() - save.began  # old checkpoints may take longer to delete
         config = self._config
         try:
-            warnings = prune(
-                self.checkpoints,
-                config.keep_last,
-                final,
-                config.every_steps,
-                self._reach_steps,
-                config.keep_every_steps,
-            )
+            warnings = prune(self.checkpoints, config.keep_last, final, config.keep_every_steps)
         except OSError as error:  # The checkpoint exists, and a later save tries again.
             warnings = [f"old checkpoints could not be deleted: {error}"]
         return seconds, sum(record.bytes for record in files.values()), warnings

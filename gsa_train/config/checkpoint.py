@@ -11,8 +11,7 @@ class CheckpointConfig:
     every_steps: int = 500
     """Steps between checkpoints. The end of the run always writes one."""
     keep_last: int = 3
-    """Number of checkpoints that are kept. Older checkpoints are deleted once a newer one is on the disk. With
-    monitor.action=rewind, the checkpoint that a rewind would load also stays."""
+    """Number of checkpoints that are kept. Older checkpoints are deleted once a newer one is on the disk."""
     keep_every_steps: int = 0
     """Checkpoints at multiples of this number of steps are kept permanently, in addition to `keep_last`. It must be a
     multiple of `every_steps`. 0: none."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from gsa_train.config.batch_ramp import check_batch_ramp
 from gsa_train.config.data import DataConfig
-from gsa_train.config.evaluate import check_harness_tasks, check_tasks
+from gsa_train.config.evaluate import check_tasks
 from gsa_train.config.file_checks import (
     LEFT_TO_A_SHELL,
     left_to_a_shell,
@@ -47,9 +47,8 @@ AT_LEAST_ZERO = frozenset(
     data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
     evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip train.z_loss_coeff
     train.qk_clip evaluate.tasks_every_steps evaluate.tasks_max_questions
-    data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
-    checkpoint.keep_every_steps parallel.hang_limit_seconds
-    monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
+    data.read_retries checkpoint.save_retries checkpoint.keep_every_steps parallel.hang_limit_seconds
+    monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
     phases.warmup_steps phases.decay_steps phases.min_lr phases.kl_coeff
     moe.experts moe.shared_expert_ffn_hidden_size moe.first_dense_layers moe.balance_coeff moe.bias_update_rate
     moe.z_loss_coeff moe.capacity_factor
@@ -77,7 +76,6 @@ AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
 """Limits of counts, because checks before a run loop over each layer and expert."""
 LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load torch
 LARGEST_FP32 = 3.4e38
-MOST_SAMPLE_TOKENS = 1024  # for all prompts: each token is a forward pass over a sequence at each validation
 LONGEST_TIMEOUT_MINUTES = 1e9  # datetime holds a little more
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
@@ -108,7 +106,6 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
-        *_check_samples(config),
         *check_tasks(config),
         *_check_profile(config, world_size),
     ]
@@ -128,8 +125,6 @@ def check_packages(config: Config) -> list[str]:
         remedy = "run pip install wandb, or set logging.wandb=disabled"
         wrong = "the package wandb is not installed"
         lines.append(problem_line("logging.wandb", config.logging.wandb, wrong, remedy))
-    if not is_installed("lm_eval"):
-        lines += check_harness_tasks(config)
     return lines
 
 
@@ -353,21 +348,6 @@ def _check_recompute(config: Config) -> list[str]:
                 f"set it to {nearest(train.recompute_num_layers, reuse)}",
             )
         )
-    return lines
-
-
-def _check_samples(config: Config) -> list[str]:
-    evaluate, lines = config.evaluate, []
-    for index, prompt in enumerate(evaluate.prompts):
-        if not prompt.strip():
-            lines.append(problem_line(f"evaluate.prompts.{index}", prompt, "empty", "give a text"))
-    if len(evaluate.prompts) * evaluate.prompt_tokens > MOST_SAMPLE_TOKENS:
-        wrong = (
-            f"with {len(evaluate.prompts)} evaluate.prompts more than {MOST_SAMPLE_TOKENS} tokens a validation, each a "
-            "forward pass over a sequence"
-        )
-        remedy = f"set it to {MOST_SAMPLE_TOKENS // len(evaluate.prompts)} or less, or give fewer prompts"
-        lines.append(problem_line("evaluate.prompt_tokens", evaluate.prompt_tokens, wrong, remedy))
     return lines
 
 

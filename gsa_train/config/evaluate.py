@@ -24,16 +24,9 @@ class EvaluateConfig:
     ngram_baselines: bool = False
     """At the end, score unigram and bigram models of the same training tokens. This reads the tokens again, so use it
     for small runs."""
-    prompts: list[str] = field(default_factory=list)
-    """Texts that the model continues greedily at each validation. `samples.jsonl`, W&B and TensorBoard show the
-    result. There is no KV cache, so every replica runs `prompt_tokens` forward passes of one sequence for each
-    prompt. Prompts times `prompt_tokens` is at most 1024."""
-    prompt_tokens: int = 32
-    """New tokens of each prompt, or fewer if the document ends before."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks that are scored between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`), and
-    multiple-choice tasks of lm-evaluation-harness (a name, or FILE.yaml, which runs the code that it names). Scores
-    are `eval/...` in report, W&B and TensorBoard."""
+    """Tasks that are scored between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`).
+    Scores are `eval/...` in W&B and TensorBoard."""
     tasks_every_steps: int = 0
     """Steps between scorings of the tasks. 0: only at the end of the run."""
     tasks_max_questions: int = 0
@@ -46,8 +39,9 @@ class EvaluateConfig:
 def check_tasks(config: Config) -> list[str]:
     evaluate, lines = config.evaluate, []
     for index, task in enumerate(evaluate.tasks):
-        if not task.strip():
-            lines.append(problem_line(f"evaluate.tasks.{index}", task, "empty", "give a task"))
+        if not is_request_file(task):
+            remedy = "give olmo:NAME, a folder or a *.jsonl[.gz] file; launch/evaluate.py scores other tasks"
+            lines.append(problem_line(f"evaluate.tasks.{index}", task, "no request file", remedy))
     if evaluate.tasks_every_steps > 0 and not evaluate.tasks:
         wrong, remedy = "there are no evaluate.tasks to score", "list some, or leave it out"
         lines.append(problem_line("evaluate.tasks_every_steps", evaluate.tasks_every_steps, wrong, remedy))
@@ -56,11 +50,3 @@ def check_tasks(config: Config) -> list[str]:
         remedy = "give more than 0 and at most 100, which means no limit"
         lines.append(problem_line("evaluate.tasks_max_time_percent", percent, "no share of the time", remedy))
     return lines
-
-
-def check_harness_tasks(config: Config) -> list[str]:
-    """Return mistakes on a machine without lm-evaluation-harness."""
-    tasks = [task for task in config.evaluate.tasks if not is_request_file(task)]
-    wrong = "a task of lm-evaluation-harness, and the package lm_eval is not installed"
-    remedy = "run pip install '.[hf,eval]' in the checkout, or give a request file (with a / in its place)"
-    return [problem_line("evaluate.tasks", task, wrong, remedy) for task in tasks[:1]]

@@ -82,9 +82,7 @@ def _has_checkpoint(config: Config) -> bool:
 
 
 def check_tasks(config: Config) -> list[str]:
-    """Check request files, and files of lm-evaluation-harness. The run looks for the harness's own tasks when it
-    begins."""
-
+    """Check request files."""
     questions = [
         _Question(f"evaluate.tasks.{number}", task, partial(task_problems, f"evaluate.tasks.{number}", task))
         for number, task in enumerate(config.evaluate.tasks)

@@ -262,7 +262,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
         if field in REMOVED:
-            if as_written(value) not in map(as_written, REMOVED[field]):
+            allowed = REMOVED[field]
+            if allowed is not None and as_written(value) not in map(as_written, allowed):
                 problems.add(field, value, REMOVED_AFTER, "use that release, or remove the field")
         elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)

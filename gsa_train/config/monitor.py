@@ -13,14 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    action: Literal["log", "skip", "lower_lr", "rewind", "stop"] = "log"
+    action: Literal["log", "skip", "stop"] = "log"
     """Reaction to a spike. `log`: record it. Only a non-finite loss or gradient stops the run. `skip`: leave out the
-    update of each spiking step, as the following actions also do. `lower_lr`: lower the learning rate for a while.
-    `rewind`: go back to an earlier checkpoint and continue without the batches around the spike. `stop`: end with exit
-    code 13."""
-    detector: Literal["robust", "sigma"] = "robust"
-    """`robust`: compare the loss and the log of the gradient norm with running medians. Smaller rises count if they
-    last, or if both rise. `sigma`: OLMo-core's rule, mean + `sigmas` standard deviations."""
+    update of each spiking step, as `stop` also does. `stop`: end with exit code 13."""
     window_steps: int = 128
     """Steps of history with which a step is compared."""
     min_history_steps: int = 64
@@ -40,21 +35,9 @@ class MonitorConfig:
     squared gradient equals 20 usual steps, which AdamW's second moment averages at beta 2 = 0.95. If `train.grad_clip`
     scales the gradient down, a large norm alone is a spike only from the square of this factor on, or if it lasts."""
     patience_steps: int = 3
-    """Spiking steps in a row before lower_lr, rewind and stop act. The updates of these steps are left out."""
+    """Spiking steps in a row before `stop` acts. The updates of these steps are left out."""
     max_skips_in_a_row: int = 50
-    """Number of updates left out in a row after which skip and lower_lr stop the run."""
-    lower_lr_factor: float = 0.5
-    """With lower_lr, factor on all learning rates after a spike."""
-    lower_lr_steps: int = 200
-    """With lower_lr, steps for which the factor applies. Another spike restarts the count."""
-    rewind_min_steps: int = 100
-    """With rewind, number of steps by which the checkpoint must be older than the spike's first step."""
-    rewind_skip_before_steps: int = 100
-    """With rewind, batches left out before the spike's first step, if they come after the checkpoint."""
-    rewind_skip_after_steps: int = 100
-    """With rewind, batches left out after the last spiking step."""
-    max_rewinds: int = 3
-    """With rewind, number of rewinds. The next spike stops the run."""
+    """Number of updates left out in a row after which `skip` stops the run."""
     recheck_every_steps: int = 0
     """Steps between steps whose forward and backward pass is computed twice. Loss and each rank's gradients must be
     equal bit for bit. 0: never."""
@@ -66,14 +49,6 @@ class MonitorConfig:
     on_corruption: Literal["stop", "log"] = "stop"
     """Reaction if bits differ. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
     `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
-
-    @property
-    def reach_steps(self) -> int | None:
-        """With `rewind`, return the minimum age in steps of a checkpoint that a rewind may load, else None. Age
-        counts from the newest checkpoint, because a save may happen within a spike's first steps."""
-        if self.action != "rewind":
-            return None
-        return self.rewind_min_steps + self.lasting_steps + self.patience_steps
 
 
 UNREPEATABLE = ("cudnn", "flash_sdpa")
@@ -102,27 +77,12 @@ def check_monitor(config: Config, replicas: int) -> list[str]:
     if monitor.grad_norm_min_ratio < 1:
         wrong, remedy = "below 1, where no rise is", "give 1 or more"
         lines.append(problem_line("monitor.grad_norm_min_ratio", monitor.grad_norm_min_ratio, wrong, remedy))
-    if not 0 < monitor.lower_lr_factor < 1:
-        wrong, remedy = "outside (0, 1)", "give a number between 0 and 1"
-        lines.append(problem_line("monitor.lower_lr_factor", monitor.lower_lr_factor, wrong, remedy))
     lines += _check_corruption(config, replicas)
     last = sum(phase.steps for phase in config.phases)
     for index, step in enumerate(config.train.iterations_to_skip):
         if not 1 <= step <= last:
             wrong, remedy = f"no step of this run, which has {last} (phases.*.steps)", "remove it"
             lines.append(problem_line(f"train.iterations_to_skip.{index}", step, wrong, remedy))
-    needed, every = monitor.reach_steps, config.checkpoint.every_steps
-    keep = -(-needed // every) + 1 if needed is not None and every > 0 else 1
-    if needed is not None and config.checkpoint.keep_last < keep:
-        lines.append(
-            problem_line(
-                "checkpoint.keep_last",
-                config.checkpoint.keep_last,
-                f"with checkpoint.every_steps = {config.checkpoint.every_steps} deletes checkpoints before they are "
-                f"monitor.rewind_min_steps = {monitor.rewind_min_steps} steps older than the newest",
-                f"set it to {keep} or more",
-            )
-        )
     return lines
 
 

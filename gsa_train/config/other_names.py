@@ -63,14 +63,24 @@ OTHER_NAMES = {
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
 """Name elsewhere -> our field. A field of a phase is a field of the first phase."""
 
-REMOVED: dict[str, tuple[object, ...]] = {
+REMOVED: dict[str, tuple[object, ...] | None] = {
     "gsa.selection_query": ("first",),
     "gsa.reuse_teacher": ("leader",),
     "gsa.selection_block": (1,),
     "gsa.indexer_pool": (1,),
-    "logging.plots": (True, False),
+    "logging.plots": None,
+    "evaluate.prompts": None,
+    "evaluate.prompt_tokens": None,
+    "monitor.detector": ("robust",),
+    "monitor.lower_lr_factor": None,
+    "monitor.lower_lr_steps": None,
+    "monitor.rewind_min_steps": None,
+    "monitor.rewind_skip_before_steps": None,
+    "monitor.rewind_skip_after_steps": None,
+    "monitor.max_rewinds": None,
 }
-"""Removed field -> the values with which a config still loads, so that earlier runs and checkpoints stay usable."""
+"""Removed field -> the values with which a config still loads, so that earlier runs and checkpoints stay usable. None:
+any value."""
 REMOVED_AFTER = "removed after release studies-0.1"
 """What is wrong with another value."""
 

@@ -85,26 +85,6 @@ class MetricsFile:
         self._outage.say_lost()
         self._file.close()
 
-    def rewritten(self, rewrite: Callable[[], object], last_step: int) -> MetricsFile:
-        """Close the file, call `rewrite`, and open the file again.
-
-        Args:
-            last_step: step of the last record to keep; later waiting records are dropped.
-        """
-        with contextlib.suppress(OSError):  # as for any record
-            self.restore()
-            self._write_waiting()
-        self._file.close()
-        rewrite()
-        again = MetricsFile(self._path, self._to_line, self._most_waiting_bytes)
-        again.folder_was_gone, again._outage = self.folder_was_gone, self._outage
-        for each in self._waiting:
-            if each.step <= last_step:
-                again._wait(each)
-            else:
-                again._outage.lose([each.step])
-        return again
-
     def restore(self) -> None:
         """Write a removed or replaced file again, from the copy that this process holds open."""
         own = os.fstat(self._file.fileno())

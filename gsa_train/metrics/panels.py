@@ -93,7 +93,7 @@ PANELS = (
     Panel("moe", "dropped choices", ("dropped_share",)),
     Panel("moe", "range of the biases", ("expert_bias_range",)),
     Panel("stability", "spikes per 100K steps", ("spikes_per_100k_steps",)),
-    Panel("stability", "spikes, skips and rewinds: total", ("spikes", "skipped_updates", "rewinds")),
+    Panel("stability", "spikes and skips: total", ("spikes", "skipped_updates")),
     Panel("stability", "SpikeScore", ("spike_score",)),
     Panel("system", "tokens per second", ("tokens_per_second",)),
     Panel("system", "TFLOP/s per device", ("tflops_per_second", "tflops_per_second_dense_equivalent")),

@@ -62,9 +62,6 @@ class Progress:
         self._bar.n = record["step"]
         self._bar.set_description_str(_bar_text(record, eta))
 
-    def go_back(self, step: int) -> None:
-        self._last_step, self._last_time = step, self._clock()
-
     def message(self, text: str) -> None:
         """Print a line to stdout without breaking the bar."""
         if self._bar is None:

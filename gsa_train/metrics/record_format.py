@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
 """Keys without a curve in TensorBoard and W&B: step and time, which both have themselves, and a checksum, which is
 only compared. PICTURES have no curves either."""
-SAMPLES = "samples.jsonl"
-"""File next to metrics.jsonl with the model's texts after `evaluate.prompts`, one validation per line."""
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
 """A lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are checked
@@ -202,15 +201,6 @@ def _set_aside(path: Path, damaged: str) -> None:
 
 def _as_text(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
-
-
-def sample_texts(record: Record) -> dict[str, str]:
-    """Returns a dict `prompt_00`, ... -> prompt and the model's text in Markdown, for a record with `samples`."""
-    texts = {}
-    for number, sample in enumerate(record["samples"]):
-        lines = f"{sample['prompt']}\u27f6{sample['text']}{'' if sample['ended'] else ' …'}".split("\n")
-        texts[f"prompt_{number:02d}"] = "\n".join(f"    {line}" for line in lines)  # shown verbatim
-    return texts
 
 
 def to_json(record: Record, indent: int | None = None) -> str:

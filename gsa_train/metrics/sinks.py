@@ -16,10 +16,8 @@ from gsa_train.files import own_file, write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.panels import tag_of
 from gsa_train.metrics.record_format import (
-    SAMPLES,
     Record,
     go_back,
-    sample_texts,
     to_json,
     to_scalars,
 )
@@ -57,18 +55,10 @@ def open_sinks(
         if metrics_path.exists():
             newest = go_back(metrics_path, resume_step, keeps_later, validates_again)
         _warn_of_lost_records(metrics_path, newest, resume_step, logging_config.every_steps)
-        drop_samples(run_dir, resume_step, validates_again)
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
     return Sinks(run_dir, tensorboard, wandb, phases)
-
-
-def drop_samples(run_dir: Path, step: int, validates_again: bool = False) -> None:
-    """Drop the samples after `step`. With `validates_again`, also drop the samples at `step`."""
-    path = run_dir / SAMPLES
-    if path.exists():
-        go_back(path, step, with_validation=validates_again)
 
 
 class Sinks:
@@ -85,7 +75,6 @@ class Sinks:
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Saved in every checkpoint, so that a restart continues the same W&B run."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
-        self._samples: MetricsFile | None = None  # first samples open it; most runs have none
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
@@ -103,22 +92,6 @@ class Sinks:
             if self._wandb:
                 self._wandb.log(each, scalars)
 
-    def log_samples(self, record: Record) -> None:
-        """Log the model's texts after fixed prompts to `samples.jsonl`, TensorBoard and W&B."""
-        try:
-            self._samples = self._samples or MetricsFile(self.run_dir / SAMPLES, to_json)
-            news = self._samples.write(record)
-        except OSError as error:  # The file cannot be made. The next samples try again.
-            logger.error("samples of step %d are not in %s: %s", record["step"], SAMPLES, error)
-        else:
-            if news is not None:
-                self.log(news)
-        if self._tensorboard:
-            texts, works = sample_texts(record), self._samples is not None and self._samples.works
-            self._tensorboard.log_texts(texts, record, disk_works=works)
-        if self._wandb:
-            self._wandb.log_samples(record)
-
     @property
     def folder_was_gone(self) -> bool:
         """Whether the run folder was removed or moved since the sinks were opened."""
@@ -130,18 +103,6 @@ class Sinks:
         if self._wandb:
             self._wandb.log(record, to_scalars(record))
             self._wandb.close(exit_code=1)
-
-    def go_back(self, step: int) -> None:
-        """Move the records after `step` to `metrics_rewound.jsonl`, because those steps run again."""
-        path = self.run_dir / "metrics.jsonl"
-        self._metrics = self._metrics.rewritten(lambda: go_back(path, step, keeps_later=True), step)
-        if self._samples:
-            self._samples.close()
-            self._samples = None
-        drop_samples(self.run_dir, step)
-        if self._tensorboard:
-            self._tensorboard.close()
-            self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
 
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close.
@@ -160,9 +121,6 @@ class Sinks:
         """Close without a summary. W&B marks the run as failed when `exit_code` is not 0. A second call does
         nothing."""
         self._metrics.close()
-        if self._samples:
-            self._samples.close()
-            self._samples = None
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = None
@@ -197,7 +155,7 @@ def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps
 
 FILES = (
     "metrics.jsonl",
-    SAMPLES,
+    "samples.jsonl",  # of earlier versions
     "metrics_rewound.jsonl",
     "monitor_stop.json",
     "summary.json",
@@ -214,12 +172,12 @@ OUTPUTS = (
     "checkpoints",
     "faults",
     "evaluations",
-    "analysis",
+    "analysis",  # of earlier versions
 )
 """Output files of a run. The last two describe the run's checkpoints."""
 
 
-APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")
+APPENDED = ("metrics.jsonl", "starts.jsonl", "goodput.jsonl")
 FOLDERS = tuple(name for name in OUTPUTS if name not in FILES)
 
 

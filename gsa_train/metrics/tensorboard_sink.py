@@ -39,16 +39,6 @@ class TensorBoardSink:
         """
         self._guard(record, disk_works, lambda writer: _write(writer, scalars, record["step"]))
 
-    def log_texts(self, texts: Mapping[str, str], record: Mapping[str, Any], disk_works: bool) -> None:
-        """Write Markdown texts by name, below `samples/`. The rest works as in `log`."""
-
-        def write(writer: SummaryWriter) -> None:
-            for name, text in texts.items():
-                writer.add_text(f"samples/{name}", text, record["step"])
-            writer.flush()
-
-        self._guard(record, disk_works, write)
-
     def _guard(
         self, record: Mapping[str, Any], disk_works: bool, write: Callable[[SummaryWriter], None]
     ) -> None:

@@ -128,7 +128,6 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
         "random_recall": validation["validation_random_recall"],
         "spikes": state.monitor.spikes,
         "skipped_updates": state.monitor.skipped_updates,
-        "rewinds": len(state.monitor.rewinds),
         "data_epochs": whole_epochs(text),
         "data_fingerprint": data_fingerprint(text),
         "data_tokens_by_source": tokens_by_source(counters),

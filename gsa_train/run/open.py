@@ -1,14 +1,9 @@
-"""Open data, model, optimizer, checkpoint and run folder of a run. For a rewind, reload them from an earlier
-checkpoint.
-"""
+"""Open data, model, optimizer, checkpoint and run folder of a run."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.damage import tensor_files
@@ -27,11 +22,9 @@ from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.reliability.hang_limit import step_limit, watch_compilation
 from gsa_train.reliability.hang_watchdog import HangWatchdog
-from gsa_train.reliability.monitor.monitor import SpikeFound
 from gsa_train.reliability.stop_signals import LAUNCHER_GONE, StopRequest
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.saves import report_saves
 from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run_folder.initial_weights import (
     find_initial_weights,
@@ -40,11 +33,9 @@ from gsa_train.run_folder.initial_weights import (
     load_initial_weights,
 )
 from gsa_train.run_folder.paths import run_dir
-from gsa_train.run_folder.resume import ResumeError, Start, choose_again, open_batches, start_from
-from gsa_train.run_folder.rewind import known_rewinds, rewind, skipped_steps, with_rewinds
+from gsa_train.run_folder.resume import ResumeError, Start, choose_again, open_batches
 from gsa_train.run_folder.same_on_all import check_folder_is_shared
 from gsa_train.validation.perplexity import describe
-from gsa_train.validation.samples import encode_prompts
 from gsa_train.validation.tasks import TaskClock, shared_tasks
 
 
@@ -92,7 +83,6 @@ def open_run(
     if opened.log.sinks is not None:
         watchdog.on_hang = opened.log.sinks.tell_of_hang
     request.folder_is_gone = lambda: opened.log.folder_was_gone
-    rewinds = known_rewinds(opened.checkpoints, start, parallel)
     services = Services(
         log=opened.log,
         saver=CheckpointSaver(
@@ -100,7 +90,6 @@ def open_run(
             config.checkpoint,
             parallel,
             durable_step=start.step if start.same_run else None,
-            reach_steps=config.monitor.reach_steps,
             small_files={data.tokenizer.file_name: data.tokenizer.file, **companions_of(config).files()},
         ),
         watchdog=watchdog,
@@ -115,9 +104,9 @@ def open_run(
         data=data,
         services=services,
         start=start,
-        state=state_at(start, rewinds),
+        state=state_at(start),
         run_id=opened.run_id,
-        skipped_steps=skipped_steps(config, rewinds),
+        skipped_steps=frozenset(config.train.iterations_to_skip),
         phase_optimizer=phase_optimizer,
     )
     for each in data.validation_sets:
@@ -145,7 +134,6 @@ def open_data(
     # A heartbeat follows each part. Reads have their own, longer time limits.
     tokenizer = load_tokenizer(config)
     watchdog.heartbeat(start.step, "starting")
-    prompts = encode_prompts(config, tokenizer)
     tasks = shared_tasks(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
@@ -153,12 +141,12 @@ def open_data(
     begins_at = initial_data_state(config, weights_from)
     batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
     watchdog.heartbeat(start.step, "starting")
-    return Data(batches, validation_sets, tokenizer, prompts, tasks)
+    return Data(batches, validation_sets, tokenizer, tasks)
 
 
-def state_at(start: Start, rewinds: list[dict[str, Any]]) -> TrainState:
-    """Returns the training state at a start, with the run's rewinds so far."""
-    state = TrainState(start.step, start.tokens, monitor=with_rewinds(start.monitor, rewinds))
+def state_at(start: Start) -> TrainState:
+    """Returns the training state at a start."""
+    state = TrainState(start.step, start.tokens, monitor=start.monitor)
     if start.state is not None:
         state.validation_due, state.tasks_due = start.state.validation_due, start.state.tasks_due
         state.task_clock = TaskClock(**start.state.task_clock)
@@ -226,72 +214,3 @@ def report_damaged(run: Run) -> None:
     for name, fault in run.start.damaged:
         event = {"event": "checkpoint_damaged", "step": run.start.step, "phase": run.start.saved_phase}
         run.services.log.log({**event, "checkpoint_name": name, "checkpoint_error": fault})
-
-
-def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[PhaseRange]) -> None:
-    """Reload `run` from a checkpoint before the spike. The result equals a restart from that checkpoint. Collective.
-
-    Raises:
-        MonitorStop: no checkpoint is old enough, or `monitor.max_rewinds` rewinds are done.
-        CheckpointError: too many consecutive saves have failed.
-    """
-    services, step = run.services, run.state.step
-    gc.unfreeze()  # `open_phase` freezes again
-    services.watchdog.heartbeat(step, "starting")
-    services.goodput.note(step, next(each.phase.name for each in ranges if step <= each.end))
-    services.goodput.clock.begin("checkpoint")
-    report_saves(run, services.saver.ended(now=step, wait=True))
-    services.watchdog.heartbeat(step, "starting")
-    services.profiler.on_stop()
-    rewinds = run.state.monitor.rewinds
-    damaged: list[tuple[str, str]] = []
-    while True:
-        try:
-            _start_before(run, spike, rewinds, damaged, arguments, ranges)
-            return
-        except DamagedCheckpoint as damage:
-            assert run.start.checkpoint is not None
-            damaged = [*run.start.damaged, (run.start.checkpoint.name, str(damage))]
-
-
-def _start_before(
-    run: Run,
-    spike: SpikeFound,
-    rewinds: list[dict[str, Any]],
-    known: list[tuple[str, str]],
-    arguments: Arguments,
-    ranges: list[PhaseRange],
-) -> None:
-    """Reload `run` from the newest checkpoint that is old enough.
-
-    Args:
-        known: (name, fault) of checkpoints to skip.
-
-    Raises:
-        DamagedCheckpoint: the checkpoint has values that are not finite; call this again without it.
-    """
-    config, parallel, services, last_step = run.config, run.parallel, run.services, ranges[-1].end
-    checkpoint, done, damaged = rewind(
-        spike, services.saver.checkpoints, rewinds, config, parallel, last_step, known
-    )
-    start = run.start = start_from(checkpoint, config, ranges, damaged)
-    phase_range = ranges[start.phase_index]
-    # Go back in the logs before the load, which takes long. A run that is killed while it loads restarts from this
-    # checkpoint.
-    services.log.go_back(start.step)
-    services.goodput.go_back(start.step)
-    facts = {"signal": spike.signal, "value": spike.value, "threshold": spike.threshold, "action": "rewind"}
-    event = {"event": "rewind", "step": start.step, "phase": phase_range.phase.name}
-    services.log.log({**event, **asdict(done), **facts})
-    report_damaged(run)
-    services.saver.go_back(start.step)
-    run.data.batches.close()
-    run.data.batches = open_batches(config, arguments, start, run.data.tokenizer, parallel)
-    # The metrics already have validation and tasks of this step.
-    clock = run.state.task_clock  # a rewind does not give time back
-    state = state_at(start, [*rewinds, asdict(done)])
-    run.state = dataclasses.replace(state, validation_due=False, tasks_due=False, task_clock=clock)
-    run.newest_validation = run.newest_tasks_step = None
-    run.skipped_steps = skipped_steps(config, run.state.monitor.rewinds)
-    run.model.runtime.stats.reset()
-    run.phase_optimizer = open_phase(config, run.model, start, phase_range, parallel, services.goodput.clock)

@@ -42,12 +42,6 @@ class RunLog:
         if not self.writes_late:
             self.write_late()
 
-    def log_samples(self, record: dict[str, Any]) -> None:
-        """Write generated samples: `record["samples"]` is a list of objects with `prompt`, `text` and `ended`."""
-        self.write_late()
-        if self.sinks is not None:
-            self.sinks.log_samples(_stamped(record))
-
     def write_late(self) -> None:
         while self.late:
             self.late.pop(0)()
@@ -61,13 +55,6 @@ class RunLog:
     def message(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)
-
-    def go_back(self, step: int) -> None:
-        """Remove the records of steps after `step` from metrics.jsonl, because these steps run again."""
-        self.write_late()
-        if self.sinks is not None and self.console is not None:
-            self.sinks.go_back(step)
-            self.console.go_back(step)
 
     def close(self, exit_code: int) -> None:
         self.write_late()

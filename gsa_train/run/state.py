@@ -47,8 +47,6 @@ class Data:
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer
-    prompts: list[list[int]] = field(default_factory=list)
-    """Tokens of `evaluate.prompts`."""
     tasks: list[PreparedTask] = field(default_factory=list)
     """Prepared tasks of `evaluate.tasks`."""
 
@@ -73,7 +71,7 @@ class Run:
     data: Data
     services: Services
     start: Start
-    """Start of this process, or of the newest rewind."""
+    """Start of this process."""
     state: TrainState
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""

@@ -71,7 +71,7 @@ def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, paral
         f"the monitor stopped this run ({path}):\n  {stop['reason']}\n"
         f"From step {stop['saved_step']} on, the same command would run into the same spike. Instead\n"
         f"{leave_out}"
-        "  - or change what made it (phases.*.lr, the text, monitor.action=rewind), or nothing if it was the hardware, "
+        "  - or change what made it (phases.*.lr, the text), or nothing if it was the hardware, "
         "and add --resume-after-stop\n"
         "  - or start from an earlier checkpoint (--resume-from DIR), or from step 0 (--no-resume)."
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gsa_data.request_files import is_request_file, read_requests, score
+from gsa_data.request_files import read_requests, score
 from gsa_data.tokenize import Tokenizer
 from gsa_train.validation.requests import Request, encode_requests
 
@@ -43,18 +43,13 @@ def prepare_tasks(
                 raise ValueError(f"{task}: a task {prepared.name} exists already; rename its folder or file")
         except ValueError as error:
             raise TaskError(f"evaluate.tasks.{number} = {error}") from error
-        except OSError as error:  # for example a missing data set of the harness
+        except OSError as error:
             raise TaskError(f"evaluate.tasks.{number} = {task}: {error}") from error
         found[prepared.name] = prepared
     return list(found.values())
 
 
 def _prepare(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
-    if not is_request_file(task):
-        # Imported here, because a run without such tasks does not need lm-evaluation-harness.
-        from gsa_train.validation.harness_tasks import prepare_harness_task
-
-        return prepare_harness_task(task, tokenizer, max_tokens, limit)
     read = read_requests(task, limit)
     requests = encode_requests(read.requests, tokenizer, max_tokens, task)
     return PreparedTask(read.name, requests, partial(score, read), len(read.questions))

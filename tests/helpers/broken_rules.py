@@ -128,9 +128,6 @@ monitor.min_history_steps=129 -> monitor.min_history_steps = 129 | monitor.windo
 monitor.min_history_steps=23 -> monitor.min_history_steps = 23 | [24,
 monitor.lasting_sigmas=7 -> monitor.lasting_sigmas = 7.0 | monitor.sigmas = 6.0
 monitor.grad_norm_min_ratio=0.5 -> monitor.grad_norm_min_ratio = 0.5 | below 1
-monitor.lower_lr_factor=1 -> monitor.lower_lr_factor = 1.0 | outside (0, 1)
-monitor.action=rewind ; checkpoint.every_steps=50 ->
-    checkpoint.keep_last = 3 | monitor.rewind_min_steps = 100 | set it to 4
 train.iterations_to_skip=[20,21] -> train.iterations_to_skip.1 = 21 | no step of this run, which has 20
 train.iterations_to_skip=[3,0] -> train.iterations_to_skip.1 = 0 | no step
 phases.0.decay=wsd ; phases.0.decay_steps=11 -> phases.0.decay_steps = 11 | not between 1 and the 10 steps
@@ -138,11 +135,7 @@ phases.0.decay_steps=3 -> phases.0.decay_steps = 3 | phases.0.decay = cosine has
 phases.0.decay_shape=1-sqrt -> phases.0.decay_shape = 1-sqrt | phases.0.decay = cosine has none
 phases.0.keep_optimizer=true -> phases.0.keep_optimizer = true | no phase precedes it | leave it out
 phases.1.keep_optimizer=true -> phases.1.keep_optimizer = true | phase trains indexer, this phase all
-evaluate.prompts=[a, ' '] -> evaluate.prompts.1 = ' ' | empty
-evaluate.prompts=[a] ; evaluate.prompt_tokens=0 -> evaluate.prompt_tokens = 0 | below 1
-evaluate.prompts=[a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a] ; evaluate.prompt_tokens=60 ->
-    evaluate.prompt_tokens = 60 | with 20 | set it to 51
-evaluate.tasks=[./a, ' '] -> evaluate.tasks.1 = ' ' | empty
+evaluate.tasks=[./a, arc_easy] -> evaluate.tasks.1 = arc_easy | no request file | launch/evaluate.py
 evaluate.tasks_every_steps=5 -> evaluate.tasks_every_steps = 5 | there are no evaluate.tasks
 evaluate.tasks=[./a] ; evaluate.tasks_every_steps=-1 -> evaluate.tasks_every_steps = -1 | negative
 evaluate.tasks_max_time_percent=0 -> evaluate.tasks_max_time_percent = 0.0 | no share

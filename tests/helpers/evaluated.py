@@ -54,6 +54,6 @@ def save_run(model: Model, config: Config, folder: Path) -> Path:
 
 
 def files_of_run(folder: Path) -> dict[Path, tuple[bytes, int]]:
-    """Return content and time of each file of a run, except files of evaluations and analyses."""
-    own = [path for path in folder.rglob("*") if not {"evaluations", "analysis"} & {*path.parts}]
+    """Return content and time of each file of a run, except files of evaluations."""
+    own = [path for path in folder.rglob("*") if "evaluations" not in path.parts]
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in own if path.is_file()}

@@ -125,7 +125,7 @@ class Balances:
 def train(config: Config, parallel: Parallel, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Run `train_case`, and append the routers' balances."""
     balances = Balances()
-    records = train_case(config, parallel, steps, prepare=balances.models.append, samples=True)
+    records = train_case(config, parallel, steps, prepare=balances.models.append, tasks=True)
     return [*records, balances.gather()]
 
 

@@ -79,10 +79,6 @@ SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
 four context-parallel ranks every second chunk is a run."""
 
 
-SAMPLED_POSITIONS = (13, 31)
-"""Positions after which a token is written, on several context- and sequence-parallel ranks."""
-
-
 @dataclass(frozen=True)
 class Case:
     parallel: dict[str, Any]

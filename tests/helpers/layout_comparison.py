@@ -68,7 +68,7 @@ def measured_margins() -> Iterator[Margins]:
         yield margins
 
 
-train_dense: Callable[..., list[Any]] = partial(train_case, samples=True)
+train_dense: Callable[..., list[Any]] = partial(train_case, tasks=True)
 
 
 def one_rank(case: Case, train: Callable[..., list[Any]] = train_dense) -> list[Any]:

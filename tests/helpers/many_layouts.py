@@ -36,7 +36,6 @@ from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_opt
 from gsa_train.optimizer.micro_batch_graph import MicroBatchGraph
 from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
-from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
 from helpers.called_again import CalledAtOnce
@@ -49,7 +48,6 @@ from helpers.layout_cases import (
     LENGTH,
     RESHARDED,
     SAMPLE,
-    SAMPLED_POSITIONS,
     STEPS,
     Case,
     Reshard,
@@ -87,7 +85,7 @@ def train_case(
     prepare: Callable[[Model], None] | None = None,
     backwards: bool = False,
     lr: float = 1e-3,
-    samples: bool = False,
+    tasks: bool = False,
     measures: bool = False,
     graph: MicroBatchGraph | None = None,
 ) -> list[dict[str, Any]]:
@@ -97,7 +95,7 @@ def train_case(
         steps: steps of each phase; a single phase takes the last of them.
         prepare: changes the model before it trains.
         backwards: run each step's micro-batches in opposite order.
-        samples: also return the most probable next tokens, which rounding may change in bf16.
+        tasks: also score tasks.
         measures: return the statistics of each step.
         graph: runs the micro-batches of steps without statistics, in the last phase.
     """
@@ -123,19 +121,10 @@ def train_case(
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
     reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
     validation = {"loss": reduced.loss, **as_numbers(reduced.layers)}
-    if not samples:
+    if not tasks:
         return [*records, validation]
-    sampled = blocks(1000, config)[: len(SAMPLED_POSITIONS)].to(parallel.device).split(1)
-    written = next_tokens(
-        model,
-        [to_micro_batch(part, EOS, False) for part in sampled],
-        SAMPLED_POSITIONS[: len(sampled)],
-        config.model.vocab_size - 1,
-        config,
-        parallel,
-    )
     scored = log_likelihoods(model, requests_of(1000, config), EOS, config, parallel)
-    return [*records, {**validation, "next_tokens": written, "task_nats": scored}]
+    return [*records, {**validation, "task_nats": scored}]
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
@@ -331,7 +320,7 @@ def main(folder: Path) -> None:
     sampling.STRETCH_ROWS = 4  # each tensor-parallel rank has rows of the indexer loss
     wanted = json.loads((folder / "wanted.json").read_text())
     results = {
-        "trained": train_all(CASES, wanted["trained"], partial(train_case, samples=True)),
+        "trained": train_all(CASES, wanted["trained"], partial(train_case, tasks=True)),
         "resumed": resume_all(RESHARDED, wanted["resumed"], folder),
         "crossed": cross_all(BOUNDARIES, wanted["crossed"], folder, ALL_KEYS),
     }

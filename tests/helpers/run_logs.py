@@ -19,8 +19,8 @@ def numbers_of_event_files(monkeypatch):
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
-def open_run(run_dir, resume_step=None, logging=JSONL_ONLY):
-    return open_sinks(logging, run_dir, [], resume_step, wandb=None)
+def open_run(run_dir, resume_step=None, logging=JSONL_ONLY, **how):
+    return open_sinks(logging, run_dir, [], resume_step, wandb=None, **how)
 
 
 def step_record(step, **values):

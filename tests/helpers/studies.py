@@ -1,7 +1,6 @@
 """Creates a small study and the folders of its runs."""
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,3 @@ def record(step: int, loss: float | str, seconds: float = 1.0, **others: Any) ->
     phase = "dense" if step <= 6 else "sparse"
     tokens = step * TOKENS_A_STEP
     return {"step": step, "phase": phase, "loss": loss, "tokens": tokens, "step_seconds": seconds, **others}
-
-
-def unpack(pack: Path, folder: Path) -> None:
-    subprocess.run(["tar", "xf", pack, "-C", folder], check=True)

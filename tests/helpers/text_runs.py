@@ -14,7 +14,7 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import TrainBatches, read_validation_sets
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import phase_ranges
-from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound, state_of
+from gsa_train.reliability.monitor.monitor import MonitorStop, state_of
 from gsa_train.reliability.stop_signals import Stopped
 from gsa_train.run.state import Run
 from gsa_train.trainer import run_phase
@@ -35,7 +35,7 @@ def text_config(phases: Sequence[PhaseConfig], **sections: Any) -> Config:
 
 def train_on_text(
     config: Config, folder: Path, resume_from: Path | None = None, **fields: Any
-) -> tuple[list[dict[str, Any]], Run, BaseException | SpikeFound | None]:
+) -> tuple[list[dict[str, Any]], Run, BaseException | None]:
     """Train the config's first phase, from a checkpoint if given. Return its records except saves, the run, and what
     ended the run. `fields` go to `tiny_run`."""
     torch.manual_seed(1)
@@ -60,9 +60,9 @@ def train_on_text(
         sinks=Mock(log=records.append),
         **fields,
     )
-    ended_by: BaseException | SpikeFound | None
+    ended_by: BaseException | None = None
     try:
-        ended_by = run_phase(run, phase_range, optimizer)
+        run_phase(run, phase_range, optimizer)
     except (Stopped, MonitorStop) as error:
         ended_by = error
     finally:

@@ -59,7 +59,7 @@ def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ..
 
 
 def train(config: Config, parallel: Parallel, steps: Sequence[int]) -> tuple[Any, list[dict[str, Any]]]:
-    return parallel.layout, train_case(config, parallel, steps, samples=True)
+    return parallel.layout, train_case(config, parallel, steps, tasks=True)
 
 
 def main(folder: Path) -> None:

@@ -13,7 +13,7 @@ from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import ParallelConfig, load_config
 from gsa_train.model.mcore.build import build_model
 from helpers.converted import hf_logits, training_logits
-from helpers.runs import WHOLE, WHOLE_SAVED_STEPS, Run, kill, run_script, start, whole_run
+from helpers.runs import WHOLE, WHOLE_SAVED_STEPS, Run, kill, start, whole_run
 from helpers.single_rank import single_rank
 
 IN_WARM_UP, IN_SPARSE_PHASE = WHOLE_SAVED_STEPS
@@ -43,15 +43,6 @@ def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(sav
     split = whole_run("tensor x pipeline")
     record = first_step_after(split.checkpoints / f"step_{saved:08d}", tmp_path, ranks=ranks)
     assert_next_step_matches(split, saved, record)
-
-
-def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):
-    split, out = whole_run("tensor x pipeline"), tmp_path / "indexer.pt"
-    options = ["--seq-len-tokens", "256", "--layers", "0", "1", "--out", str(out)]
-    command = ["launch/export_indexer.py", str(split.folder), *options]
-    run_script(command, tmp_path / "export.log", 1, launcher="python")
-    layers = torch.load(out)["layers"]
-    assert [layers[layer]["keys"].shape[:2] for layer in (0, 1)] == [(1, 256), (1, 256)]
 
 
 def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):

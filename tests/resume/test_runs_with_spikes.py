@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from gsa_train.metrics.record_format import read_records
 from gsa_train.process.exit_codes import STOPPED_BY_MONITOR
 from helpers.runs import Run, demo_config, numbers_of, start, wait_for
 from helpers.tiers import runs_nightly
@@ -24,10 +23,6 @@ SECTIONS: dict[str, Any] = {
         "window_steps": 40,
         "min_history_steps": 24,
         "grad_norm_min_ratio": 5.0,  # so early and so small, the norm sometimes triples
-        "lower_lr_steps": 4,
-        "rewind_min_steps": 5,
-        "rewind_skip_before_steps": 2,
-        "rewind_skip_after_steps": 4,
     },
 }
 PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_steps": 10}
@@ -38,7 +33,6 @@ POISONED = [33, 45, 46, 47, 48, 49]
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
-"""From 2 steps before the spike's first step, 45, to 4 after its third; then the run goes back."""
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +51,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         shutil.rmtree(folder / name / "checkpoints" / f"step_{STEPS:08d}", ignore_errors=True)
         return run(name, *overrides, ranks=ranks, **(faults or TEXT))
 
-    skip, lower, rewind, stop = (
-        f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
-    )
+    skip, stop = (f"monitor.action={action}" for action in ("skip", "stop"))
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
-    # Up to step 40 `rewind`, `stop` and `lower_lr` would equal `skip`.
+    # Up to step 40 `stop` would equal `skip`.
     found = {
         **wait_for((run("clean"), 0), (run("skip", skip, **TEXT), 0)),
-        **wait_for(
-            (goes_on("rewind", "skip", rewind, EVERY_FIFTH), 0),
-            (goes_on("stop", "skip", stop, EVERY_FIFTH), STOPPED_BY_MONITOR),
-        ),
+        **wait_for((goes_on("stop", "skip", stop, EVERY_FIFTH), STOPPED_BY_MONITOR)),
         **wait_for(
             (goes_on("skip, resumed", "skip", skip), 0),
-            (goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out), 0),
+            (goes_on("restart", "stop", stop, EVERY_FIFTH, left_out), 0),
         ),
-        **wait_for(
-            (goes_on("stop, again", "stop", stop, EVERY_FIFTH), STOPPED_BY_MONITOR),
-            (goes_on("lower_lr", "skip", lower), 0),
-        ),
+        **wait_for((goes_on("stop, again", "stop", stop, EVERY_FIFTH), STOPPED_BY_MONITOR)),
     }
     if runs_nightly(request):
-        found |= wait_for((goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), 0))
         nan = {"nan_in": [44, 1, "gradient"]}
         found |= wait_for((goes_on("nan", "clean", skip, "train.micro_batch_size=2", ranks=2, **nan), 0))
         found |= wait_for((goes_on("split", "skip", skip, "parallel.tensor=2", ranks=2), 0))
@@ -106,8 +91,8 @@ def test_without_faults_nothing_happens(runs):
     clean = runs["clean"]
     assert not spikes(clean)
     last = clean.steps()[-1]
-    counts = ("spikes", "spikes_per_100k_steps", "skipped_updates", "rewinds")
-    assert [last[name] for name in counts] == [0, 0, 0, 0]
+    counts = ("spikes", "spikes_per_100k_steps", "skipped_updates")
+    assert [last[name] for name in counts] == [0, 0, 0]
     assert all(record["update_norm"] > 0 for record in clean.steps())
 
 
@@ -135,32 +120,6 @@ def test_two_ranks_decide_as_one(runs):
             assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
 
 
-def test_a_rewind_goes_on_after_the_spike(runs):
-    rewind = runs["rewind"]
-    (event,) = events(rewind, "rewind")
-    places = ("step", "checkpoint_step", "spike_step", "first_skipped", "last_skipped", "action", "signal")
-    assert [event[name] for name in places] == [40, 40, 45, LEFT_OUT[0], LEFT_OUT[-1], "rewind", "loss"]
-    assert [record["last_step"] for record in events(rewind, "skipped_batches")] == [LEFT_OUT[-1]]
-    assert not {*losses(rewind)} & {*LEFT_OUT}
-    dropped = read_records(rewind.folder / "metrics_rewound.jsonl")
-    assert [record["step"] for record in dropped if record.get("event") == "spike"] == [45, 46, 47]
-    assert rewind.steps()[-1]["step"] == STEPS
-    assert rewind.steps()[-1]["tokens"] == (STEPS - len(LEFT_OUT)) * 4 * 64
-
-
-def test_a_rewind_is_a_restart_that_leaves_out_the_same_batches(runs):
-    rewind, restart = runs["rewind"], runs["restart"]
-    counts = ("rewinds", "spikes", "spikes_per_100k_steps")
-    assert numbers(rewind, 40, *counts) == numbers(restart, 40, *counts)
-    assert [run.steps()[-1]["spikes"] for run in (rewind, restart)] == [2, 1]
-    assert [record["step"] for record in restart.steps()][-2:] == [55, 56]
-
-
-@pytest.mark.nightly
-def test_a_run_killed_after_a_rewind_knows_of_it(runs):
-    assert numbers(runs["rewind, resumed"], 40) == numbers(runs["rewind"], 40)
-
-
 def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
     stop = runs["stop"]
     assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.output
@@ -177,16 +136,17 @@ def test_the_same_command_does_not_run_into_the_same_spike(runs):
     assert [(run.folder / "monitor_stop.json").exists() for run in (stop, again, restart)] == [1, 1, 0]
 
 
-def test_the_learning_rate_is_lowered_for_a_while(runs):
-    lower = runs["lower_lr"]
-    assert [(record["step"], record["last"]) for record in events(lower, "lower_lr")] == [(47, 53)]
-    rates = {record["step"]: record["lr"] for record in lower.steps()}
-    assert [rates[step] for step in range(11, STEPS + 1)] == [2e-3] * 39 + [1e-3] * 6 + [2e-3]
-
-
 @pytest.mark.nightly
 def test_a_nan_on_one_rank_costs_one_update(runs):
     nan = runs["nan"]
     (event,) = events(nan, "spike")
     assert (event["step"], event["signal"], str(event["value"])) == (44, "grad_norm", "nan")
     assert [record["step"] for record in nan.steps() if record["update_norm"] == 0] == [44]
+
+
+def test_a_restart_leaves_out_the_batches_that_it_is_told_to(runs):
+    restart = runs["restart"]
+    assert not {*losses(restart)} & {*LEFT_OUT}
+    assert [record["last_step"] for record in events(restart, "skipped_batches")] == [LEFT_OUT[-1]]
+    assert [record["step"] for record in restart.steps()][-2:] == [55, 56]
+    assert restart.steps()[-1]["tokens"] == (STEPS - len(LEFT_OUT)) * 4 * 64

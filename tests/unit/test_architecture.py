@@ -31,7 +31,7 @@ def test_no_code_of_a_folder_of_transformers_is_run() -> None:
         for call in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(call, ast.Call) and re.match(r"Auto\w+\.from_", ast.unparse(call.func))
     ]
-    assert {name for name, _, _ in calls} >= {"read_hf.py", "in_memory.py"}
+    assert {name for name, _, _ in calls} >= {"read_hf.py", "text_model.py"}
     assert [call for call in calls if call[2].get("trust_remote_code") != "False"] == []
 
 

@@ -13,12 +13,11 @@ import torch
 from gsa_eval import commands as evaluation_commands
 from gsa_study import commands as study_commands
 from gsa_train import commands
-from gsa_train.commands import goodput
 from gsa_train.process.as_command import READER_LEFT, as_command
 
 ROOT = Path(__file__).parents[2]
-# Training continues without a reader and handles signals itself; an export has its main in launch/; `make docs`.
-NOT_MAINS = ("pretrain", "export_indexer", "config_reference")
+# Training continues without a reader and handles signals itself; `make docs`.
+NOT_MAINS = ("pretrain", "config_reference")
 
 
 # With PYTHONUNBUFFERED=1 the first print fails, otherwise the final flush.
@@ -26,12 +25,11 @@ NOT_MAINS = ("pretrain", "export_indexer", "config_reference")
 def test_where_its_reader_has_left_a_command_ends_in_silence(write_through, capfd, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
-    monkeypatch.setattr(sys, "argv", ["", "--gpus", "10", "--mtbf-hours", "50000", "--trials", "2"])
     with os.fdopen(writer, "w") as stdout:
         stdout.reconfigure(write_through=write_through)
         monkeypatch.setattr(sys, "stdout", stdout)
-        with pytest.raises(SystemExit) as end:
-            goodput.main()
+        with pytest.raises(SystemExit) as end, as_command():
+            print("one line")
     assert end.value.code == READER_LEFT
     assert not capfd.readouterr().err
 

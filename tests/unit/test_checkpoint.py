@@ -13,8 +13,6 @@ from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import load as checkpoint
 from gsa_train.checkpoint.files import find_checkpoint, recover_folder, resume_candidates
 from gsa_train.checkpoint.load import read_run_state
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.run_folder.resume import Start
@@ -87,19 +85,6 @@ def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
     assert checkpoint_files.prune(tmp_path, 1, tmp_path / "step_00000002") == []
     assert names_in(tmp_path) == {"latest", "moved", "step_00000002"}
     assert is_intact(moved)
-
-
-def test_saves_of_stops_do_not_push_out_what_a_rewind_needs(trained, tmp_path):
-    checkpoint_config = CheckpointConfig(every_steps=4, keep_last=3)
-    small = {"tokenizer.model": b"pieces"}  # in each checkpoint and its manifest
-    saver = CheckpointSaver(tmp_path, checkpoint_config, single_rank(), reach_steps=7, small_files=small)
-    for step in (2, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17):  # every fourth, and stops
-        saver.begin(run_state(step), *trained)
-        saver.ended(now=step, wait=True)
-    saver.close()
-    assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (8, 12, 15, 16, 17))]
-    assert (tmp_path / "step_00000008" / "tokenizer.model").read_bytes() == b"pieces"
-    assert checkpoint_files.read_manifest(tmp_path / "step_00000008").files["tokenizer.model"].bytes == 6
 
 
 def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(save, tmp_path):

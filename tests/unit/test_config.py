@@ -65,7 +65,7 @@ def test_defaults_then_file_then_overrides(write):
         (PHASE, "phases.0=null", "phases.0 = null: no fields below it; set its fields: name, "),
         ("phases:\n  - {name: a}\n  -\n", "run.name=a", "phases.1 = null: no fields below it"),
         ("data: {validation_sets: null}\n", "run.name=a", "data.validation_sets = null: no value"),
-        ("evaluate: {prompts: }\n", "run.name=a", "evaluate.prompts = null: no value"),
+        ("evaluate: {tasks: }\n", "run.name=a", "evaluate.tasks = null: no value"),
     ],
 )
 def test_nothing_is_no_value_of_a_section_or_list(write, text, override, said):

@@ -14,7 +14,6 @@ import pytest
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.files import MANIFEST, step_of
 from gsa_train.config import Config
-from gsa_train.files import write_checked
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_ranges
@@ -23,7 +22,6 @@ from gsa_train.run.folder import open_run_folder
 from gsa_train.run_folder import starts
 from gsa_train.run_folder.lock import RunFolderError, RunLock
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
-from gsa_train.run_folder.rewind import Rewind, known_rewinds
 from gsa_train.run_folder.spike_stop import SpikeAhead, note_stop
 from helpers.checkpoints import write_checkpoint
 from helpers.damage import Table, damages_of, files_below
@@ -33,11 +31,10 @@ STEPS = (2, 4)
 UNREAD = ("tensorboard/", "wandb/", "profile/", "previous/", "slurm/", "faults/")
 UNREAD += ("console.log",)
 """Files that no start reads, or only quotes."""
-OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl", "starts.jsonl", "goodput.jsonl")
+OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "starts.jsonl", "goodput.jsonl")
 OUTPUTS += ("alive.json", "summary.json", "stopped.json", "lock")
 """A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step.
 From starts.jsonl it takes the run's id, which has a checksum."""
-REWIND = Rewind(checkpoint_step=2, spike_step=4, first_skipped=3, last_skipped=4, spikes=1)
 
 
 def config_of(runs: Path) -> Config:
@@ -46,19 +43,18 @@ def config_of(runs: Path) -> Config:
 
 
 def write_run(runs: Path) -> Path:
-    """Write a run with checkpoints at steps 2 and 4 that has gone back once."""
+    """Write a run with checkpoints at steps 2 and 4."""
     config, folder = config_of(runs), runs / "run"
     opened = open_run_folder(config, Start(), single_rank(), RunClock())
     opened.log.close(0)
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     for step in STEPS:
-        monitor = dataclasses.asdict(MonitorState(rewinds=[dataclasses.asdict(REWIND)]))
+        monitor = dataclasses.asdict(MonitorState())
         fields = {"run_id": opened.run_id, "monitor": monitor}
         write_checkpoint(opened.checkpoints, step, model, optimizer, config, **fields)
-    write_checked(opened.checkpoints / "rewinds.json", {"rewinds": [dataclasses.asdict(REWIND)]})
     lines = [json.dumps({"step": step, "phase": "sparse", "loss": 4.5 + step / 7}) for step in range(1, 5)]
-    for name in ("metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "metrics_rewound.jsonl"):
         (folder / name).write_text("\n".join(lines) + "\n")
     (folder / "summary.json").write_text(json.dumps({"steps": 4, "tokens": 256}))
     (folder / "stopped.json").write_text(json.dumps({"step": 4, "reason": "SIGTERM", "unix_seconds": 1.5}))
@@ -75,8 +71,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_run(tmp_path_factory.mktemp("own")), write_run(tmp_path_factory.mktemp("other"))
 
 
-def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
-    """Start with everything that is read before the model is made; also return its rewinds."""
+def start_in(folder: Path) -> Start:
+    """Start with everything that is read before the model is made."""
     config = config_of(folder.parent)
     lock = RunLock(folder, single_rank())
     lock.take()
@@ -85,18 +81,17 @@ def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
         start = choose_start(config, arguments, phase_ranges(config.phases), single_rank())
         with contextlib.redirect_stdout(io.StringIO()):
             opened = open_run_folder(config, start, single_rank(), RunClock())
-        rewinds = known_rewinds(opened.checkpoints, start, single_rank())
         opened.log.close(0)
     finally:
         lock.close()
-    return start, rewinds
+    return start
 
 
 def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> str:
     """Return `refused: ...`, `repaired: ...` or `as before`."""
     caplog.clear()
     try:
-        start, rewinds = start_in(folder)
+        start = start_in(folder)
     except (ResumeError, SpikeAhead, RunFolderError) as error:
         return f"refused: {error}"
     same = intact / "checkpoints" / start.checkpoint.name
@@ -111,7 +106,6 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
     if warnings:
         return f"repaired, from step {start.step}: {warnings[0]}"
     assert start.step == STEPS[-1]
-    assert rewinds == [dataclasses.asdict(REWIND)]
     return "as before"
 
 
@@ -161,7 +155,6 @@ LATEST = "checkpoints/latest"
 HARMLESS = [
     (LATEST, "deleted"),  # the newest counts, as after a kill before the first `latest`
     (LATEST, "bit in tail"),
-    ("checkpoints/rewinds.json", "deleted"),  # each checkpoint after a rewind contains it
     ("launch.txt", "deleted"),  # the start counts as the first of its job
     ("launch.txt", "exchanged: other run"),  # a job and a time
     ("metrics.jsonl", "bit in middle"),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
 from gsa_train.config import ParallelConfig, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
@@ -18,7 +17,6 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
 from gsa_train.validation.perplexity import _deal, describe, evaluate, perplexity, scores_of
-from gsa_train.validation.samples import encode_prompts
 from helpers.single_rank import (
     EOS,
     SPARSE,
@@ -128,26 +126,21 @@ def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytes
     assert all(part % 3 == 0 for part in parts)
 
 
-SAMPLES = {"prompts": ["The", "In"], "prompt_tokens": 3}
-
-
 # ---- a run that evaluates, and the same run that does not
 
 
 def trained(folder: Path, phase: PhaseConfig, every_steps: int) -> dict[str, Any]:
-    """Return everything that a run of five steps writes, with samples if it evaluates."""
+    """Return everything that a run of five steps writes."""
     sets = {"first": str(SAMPLE / "validation"), "second": str(SAMPLE / "train")}
     config = text_config(
         [phase],
         gsa={"indexer_loss_row_fraction": 0.5},
         train={"grad_clip": 1.0},
-        evaluate={"every_steps": every_steps, "max_blocks": 3, "split_by_source": True, **SAMPLES},
+        evaluate={"every_steps": every_steps, "max_blocks": 3, "split_by_source": True},
     )
     config = with_sections(config, {"data": {"validation_dir": "", "validation_sets": sets}})
-    prompts = encode_prompts(config, Tokenizer(config.data.tokenizer)) if every_steps else []
-    records, run, _ = train_on_text(config, folder, prompts=prompts)
-    samples = [call.args[0] for call in run.services.log.sinks.log_samples.call_args_list]
-    return {**left_by(run, records), "samples": samples}
+    records, run, _ = train_on_text(config, folder)
+    return left_by(run, records)
 
 
 @pytest.mark.parametrize("phase", [WARM_UP, SPARSE], ids=lambda phase: phase.name)
@@ -158,9 +151,6 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(
     without, evaluated = trained(tmp_path, phase, 0), trained(tmp_path, phase, 2)
     validations = of_event(evaluated, "validation")
     assert [record["step"] for record in validations] == [2, 4]
-    assert without["samples"] == []
-    assert [record["step"] for record in evaluated["samples"]] == [2, 4]
-    assert all(len(record["samples"]) == 2 for record in evaluated["samples"])
     losses = [record["validation_second_loss"] for record in validations]
     if phase.train == "indexer":  # the base does not change, so the same text has the same loss
         assert losses[0] == losses[1]

@@ -16,7 +16,8 @@ from gsa_data.pack import FILLER
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_eval.convert.export_hf import export_hf
-from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
+from gsa_eval.evaluated_model import Source
+from gsa_eval.text_model import load_text_model
 from gsa_train.config import ConfigError, load_config
 from gsa_train.data.batches import TrainBatches, open_training_corpus, to_micro_batch
 from gsa_train.data.tokenizer import load_tokenizer
@@ -110,10 +111,8 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     for name in ("config.json", "generation_config.json"):
         assert json.loads((folder / name).read_text())["eos_token_id"] == stops
     assert list(tokenizer.stop_ids) == stops
-    for text_model in (
-        load_checkpoint_model(checkpoint, torch.device("cpu"), "sdpa"),
-        load_hf_model(folder, torch.device("cpu"), "sdpa"),
-    ):
+    for source in (Source(checkpoint=checkpoint), Source(hf=folder)):
+        text_model = load_text_model(source, "sdpa")
         assert text_model.model.generation_config.eos_token_id == stops
         written = "<|im_start|>user\nkey<|im_end|>\n<|im_start|>assistant\n"
         assert text_model.encode(written) == tokenizer.encode_chat(written, [])[0].tolist()

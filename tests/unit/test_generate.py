@@ -18,8 +18,9 @@ pytest.importorskip("transformers")
 from gsa_data.tokenize import Tokenizer, text_after
 from gsa_eval.commands.generate import main
 from gsa_eval.convert.import_hf import import_hf
-from gsa_eval.convert.in_memory import load_hf_model
 from gsa_eval.convert.tokenizer import write_tokenizer
+from gsa_eval.evaluated_model import Source
+from gsa_eval.text_model import load_text_model
 from gsa_hf import GSAConfig, GSAForCausalLM
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample" / "tokenizer.model"
@@ -84,7 +85,7 @@ def test_every_source_gives_the_same_text(folder: Path, call: Call) -> None:
 def test_the_text_matches_the_model(folder: Path, call: Call) -> None:
     code, text, _ = call("--run", folder / "run", "--prompt", "The man", "--max-new-tokens", 9)
     tokenizer = Tokenizer(str(SAMPLE))
-    model = load_hf_model(folder / "hf", torch.device("cpu"), "eager").model
+    model = load_text_model(Source(hf=folder / "hf"), "eager").model
     prompt = tokenizer.encode("The man").tolist()
     for _ in range(9):
         with torch.no_grad():
@@ -104,7 +105,7 @@ def test_the_last_ids_of_a_vocabulary_with_gaps_can_be_chosen(folder: Path, tmp_
     if isinstance(content["model"]["vocab"], dict):
         content["model"]["vocab"]["<|last|>"] = last
     (tmp_path / "gaps" / "tokenizer.json").write_text(json.dumps(content))
-    loaded = load_hf_model(tmp_path / "gaps", torch.device("cpu"), "sdpa")
+    loaded = load_text_model(Source(hf=tmp_path / "gaps"), "sdpa")
     assert loaded.encode("<|last|>") == [last]
     assert loaded.vocab_size == last + 1
 
@@ -141,13 +142,15 @@ def test_a_damaged_tokenizer_is_named(folder, tmp_path, call, name, content):
         assert code == 0  # these are all defaults
     else:
         assert code == 2
-        assert f"--hf {copy}: its tokenizer's files cannot be read (" in said.splitlines()[-1]
+        reason = "tokenizer's files cannot be read (" if name == "tokenizer.json" else f"{name} is damaged: "
+        assert str(copy) in said.splitlines()[-1]
+        assert reason in said.splitlines()[-1]
 
 
 REFUSED = """
 --run {}/run --step 3 --prompt a -> --step 3: no complete checkpoint there; steps that have one: 0
 --checkpoint {}/empty --step 3 --prompt a -> --step is of a run
---hf {}/none --prompt a -> none: no such folder
+--hf {}/none --prompt a -> none: no config.json there
 --run {}/run --prompt a --prompt= -> --prompt: an empty prompt; give a text
 --run {}/run --prompts {}/blank.txt -> blank.txt, line 2: an empty prompt
 --run {}/run --prompts {}/none.txt -> none.txt: cannot be read (No such file or directory); give a file

@@ -235,18 +235,6 @@ def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
     log.beat(1, clock.at)  # the watchdog's thread may be late
 
 
-def test_a_rewind(tmp_path: Path) -> None:
-    log, clock = start(tmp_path, 1000)
-    train(log, clock, 1, 10)
-    clock.wait(2, "checkpoint")
-    log.go_back(6)
-    clock.wait(1, "first_step")
-    log.note(7, "sparse")
-    account = read_account(tmp_path)
-    assert lost(account) == {"import": 3, "checkpoint": 4, "first_step": 3, "repeated": 4}
-    assert account.productive_seconds == 7
-
-
 def test_every_loss_has_a_name() -> None:
     assert set(NAMES) == set(LOSSES)
     assert set(ACTIVITIES) - set(LOSSES) == {"training"}

@@ -1,20 +1,15 @@
 """Tests that a device which multiplies, stores or sends wrongly is named before a run, and a good one never."""
 
-import os
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gsa_train.commands import check_node
 from gsa_train.distributed.parallel import DeviceError
-from gsa_train.process.exit_codes import UNHEALTHY
-from gsa_train.reliability.health import check, device_checks, driver, links, products
+from gsa_train.reliability.health import check, device_checks, links, products
 from gsa_train.reliability.health.check import UnhealthyDevice, check_health, check_presence, note_bad_nodes
 from gsa_train.reliability.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
 from gsa_train.reliability.health.products import CHECKED_ROWS, LARGEST, make_problem
@@ -133,17 +128,6 @@ def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(tmp_path, m
     assert (tmp_path / "bad_nodes").read_text() == "node7\nnode3\nnode9\nnode5\n"
 
 
-def test_the_command_names_a_bad_device_by_its_exit_code(monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert check_node.main(["--seconds", "1"]) == 0
-    assert "0 of 1 devices are not healthy" in capsys.readouterr().out
-    wrong_in(monkeypatch, 2, 9, 0.5)
-    assert check_node.main([]) == UNHEALTHY
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    assert f"CPU of local rank 0 on {host}: " in capsys.readouterr().out
-
-
 class Gpus:
     """Simulates `count` GPUs; the last one may fail."""
 
@@ -196,84 +180,11 @@ def test_more_ranks_than_gpus_are_wrong_use_and_no_bad_node(monkeypatch: pytest.
     check_presence()
 
 
-class FakeNvml:
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8
-
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
-    NVMLError_GpuIsLost = type("NVMLError_GpuIsLost", (NVMLError,), {})
-    NVMLError_Timeout = type("NVMLError_Timeout", (NVMLError,), {})
-
-    def __init__(self, ecc: int | None = 0, rows: tuple[int, ...] = (0, 0, 0, 0), xids: Any = ()) -> None:
-        self.ecc, self.rows, self.xids, self.asked = ecc, rows, list(xids), []
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> str:
-        self.asked.append(uuid)
-        return "handle"
-
-    def nvmlDeviceGetTotalEccErrors(self, *_: Any) -> int:
-        if self.ecc is None:
-            raise self.NVMLError_NotSupported
-        return self.ecc
-
-    def nvmlDeviceGetRemappedRows(self, _: str) -> tuple[int, ...]:
-        return self.rows
-
-    def nvmlEventSetCreate(self) -> str:
-        return "set"
-
-    def nvmlDeviceRegisterEvents(self, *_: Any) -> None:
-        pass
-
-    def nvmlEventSetWait_v2(self, *_: Any) -> Any:
-        if not self.xids:
-            raise self.NVMLError_Timeout
-        return SimpleNamespace(eventData=self.xids.pop(0))
-
-    def nvmlEventSetFree(self, _: str) -> None:
-        pass
-
-
 def raising(error: Exception | type[Exception]) -> Any:
     def call(*_: Any, **__: Any) -> None:
         raise error
 
     return call
-
-
-def test_what_the_driver_says() -> None:
-    assert driver.faults_by_driver(FakeNvml(), "GPU-1") == []
-    assert driver.faults_by_driver(FakeNvml(ecc=None), "GPU-1") == []
-    assert driver.faults_by_driver(FakeNvml(ecc=2, rows=(4, 0, 1, 1)), "GPU-1") == [
-        "2 uncorrected ECC errors since the driver was loaded",
-        "rows of its memory wait to be remapped: it needs a reset",
-        "rows of its memory could not be remapped",
-    ]
-    # A killed run leaves errors of programs on a healthy GPU.
-    watch = driver.XidWatch(FakeNvml(xids=[79, 13, 31, 43, 45, 74]), "GPU-1")
-    assert watch.faults() == ["XID 79", "XID 74"]
-
-
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """Simulate the driver of a GPU whose own check finds nothing."""
-    fake = FakeNvml(ecc=1, xids=[63])
-    monkeypatch.setattr(check, "uuid_of", lambda device: "GPU-abc")
-    monkeypatch.setattr(check, "open_driver", lambda: fake)
-    monkeypatch.setattr(check, "faults_of_device", lambda device, seconds: [])
-    return fake
-
-
-def test_a_gpu_is_named_by_its_uuid_and_asked_about_by_it(nvml, monkeypatch):
-    found = check.check_device(torch.device("cuda", 3), 3, 1.0)
-    assert found.in_words().startswith("GPU 3 (GPU-abc) on ")
-    assert found.faults == ["1 uncorrected ECC errors since the driver was loaded", "XID 63"]
-    assert set(nvml.asked) == {b"GPU-abc"}
-    monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", raising(nvml.NVMLError))
-    silent = check.check_device(torch.device("cuda", 3), 3, 1.0)
-    assert (silent.faults, silent.without_driver) == ([], True)
-    monkeypatch.setattr(check, "open_driver", lambda: None)
-    assert check.check_device(torch.device("cuda", 3), 3, 1.0).without_driver
 
 
 def test_a_device_that_fails_is_bad_and_not_only_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,32 +193,11 @@ def test_a_device_that_fails_is_bad_and_not_only_one_that_is_wrong(monkeypatch: 
     assert check.check_device(CPU, 0, 1.0).faults == ["its check failed: CUDA error: ECC"]
 
 
-@pytest.mark.parametrize(
-    "asked", ["nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2", "nvmlDeviceGetRemappedRows"]
-)
-def test_a_gpu_that_the_driver_has_lost_is_bad_whenever_it_says_so(asked, nvml, monkeypatch):
-    nvml.ecc, nvml.xids = 0, []
-    monkeypatch.setattr(nvml, asked, raising(nvml.NVMLError_GpuIsLost()))
-    found = check.check_device(torch.device("cuda", 3), 3, 1.0)
-    assert (found.faults, found.without_driver) == (["the driver has lost it"], False)
-    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", raising(nvml.NVMLError_GpuIsLost()))
-    assert driver.faults_by_driver(nvml, "GPU-abc") == ["the driver has lost it"]
-
-
 def test_memory_that_others_take_meanwhile_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_checks, "CPU_SIZES", {})
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", raising(torch.OutOfMemoryError("out of memory")))
         assert device_checks.faults_of_device(CPU, 1.0) == []
-
-
-def test_that_a_driver_could_not_be_asked_is_said_for_every_node(monkeypatch, caplog):
-    found = [Finding("n1", 0, "GPU-1"), Finding("n2", 0, "GPU-2", without_driver=True)]
-    monkeypatch.setattr(check, "check_ranks", lambda device, seconds: found)
-    main: Any = SimpleNamespace(is_main=True, device=torch.device("cuda", 0), world_size=2)
-    with caplog.at_level("WARNING"):
-        check_health(main, 1.0)
-    assert caplog.messages == [f"health: {driver.MISSING} on n2"]
 
 
 def linked(*nodes: str, bad: Sequence[int]) -> list[str]:

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_train.metrics.alerts import Alerts
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
@@ -40,7 +39,7 @@ def files_end_at(size_bytes):
 def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
     """The kernel accepts 20 bytes of the third record; TensorBoard's file is already longer."""
     wandb_run = Mock(id="abc")
-    wandb = WandbSink(wandb_run, tmp_path, Alerts(1.5))
+    wandb = WandbSink(wandb_run, tmp_path)
     path = tmp_path / "metrics.jsonl"
     with Sinks(tmp_path, TensorBoardSink(tmp_path / "tensorboard", None), wandb) as sinks:
         for step in (1, 2):
@@ -148,31 +147,6 @@ def test_a_run_starts_and_goes_on_where_no_record_can_be_written(tmp_path, caplo
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_a_rewind_misses_no_record_that_waited(tmp_path):
-    with open_run(tmp_path) as sinks:
-        for step in (1, 2):
-            sinks.log(step_record(step))
-        with files_end_at((tmp_path / "metrics.jsonl").stat().st_size + 20):
-            for step in (3, 4, 5):
-                sinks.log(step_record(step))
-        sinks.go_back(4)
-        sinks.log(step_record(5))
-    assert read_strictly(tmp_path / "metrics.jsonl") == [step_record(step) for step in range(1, 6)]
-    assert [record["step"] for record in read_records(tmp_path / "metrics_rewound.jsonl")] == [5]
-
-
-def test_where_the_disk_is_still_full_in_a_rewind_the_steps_that_stay_wait_on(tmp_path, reluctant, caplog):
-    file, _ = reluctant
-    for step in (1, 2, 3):
-        file.write(line_of(step))
-    again = file.rewritten(lambda: None, last_step=2)
-    again.write(line_of(3))
-    again.close()
-    *lines, lost = read_strictly(tmp_path / "metrics.jsonl")
-    assert lines == [line_of(step) for step in (1, 2, 3)]
-    assert (lost["event"], lost["lost_records"], lost["last_step"]) == ("log_lost", 1, 3)
-
-
 def test_a_tensorboard_folder_that_cannot_be_made_ends_no_start(tmp_path, caplog):
     folder = tmp_path / "tensorboard"
     folder.write_text("in the way")
@@ -210,7 +184,4 @@ def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how)
     assert sinks.folder_was_gone is (how in ("removed", "moved"))
     if how == "removed":
         shutil.rmtree(folder)
-    sinks.go_back(3)
-    sinks.log(step_record(4))
-    assert steps_of(folder) == [1, 2, 3, 4]
     sinks.close()

@@ -11,27 +11,22 @@ import torch
 from gsa_train.arguments import Arguments
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
 from gsa_train.metrics.goodput.run_clock import RunClock
-from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.reliability.monitor.layer_watch import LayerWatch
 from gsa_train.reliability.monitor.monitor import (
-    READ_DELAY_STEPS,
     SPIKE_GAP_STEPS,
     Monitor,
     MonitorState,
     MonitorStop,
     NotFinite,
-    SpikeFound,
     state_of,
 )
 from gsa_train.reliability.monitor.spikes import Verdict
 from gsa_train.run.folder import open_run_folder
 from gsa_train.run_folder.job_start import note_job_start
 from gsa_train.run_folder.resume import choose_start
-from gsa_train.run_folder.rewind import rewind, skipped_steps, with_rewinds
 from gsa_train.run_folder.spike_stop import FILE, SpikeAhead, note_stop
-from helpers.checkpoints import write_checkpoint
-from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 SPAN = PhaseRange(1, PhaseConfig(name="sparse", steps=1000), 0, 1000)
 CPU = torch.device("cpu")
@@ -48,22 +43,17 @@ class Steps:
         )
         self.step = 0
 
-    def take(self, kinds: str) -> SpikeFound | None:
+    def take(self, kinds: str) -> None:
         """Take steps, each read at once: `.` is quiet, `s` a spike, `n` not a number."""
         for kind in kinds:
             self.send(kind)
-            found = self.monitor.read(self.step)
-            if found is not None:
-                return found
-        return None
+            self.monitor.read(self.step)
 
     def send(self, kind: str) -> None:
         self.step += 1
         loss = {".": 4.0, "s": 9.0, "n": math.nan}[kind]
         applied = kind == "." or (kind == "s" and self.config.action == "log")
-        row = [loss, 0.5, 5.0, 2.0, kind == "s", False, kind != "n", applied]
-        if self.config.detector == "robust":
-            row[3] = math.log(2.0)
+        row = [loss, 0.5, 5.0, math.log(2.0), kind == "s", False, kind != "n", applied]
         self.monitor.observe(
             self.step, Verdict(torch.tensor(applied), torch.tensor(row, dtype=torch.float32))
         )
@@ -93,7 +83,6 @@ STOPS = [
     ({"action": "log"}, "ssssssss", "n", r"step 9: the loss is nan\. Nothing was saved after step 0"),
     ({"action": "stop", "patience_steps": 3}, "ss.ss.sn.", "sss", r"step 12: .* 3 steps in a row"),
     ({"action": "skip", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
-    ({"action": "lower_lr", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
 ]
 """Fields, steps that a run outlives, the steps after them, and what stops it."""
 
@@ -106,84 +95,23 @@ def test_what_stops_a_run(fields: dict[str, Any], before: str, last: str, said: 
         steps.take(last)
 
 
-@pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
-def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay: int) -> None:
-    """A run that stops and resumes reads some verdicts sooner."""
-    steps = Steps(action="lower_lr", patience_steps=2, lower_lr_steps=5, lower_lr_factor=0.25)
-    rates = []
-    for kind in "..ss...ss........ss.......":
-        steps.monitor.read(steps.step - delay)
-        rates.append(steps.monitor.lr_factor(steps.step + 1))
-        steps.send(kind)
-    lowered = [step for step, rate in enumerate(rates, start=1) if rate == 0.25]
-    assert lowered == [*range(7, 17), *range(22, 27)]
-    said = [(event["step"], event["first"], event["last"]) for event in steps.events if "first" in event]
-    assert said == [(4, 7, 11), (19, 22, 26)]  # still lowered at the second spike
-
-
-def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
-    found = Steps(action="rewind", patience_steps=3).take("...sns....")
-    assert (found.first_step, found.last_step, found.spikes) == (4, 6, 1)
-
-
 def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing() -> None:
-    steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
+    steps = Steps(action="skip")
     steps.take("." * 140 + "ss")
     steps.monitor.watch_layers(142, {"layer_max_activation": [1.0, 2.0]})
     assert state_of({}) == MonitorState(), "of a checkpoint from before the monitor"
     saved = dataclasses.asdict(steps.monitor.state())
-    again = Steps(state_of(saved), action="lower_lr")
+    again = Steps(state_of(saved | {"rewinds": []}), action="skip")  # of an earlier version
     assert dataclasses.asdict(again.monitor.state()) == saved
-    assert again.monitor.lr_factor(200) < 1
     assert again.monitor.metrics() == steps.monitor.metrics()
     assert steps.monitor.metrics()["spike_score"] > 0  # OLMo's own rule needs no flag
     following = Monitor(
         again.config, dataclasses.replace(SPAN, index=2), CPU, state_of(saved), print, lambda: 7
     )
     assert following.metrics() == steps.monitor.metrics()
-    assert following.lr_factor(200) == 1
     state = following.state()
     assert (state.in_a_row, state.recent, state.layers) == (0, [], {})
     assert state.detector["steps"] == 0
-
-
-# --- rewinds ------------------------------------------------------------------------------------------------
-
-SPIKE = SpikeFound(50, 52, "loss", 9.0, 5.0, 2)
-
-
-def test_the_batches_of_all_rewinds_and_of_the_user_are_left_out() -> None:
-    config = tiny_config(train={"iterations_to_skip": [3, 9]})
-    rewinds = [{"first_skipped": 5, "last_skipped": 6}, {"first_skipped": 6, "last_skipped": 8}]
-    assert skipped_steps(config, rewinds) == {3, 5, 6, 7, 8, 9}
-
-
-def test_rewinds_are_bounded_and_need_an_old_checkpoint(tmp_path: Any) -> None:
-    with pytest.raises(MonitorStop, match=r"step 50: a spike \(loss 9\) after 3 rewinds \(monitor\.max_rewi"):
-        rewind(SPIKE, tmp_path, [{}] * 3, Config(), single_rank(), 1000)
-    with pytest.raises(MonitorStop, match=r"no checkpoint of step -50 or before .*checkpoint\.every_steps"):
-        rewind(SPIKE, tmp_path, [], Config(), single_rank(), 1000)
-
-
-def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp_path: Path) -> None:
-    config = tiny_config(monitor={"rewind_min_steps": 10, "rewind_skip_after_steps": 4})
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, config.phases[0], config)
-    folders = {step: write_checkpoint(tmp_path, step, model, optimizer, config) for step in (30, 40, 45)}
-    (folders[40] / "config.yaml").write_text("another")
-    checkpoint, done, damaged = rewind(SPIKE, tmp_path, [], config, single_rank(), last_step=53)
-    assert checkpoint == folders[30]
-    assert (done.checkpoint_step, done.spike_step, done.last_skipped) == (30, 50, 53)
-    ((name, fault),) = damaged
-    assert name == "step_00000040"
-    assert "config.yaml has 7 bytes" in fault
-    kept = {"latest", "rewinds.json", "set_aside", "step_00000030", "step_00000040.damaged"}
-    assert {path.name for path in tmp_path.iterdir()} == kept
-    assert (tmp_path / "latest").read_text() == "step_00000030"
-    assert [path.name for path in (tmp_path / "set_aside").iterdir()] == ["step_00000045"]
-    (folders[30] / "config.yaml").unlink()
-    with pytest.raises(MonitorStop, match=r"step_00000030 is damaged: config\.yaml is missing"):
-        rewind(SPIKE, tmp_path, [], config, single_rank(), last_step=53)
 
 
 # --- layers -------------------------------------------------------------------------------------------------
@@ -205,21 +133,6 @@ def test_layers_without_a_value_are_left_alone() -> None:
     for _ in range(40):
         assert watch.look({"layer_indexer_kl": [math.nan, 0.5], "layer_value_gate_low": [0.0, 0.0]}) == []
     assert [jump["layer"] for jump in watch.look({"layer_indexer_kl": [math.nan, 9.0]})] == [1]
-
-
-def test_no_rate_is_lowered_beyond_the_phase() -> None:
-    end = SPAN.end
-    for spike, said in ((end - 5, [(end - 2, end)]), (end - 2, [])):
-        steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
-        steps.step = spike - 1
-        steps.take("s")
-        assert [(event["first"], event["last"]) for event in steps.events if "first" in event] == said
-
-
-def test_spikes_that_a_run_went_back_for_are_counted() -> None:
-    rewinds = [{"spikes": 3}, {"spikes": 4}]
-    assert with_rewinds(MonitorState(1, spikes=2), rewinds) == MonitorState(1, spikes=4, rewinds=rewinds)
-    assert with_rewinds(MonitorState(1, spikes=5), rewinds).spikes == 5  # of a later checkpoint
 
 
 # --- a start after the monitor stopped the run is refused unless something changed -------------------------

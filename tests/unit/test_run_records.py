@@ -28,7 +28,7 @@ def write_all_that_is_read(folder):
     saved = {"step": 70, **SAVED, "time": 1e9 + 80}
     write_run(folder, SPIKE | {"step": 30, "action": "log"}, skipped, validation, saved, starts=(0, 40))
     (folder / "starts.jsonl").write_text("".join(each + "\n" for each in STARTS))
-    (folder / "metrics_rewound.jsonl").write_text(json.dumps(SPIKE | {"step": 45, "action": "rewind"}) + "\n")
+    (folder / "metrics_rewound.jsonl").write_text(json.dumps(SPIKE | {"step": 45, "action": "skip"}) + "\n")
     line = {"step": 0, "time": 1e9 + 5, "seconds": {"import": 5.0}}
     lines = [{"kind": "start", "began": 1e9, **line}, {"kind": "steps", "phase": "sparse", **line, "step": 9}]
     (folder / "goodput.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -106,7 +106,7 @@ def test_a_card_names_the_commit_the_validation_and_the_events(tmp_path):
         "- step 30: spike: loss 9 above 7.5, action: log\n",
         "- step 40: skipped_batches: steps 40 to 41\n",
         "- step 44: fault: 20260101-000000: rank 0: no progress (",
-        "- step 45: spike: loss 9 above 7.5, action: rewind; then rewound\n",
+        "- step 45: spike: loss 9 above 7.5, action: skip; then rewound\n",
     ):
         assert said in card, said
 
@@ -115,7 +115,7 @@ def test_every_event_that_is_logged_is_known():
     """A new event needs a place in KINDS, and, if a person should know of it, an alert."""
     sources = "".join(path.read_text() for path in Path(gsa_train.__file__).parent.rglob("*.py"))
     logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
-    assert logged >= {"spike", "rewind", "skipped_batches", "checkpoint_damaged", "warning"}
+    assert logged >= {"spike", "skipped_batches", "checkpoint_damaged", "warning"}
     # The last three are for W&B: metrics.jsonl cannot be written, can again, or the thread that writes it hangs.
     elsewhere = {"validation", "samples", "tasks", "checkpoint", "log_failed", "log_written", "hang"}
     assert logged - elsewhere == set(KINDS)

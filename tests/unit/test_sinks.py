@@ -125,8 +125,9 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
         fault = tmp_path / "faults" / "20260101-000000" / "report.txt"
         fault.parent.mkdir(parents=True)
         fault.write_text(f"hang of {loss}")
-        for kind in ("evaluations", "analysis"):  # of weights that the next start does not have
-            (tmp_path / kind / "last").mkdir(parents=True)
+        (tmp_path / "evaluations" / "last").mkdir(
+            parents=True
+        )  # of weights that the next start does not have
     assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3.0]
     previous = sorted((tmp_path / "previous").iterdir())
     assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]
@@ -134,7 +135,7 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
     assert all((path / "tensorboard").is_dir() for path in previous)
     faults = [next(path.glob("faults/*/report.txt")).read_text() for path in previous]
     assert faults == ["hang of 1.0", "hang of 2.0"]
-    assert all((path / kind / "last").is_dir() for path in previous for kind in ("evaluations", "analysis"))
+    assert all((path / "evaluations" / "last").is_dir() for path in previous)
 
 
 def test_summary(tmp_path):
@@ -194,28 +195,16 @@ def test_steps_that_run_again_move_to_a_file_of_their_own_and_are_shown_once(tmp
         for step in (4, 5, 6):
             sinks.log(step_record(step, loss=2.0, layer_recall=[0.25, 0.5]))
         sinks.log({"event": "spike", "step": 6, "phase": "sparse", "signal": "NaN", "value": math.nan})
-        sinks.go_back(5)
-        sinks.log({"event": "rewind", "step": 5, "phase": "sparse"})
+    with open_run(tmp_path, resume_step=5, logging=logging, keeps_later=True) as sinks:
         sinks.log(step_record(6, loss=9.0, layer_recall=[0.25, 0.5]))
     records = read_records(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 5, 6]
-    *_, again, spike = read_records(tmp_path / "metrics_rewound.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    again, spike = read_records(tmp_path / "metrics_rewound.jsonl")
     assert (again["step"], again["loss"], spike["signal"], str(spike["value"])) == (6, 2.0, "NaN", "nan")
     events = tensorboard_of(tmp_path)
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert shown == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 9.0)]
     assert [event.step for event in events.Scalars("gsa_layers/recall/layer_01")] == [1, 2, 3, 4, 5, 6]
-    assert [event.step for event in events.Scalars("events/rewind")] == [5]
-
-
-def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path):
-    with open_run(tmp_path) as sinks:
-        for step in range(1, 5):
-            sinks.log(step_record(step))
-        (tmp_path / "metrics_rewound.jsonl").write_text(json.dumps(step_record(7)) + '\n{"step": 8, "ph')
-        sinks.go_back(2)
-    dropped = read_records(tmp_path / "metrics_rewound.jsonl")
-    assert [record["step"] for record in dropped] == [7, 3, 4]
 
 
 # --- late records ------------------------------------------------------------------------------------------
@@ -246,12 +235,8 @@ def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tm
     log.log({"event": "spike", "step": 2, "phase": "sparse"})
     expected += [(2, None), (2, "warning"), (2, "spike")]
     assert logged() == expected
-    log_late(3)
-    log.go_back(2)
-    assert logged() == expected
-    assert logged("metrics_rewound.jsonl") == [(3, None), (3, "warning")]
     log_late(4)
-    log.log_samples({"step": 4, "phase": "sparse", "samples": []})
+    log.write_late()
     expected += [(4, None), (4, "warning")]
     assert logged() == expected
     log_late(5)

@@ -84,10 +84,6 @@ def evaluation(**fields: Any) -> dict[str, Any]:
     return {"evaluations": [{"name": "e", **fields}]}
 
 
-def selections(**fields: Any) -> dict[str, Any]:
-    return {"selections": {"seq_len_tokens": 64, **fields}}
-
-
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"sedes": [1]}, "sedes = {...}: unknown key; did you mean seeds?"),
     (arm(sett={}), "arms.0.sett = {...}: unknown key; did you mean arms.0.set?"),
@@ -111,8 +107,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (evaluation(validation=True), "evaluations.0.validation = true: the run's sets are scored beside tasks"),
     (evaluation(data={"a": "/no/where"}), "evaluations.0.data.a = /no/where: not there"),
     (evaluation(tasks=["piqa", "/no/where.jsonl"]), "evaluations.0.tasks.1 = /no/where.jsonl"),
-    (selections(layers=[9]), "all arms: selections.layers = [9]: the model has"),
-    (selections(runs=["one-seed7"]), "selections.runs = ['one-seed7']: the study has no such run"),
     ({"config": "no.yaml"}, "all arms: cannot be read"),
     ({"data_parallel": 0}, "data_parallel = 0: below 1"),
     ({"set": {"train.objective": "focal"}}, "all arms: train.objective = focal: no such name"),
@@ -151,12 +145,6 @@ def test_evaluations_take_each_length(tmp_path: Path) -> None:
     ]
     words = "--name far-L128 --data books=/tmp --context-length 128 gsa.adaptive_k=off"
     assert " ".join(jobs[-1].command).endswith(words)
-
-
-def test_selections_are_saved_of_all_indexers_or_of_the_runs_that_are_named(tmp_path: Path) -> None:
-    for runs, expected in (([], ["sparse-seed1", "sparse-seed2"]), (["sparse-seed2"], ["sparse-seed2"])):
-        study = load(tmp_path, arms=DENSE_AND_SPARSE, **selections(runs=runs))
-        assert [job.run.name for job in jobs_of(study) if job.kind == "selections"] == expected
 
 
 # ---- planning

@@ -19,7 +19,6 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config
-from gsa_train.config.checks import check_packages
 from gsa_train.config.file_checks import check_tasks
 from gsa_train.data.batches import to_micro_batch
 from gsa_train.metrics.progress import Progress
@@ -276,17 +275,14 @@ def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path
 # ---- what is refused, and what is shown
 
 
-def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tmp_path, monkeypatch):
+def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tmp_path):
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text("{}\n")
-    tasks = [*places, "./absent", str(damaged), "absent.yaml", "olmo:no/such", "arc_easy"]
+    tasks = [*places, "./absent", str(damaged), "olmo:no/such"]
     config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, tasks=tasks))
     lines = check_tasks(config)
-    assert [line.split(" = ")[0] for line in lines] == [f"evaluate.tasks.{number}" for number in (2, 3, 4, 5)]
+    assert [line.split(" = ")[0] for line in lines] == [f"evaluate.tasks.{number}" for number in (2, 3, 4)]
     assert "line 1: is not a request" in lines[1]
-    monkeypatch.setattr("gsa_train.config.checks.is_installed", lambda package: package != "lm_eval")
-    (line,) = check_packages(config)
-    assert line.startswith("evaluate.tasks = absent.yaml: a task of lm-evaluation-harness")
 
 
 def test_files_damaged_further_on_and_other_requests_of_a_rank_are_refused(places, tmp_path, monkeypatch):

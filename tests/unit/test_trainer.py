@@ -1,7 +1,6 @@
 """Tests the training loop: its last saves, and its clocks."""
 
 import dataclasses
-import gc
 import itertools
 import math
 import resource
@@ -15,30 +14,23 @@ import pytest
 
 from gsa_train import trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
-from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
-from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import phase_ranges
 from gsa_train.profiling import work_time
 from gsa_train.reliability.monitor.corruption import CorruptionFound
-from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
-from gsa_train.reliability.stop_signals import Stopped, StopRequest
+from gsa_train.reliability.monitor.monitor import MonitorStop
+from gsa_train.reliability.stop_signals import Stopped
 from gsa_train.run import finish, saves
-from gsa_train.run import open as opening
-from gsa_train.run.open import open_run
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run_folder.resume import Start
-from gsa_train.run_folder.rewind import Rewind
 from gsa_train.services import Service
 from gsa_train.step import StepResult, train_step
 from gsa_train.train import train_phases
 from gsa_train.trainer import run_phase
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
-from helpers.text_runs import text_config
 from helpers.tiny_run import tiny_run
 
 
@@ -76,19 +68,6 @@ def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> 
         run.state.step = 4
         assert newest_save(run) == 3
     assert [(record["event"], record["step"]) for record in records] == [("checkpoint", 3)]
-
-
-def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path, full_disk):
-    with run_of(tmp_path, retry_after_steps=2) as (run, *phase):
-        full_disk()
-        save(run, *phase)
-        saver = run.services.saver
-        (failed,) = saver.ended(now=4, wait=True)
-        assert failed.error is not None
-        assert saver.is_due(6)
-        saver.go_back(2)
-        assert not saver.is_due(6)
-        assert saver.has(2)
 
 
 def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(
@@ -129,32 +108,12 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypa
     monkeypatch.setattr(work_time, "time", Mock(perf_counter=lambda: next(ticks)))
     for phase_range in phase_ranges(config.phases):
         optimizer = build_optimizer(model, phase_range.phase, config)
-        assert run_phase(run, phase_range, optimizer) is None
+        run_phase(run, phase_range, optimizer)
         close_optimizer(model, optimizer)
     steps = [record for record in records if "event" not in record]
     assert [record["step"] for record in steps] == [1, 5, 8]
     assert steps[0]["forward_backward_seconds"] == steps[1]["forward_backward_seconds"]
     assert steps[0]["optimizer_seconds"] == steps[1]["optimizer_seconds"]
-
-
-def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(tmp_path, monkeypatch):
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # for the other tests of this process
-    config = text_config(
-        [SPARSE],
-        run={"dir": str(tmp_path)},
-        evaluate={"max_blocks": 1},
-        logging={"wandb": "disabled", "tensorboard": False},
-        monitor={"action": "rewind", "rewind_min_steps": 20},
-    )
-    arguments = parse_arguments(["--config", "of no file"])
-    run = open_run(config, arguments, StopRequest(), Start(), single_rank(), RunClock())
-    monitor = config.monitor
-    assert run.services.saver._reach_steps == 20 + monitor.lasting_steps + monitor.patience_steps
-    close_optimizer(run.model, run.phase_optimizer)
-    services = run.services
-    services.log.close(0)
-    for each in (services.saver, run.data.batches, services.stop_vote, services.watchdog):
-        each.close()
 
 
 class FailedStep(Exception):
@@ -247,27 +206,6 @@ def test_batches_left_out_are_told_of_also_after_a_range_that_a_start_before_has
     assert told == [(3, 5), (7, 7)]
     ended = [call.args[0].step for call in service.after_step.call_args_list]
     assert (service.on_batch.call_count, ended) == (1, [3, 4, 5, 6, 7]), "services hear of every step"
-
-
-def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill may come during the read, and the next start drops metrics after the checkpoint."""
-
-    class Killed(Exception):
-        pass
-
-    config = tiny_config([SPARSE])
-    done = Rewind(4, 6, 5, 9, spikes=1)
-    monkeypatch.setattr(opening, "rewind", lambda *_: (Path("step_00000004"), done, []))
-    monkeypatch.setattr(opening, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
-    monkeypatch.setattr(opening, "open_batches", Mock(side_effect=Killed))
-    saver = Mock(ended=lambda now, wait: [])
-    run = tiny_run(config, tiny_model(config), step=7, saver=saver)
-    with pytest.raises(Killed):
-        opening.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
-    sinks = run.services.log.sinks
-    calls = sinks.method_calls
-    assert [call[0] for call in calls] == ["go_back", "log"]
-    assert calls[1].args[0]["event"] == "rewind"
 
 
 @pytest.mark.parametrize(("end", "code"), [("leave", 75), ("give_up", 13), ("give_up_corrupted", 14)])

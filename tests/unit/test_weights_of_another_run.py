@@ -24,7 +24,6 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, phase_ranges
-from gsa_train.reliability.monitor.monitor import SpikeFound
 from gsa_train.run import open as opening
 from gsa_train.run.open import open_phase
 from gsa_train.run.state import Run
@@ -335,16 +334,16 @@ def test_fp32_weights_take_no_memory_once_the_next_phase_has_them(monkeypatch: p
         kept.append(weakref.ref(weights))
         return weights
 
-    def run_phase(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> SpikeFound | None:
+    def run_phase(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> None:
         alive.append([each() is not None for each in kept])
-        return SpikeFound(6, 6, "loss", 9.0, 5.0, 1) if phase_range.index == 2 else None
 
     monkeypatch.setattr(train, "keep_main_weights", keep)
     monkeypatch.setattr(train, "run_phase", run_phase)
-    phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third", "fourth")]
+    monkeypatch.setattr(train, "save_the_end", lambda *_: None)
+    phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third")]
     config = tiny_config(phases, train=BF16)
     run, ranges = tiny_run(config, tiny_model(config)), phase_ranges(phases)
     run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
-    assert train_phases(run, ranges) is not None
+    train_phases(run, ranges)
     assert alive == [[], [False], [False, False]]
-    assert len(kept) == 2  # none where a rewind starts again
+    assert len(kept) == 2

@@ -14,12 +14,10 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import zero
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.step import evaluation_step
-from gsa_train.validation.next_tokens import next_tokens
 from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
 from helpers.single_rank import (
@@ -100,7 +98,7 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
 def numbers_of(
     action: str, model: Model, optimizer: PhaseOptimizer, config: Config, seed: int
 ) -> list[float]:
-    """Return the results of a training step, a validation, the next tokens of samples, or tasks."""
+    """Return the results of a training step, a validation, or tasks."""
     batches, blocks = random_batches(config, seed), random_blocks(config, seed)
     if "step" in action:
         result = take_step(model, optimizer, batches, config, 3e-3, seed, measures="measured" in action)
@@ -108,10 +106,6 @@ def numbers_of(
     elif "validation" in action:
         loss_sum, _ = evaluation_step(model, batches, config, single_rank(), measures="measured" in action)
         found = [loss_sum.item()]
-    elif action == "tokens":
-        prompts = [to_micro_batch(block[None], EOS, False) for block in blocks[:2]]
-        tokens = next_tokens(model, prompts, (5, 9), config.model.vocab_size, config, single_rank())
-        found = [*map(float, tokens)]
     else:
         requests = [Request(row[row != EOS][:8], 3) for row in blocks.numpy()]
         found = log_likelihoods(model, requests, EOS, config, single_rank())
@@ -121,7 +115,7 @@ def numbers_of(
 
 
 ACTIONS = (
-    *("tasks", "step", "step", "measured step", "validation", "step", "measured validation", "tokens"),
+    *("tasks", "step", "step", "measured step", "validation", "step", "measured validation"),
     *("measured step", "tasks", "step"),
 )
 BASE = dataclasses.replace(SPARSE, train="base")

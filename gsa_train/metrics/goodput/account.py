@@ -4,7 +4,6 @@ A line says how the main rank has spent its time since its process began, at a s
 
     start   the process has opened the run folder; `began`: when the process began
     steps   steps are done; `phase`: of the last step
-    rewind  the run has gone back to an earlier checkpoint
     end     the process leaves on purpose; `reason`: why
     lost    written by the next start for a process without `end`; `time`: its last sign of life; `progress`: the last
             progress of its main thread
@@ -22,7 +21,7 @@ from typing import Any
 Line = Mapping[str, Any]
 
 START_UP = ("import", "process_groups", "health", "checkpoint", "readers", "model", "folder")
-"""Activities of a process before its first step, and during a rewind."""
+"""Activities of a process before its first step."""
 _BETWEEN = ("save", "copies", "validation", "tasks", "text", "stragglers")
 ACTIVITIES = (*START_UP, "first_step", "training", *_BETWEEN, "other")
 """Activities of the main thread. `copies`, `text` and `stragglers` are parts of steps."""
@@ -70,8 +69,6 @@ class Account:
     """Number of training steps whose time is known, including repeated steps."""
     step_seconds: float | None
     """Mean time of a step, without first steps; None if there are none."""
-    saves: int
-    """Number of saves that training waited for."""
 
     @property
     def ettr(self) -> float:
@@ -121,7 +118,7 @@ class Accounting:
         self._starts: list[StartAccount] = []
         self._seconds: Mapping[str, float] = {}
         """`seconds` of the newest line."""
-        self._step = self._saves = 0
+        self._step = 0
         self._time = self._pauses = self._set_back = 0.0
         """`_set_back`: seconds by which clocks were set back between starts."""
         for line in lines:
@@ -145,8 +142,7 @@ class Accounting:
                 self._lost[name if name in self._lost else "other"] += seconds
             if name in START_UP:
                 start.start_up_seconds += seconds
-        self._saves += spent.get("save", 0.0) > 0
-        if kind in ("lost", "rewind"):  # no checkpoint holds the work since the previous line
+        if kind == "lost":  # no checkpoint holds the work since the previous line
             self._lost["repeated"] += spent.get("training", 0.0)
             self._lost["first_step"] += spent.get("first_step", 0.0)
         else:
@@ -155,8 +151,6 @@ class Accounting:
             start.detection_seconds = max(0.0, line["time"] - line["progress"])
             self._lost["detection"] += start.detection_seconds
         start.last_step, start.until = line["step"], line["time"]
-        if kind == "rewind":
-            self._go_back(line["step"])
         if kind in ("end", "lost"):
             start.ended = line.get("reason", kind)
         self._step, self._time = line["step"], line["time"]
@@ -176,9 +170,7 @@ class Accounting:
         steps, seconds = (
             sum(getattr(each, name) for each in self._phases.values()) for name in ("steps", "seconds")
         )
-        return Account(
-            wall, productive, lost, self._starts, steps, seconds / steps if steps else None, self._saves
-        )
+        return Account(wall, productive, lost, self._starts, steps, seconds / steps if steps else None)
 
     def _begin(self, line: Line) -> None:
         began, step = line["began"], line["step"]

@@ -74,10 +74,6 @@ class GoodputLog:
         said, self._start_up_is_said = self._start_up_is_said, True
         return None if said else start_up_in_words(self.clock.read()[1])
 
-    def go_back(self, step: int) -> None:
-        self.step = step
-        self._note("rewind", step)
-
     def end(self, reason: str) -> None:
         """Record that the process ends on purpose. Later activity does not belong to the run."""
         self._note("end", self.step, reason=reason)

@@ -22,7 +22,6 @@ ALIVE = "alive.json"
 NEEDED: dict[str, tuple[str, ...]] = {
     "start": ("began",),
     "steps": (),
-    "rewind": (),
     "end": (),
     "lost": ("progress",),
 }

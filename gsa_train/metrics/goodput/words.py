@@ -112,15 +112,13 @@ def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
     ]
 
 
-def about_run(name: str, account: Account, ettr_in_fast_motion: float) -> str:
-    """Returns lines with the account of a run, and the ETTR that the simulation gives for its faults."""
+def about_run(name: str, account: Account) -> str:
+    """Returns lines with the account of a run."""
     lines = [
         f"{name}: ETTR {account.ettr:.2%} over {short(account.wall_seconds)} and {len(account.starts)} starts",
         *table(("", "time", "share"), rows_of_losses(account)),
         "",
         *table(STARTS_HEAD, rows_of_starts(account)),
-        "",
-        f"its faults and start-ups simulated with the mean of everything else: ETTR {ettr_in_fast_motion:.2%}",
     ]
     return "\n".join(lines)
 

@@ -17,14 +17,6 @@ import torch.distributed as dist
 
 from gsa_train.files import own_file
 from gsa_train.reliability.health.device_checks import faults_of_device
-from gsa_train.reliability.health.driver import (
-    LOST,
-    MISSING,
-    XidWatch,
-    faults_by_driver,
-    open_driver,
-    uuid_of,
-)
 from gsa_train.reliability.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
 from gsa_train.reliability.health.links import faults_of_neighbours, faults_of_sums, first_line
 from gsa_train.reliability.last_words import SUBMISSION
@@ -43,29 +35,26 @@ class UnhealthyDevice(RuntimeError):
 
 
 def check_device(device: torch.device, index: int, seconds: float) -> Finding:
-    here, faults = device_here(device, index), []
-    nvml = open_driver() if here.uuid else None
-    xids = None
-    if nvml is not None:
-        try:
-            xids = XidWatch(nvml, here.uuid)
-        except nvml.NVMLError_GpuIsLost:
-            faults.append(LOST)
-        except nvml.NVMLError:  # no permission in the container, or a MIG instance
-            pass
     try:
-        faults += faults_of_device(device, seconds)
+        faults = faults_of_device(device, seconds)
     except RuntimeError as error:  # most bad devices raise an error
-        faults.append(f"its check failed: {first_line(error)}")
-    if nvml is not None and xids is not None:
-        faults += [*faults_by_driver(nvml, here.uuid), *xids.faults()]
-    without_driver = bool(here.uuid) and xids is None and LOST not in faults
-    return replace(here, faults=list(dict.fromkeys(faults)), without_driver=without_driver)
+        faults = [f"its check failed: {first_line(error)}"]
+    return replace(device_here(device, index), faults=faults)
 
 
 def device_here(device: torch.device, index: int) -> Finding:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     return Finding(node, index, uuid_of(device))
+
+
+def uuid_of(device: torch.device) -> str:
+    """Returns the UUID as nvidia-smi prints it; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    except RuntimeError:  # the check reports the fault
+        return "GPU that does not answer"
 
 
 def check_presence() -> None:
@@ -110,18 +99,14 @@ def check_health(parallel: Parallel, seconds: float) -> None:
         UnhealthyDevice: a device or link of any rank is bad.
     """
     began = time.monotonic()
-    found = check_ranks(parallel.device, seconds)
+    check_ranks(parallel.device, seconds)
     if parallel.is_main and parallel.device.type == "cuda":
         count = "1 GPU is" if parallel.world_size == 1 else f"{parallel.world_size} GPUs are"
         logger.info("%s healthy: products, memory and links, in %.1f s", count, time.monotonic() - began)
-        not_asked = [each.node for each in found if each.without_driver]
-        if not_asked:
-            where = "" if len(not_asked) == len(found) else f" on {', '.join(dict.fromkeys(not_asked))}"
-            logger.warning("health: %s%s", MISSING, where)
 
 
-def check_ranks(device: torch.device, seconds: float) -> list[Finding]:
-    """Check each rank's device, then the links between the ranks. Returns the findings by rank.
+def check_ranks(device: torch.device, seconds: float) -> None:
+    """Check each rank's device, then the links between the ranks.
 
     Collective over the world group.
 
@@ -130,13 +115,12 @@ def check_ranks(device: torch.device, seconds: float) -> list[Finding]:
     """
     here = device_here(device, int(os.environ.get("LOCAL_RANK", "0")))
     exchange = Exchange(here)
-    found = _tell_all(exchange, "devices", check_device(device, here.index, seconds), nodes_of_bad_devices)
+    _tell_all(exchange, "devices", check_device(device, here.index, seconds), nodes_of_bad_devices)
     if dist.get_world_size() > 1:
         # Check neighbours first, because an all-reduce never ends if a neighbour cannot be reached.
         neighbours = replace(here, faults=faults_of_neighbours(device))
         _tell_all(exchange, "neighbours", neighbours, nodes_of_bad_links)
         _tell_all(exchange, "sums", replace(here, faults=faults_of_sums(device)), lambda _: [])
-    return found
 
 
 def _tell_all(
@@ -144,7 +128,7 @@ def _tell_all(
     stage: str,
     mine: Finding,
     at_fault: Callable[[Sequence[Finding]], list[str]],
-) -> list[Finding]:
+) -> None:
     """
     Args:
         at_fault: returns the nodes at fault, or an empty list if the findings do not tell.
@@ -157,10 +141,8 @@ def _tell_all(
         raise UnhealthyDevice(
             f"{len(bad)} of {len(found)} devices are not healthy:\n{lines}\n"
             + (f"Leave out {nodes}" if nodes else "Which node is at fault this does not tell: find it")
-            + " and start the same command again (launch/check_node.py looks at a node alone; "
-            "run.health_check_seconds = 0 looks at none)"
+            + " and start the same command again (run.health_check_seconds = 0 looks at none)"
         )
-    return found
 
 
 def note_bad_nodes(nodes: Sequence[str]) -> None:

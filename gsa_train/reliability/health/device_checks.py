@@ -1,4 +1,4 @@
-"""Find faults of one device: wrong matrix products, wrong memory, and faults that its driver reports."""
+"""Find faults of one device: wrong matrix products and wrong memory."""
 
 from __future__ import annotations
 

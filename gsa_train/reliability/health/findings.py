@@ -31,8 +31,6 @@ class Finding:
     uuid: str
     """Empty for a CPU."""
     faults: list[str] = field(default_factory=list)
-    without_driver: bool = False
-    """True for a GPU if its driver could not be asked."""
 
     def in_words(self) -> str:
         name = f"GPU {self.index} ({self.uuid})" if self.uuid else f"CPU of local rank {self.index}"

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -47,22 +47,6 @@ class NotFinite(MonitorStop):
         """`step` is the last trained step, counted from 1."""
         super().__init__(why, step + 1, step)
 
-    def as_spike(self, spikes: int) -> SpikeFound:
-        """Returns a spike for a rewind, which skips the batches around the step."""
-        return SpikeFound(self.last_step, self.last_step, "weights", math.nan, math.inf, spikes + 1)
-
-
-class SpikeFound(NamedTuple):
-    first_step: int
-    """First flagged step, counted from 1."""
-    last_step: int
-    """Last flagged step that was read."""
-    signal: str
-    value: float
-    threshold: float
-    spikes: int
-    """Number of the run's spikes, including this one."""
-
 
 @dataclass
 class MonitorState:
@@ -81,21 +65,17 @@ class MonitorState:
     first_in_a_row: int = 0
     """First of the consecutive flagged steps."""
     last_flagged: int = -SPIKE_GAP_STEPS
-    lowered: list[tuple[int, int]] = field(default_factory=list)
-    """First and last steps with a lowered learning rate."""
     # Kept for the whole run.
     judged_steps: int = 0
     spikes: int = 0
     skipped_updates: int = 0
     score_steps: int = 0
     """Spiking steps by OLMo-core's rule."""
-    rewinds: list[dict[str, Any]] = field(default_factory=list)
-    """Each rewind in order, as a dict of gsa_train.run_folder.rewind.Rewind."""
 
     def entering(self, phase_index: int) -> MonitorState:
         if phase_index == self.phase_index:
             return self
-        kept = ("judged_steps", "spikes", "skipped_updates", "score_steps", "rewinds")
+        kept = ("judged_steps", "spikes", "skipped_updates", "score_steps")
         return MonitorState(phase_index, **{name: getattr(self, name) for name in kept})
 
 
@@ -130,28 +110,18 @@ class Monitor:
 
     # --- a step --------------------------------------------------------------------------------------------
 
-    def lr_factor(self, step: int) -> float:
-        lowered = any(first <= step <= last for first, last in self._state.lowered)
-        return self._config.lower_lr_factor if lowered else 1.0
-
     def observe(self, step: int, verdict: Verdict) -> None:
         self._unread.append(_Unread(step, ToHost(verdict.row)))
 
-    def read(self, through: int) -> SpikeFound | None:
+    def read(self, through: int) -> None:
         """Read the verdicts on the steps up to `through` and act on them.
-
-        Returns:
-            The spike, if a spike requires a rewind; later verdicts are then not read.
 
         Raises:
             MonitorStop: a spike ends the run.
         """
         while self._unread and self._unread[0].step <= through:
             step, row = self._unread.popleft()
-            found = self._judge(step, self.detector.row(row.read().tolist()))
-            if found is not None:
-                return found
-        return None
+            self._judge(step, self.detector.row(row.read().tolist()))
 
     def watch_layers(self, step: int, record: dict[str, Any]) -> None:
         """Warn of layers with statistics that jumped in a logged step's record."""
@@ -174,7 +144,6 @@ class Monitor:
             "spikes_per_100k_steps": 1e5 * state.spikes / steps,
             "spike_score": state.score_steps / steps,
             "skipped_updates": state.skipped_updates,
-            "rewinds": len(state.rewinds),
         }
 
     def state(self) -> MonitorState:
@@ -186,14 +155,14 @@ class Monitor:
 
     # --- policy --------------------------------------------------------------------------------------------
 
-    def _judge(self, step: int, row: Row) -> SpikeFound | None:
+    def _judge(self, step: int, row: Row) -> None:
         state, config = self._state, self._config
         self._last = row
         state.judged_steps += 1
         state.score_steps += self._counts_for_score(row)
         if not row.flagged:
             state.in_a_row = 0
-            return None
+            return
         if step - state.last_flagged > SPIKE_GAP_STEPS:
             state.spikes += 1
         if state.in_a_row == 0:
@@ -215,29 +184,14 @@ class Monitor:
             what += f", above {threshold:.3g}"
         if config.action == "log" and not row.finite:
             raise self._stop(what, step)
-        if config.action in ("skip", "lower_lr") and state.in_a_row >= config.max_skips_in_a_row:
+        if config.action == "skip" and state.in_a_row >= config.max_skips_in_a_row:
             raise self._stop(
                 f"{what}: the update was left out for the {state.in_a_row}th step in a row "
                 "(monitor.max_skips_in_a_row)",
                 step,
             )
-        if state.in_a_row < config.patience_steps:
-            return None
-        if config.action == "stop":
+        if config.action == "stop" and state.in_a_row >= config.patience_steps:
             raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)", step)
-        if config.action == "lower_lr":
-            # No earlier step: a run that is stopped and resumed in between must use the same rates.
-            first = step + READ_DELAY_STEPS + 1
-            # The next phase has its own learning rate.
-            last = min(first + config.lower_lr_steps - 1, self._phase_range.end)
-            state.lowered = [each for each in state.lowered if each[1] > step]
-            if first <= last:
-                if not any(its_last >= first - 1 for _, its_last in state.lowered):
-                    self._event("lower_lr", step, factor=config.lower_lr_factor, first=first, last=last)
-                state.lowered.append((first, last))
-        if config.action == "rewind":
-            return SpikeFound(state.first_in_a_row, step, signal, value, threshold, state.spikes)
-        return None
 
     def _stop(self, why: str, step: int) -> MonitorStop:
         return MonitorStop(
@@ -264,6 +218,7 @@ class Monitor:
 
 
 def state_of(saved: dict[str, Any]) -> MonitorState:
-    """Returns the state from a checkpoint, which is empty for versions without monitor."""
-    pairs = {name: [tuple(pair) for pair in saved.get(name, [])] for name in ("recent", "lowered")}
-    return MonitorState(**{**saved, **pairs})
+    """Returns the state from a checkpoint, which is empty for versions without monitor. Earlier versions have more
+    fields."""
+    known = {each.name: saved[each.name] for each in fields(MonitorState) if each.name in saved}
+    return MonitorState(**{**known, "recent": [tuple(pair) for pair in saved.get("recent", [])]})

@@ -1,11 +1,11 @@
 """Detect spikes on the device before the update, with the same result on all ranks.
 
 A step's loss and gradient norm over the global batch are compared with the last `window_steps` steps. The verdict
-masks the update on the device, and the host reads the verdict later (monitor.py). `robust` compares the logarithm of
-the gradient norm, whose noise is multiplicative and has a long tail. `sigma` compares the norm itself.
+masks the update on the device, and the host reads the verdict later (monitor.py). The logarithm of the gradient norm is
+compared, because the noise of the norm is multiplicative and has a long tail.
 
 A large gradient with a usual loss mostly comes from a short stretch of unusual text. If such a gradient is clipped,
-`robust` flags the step only if the norm exceeds a higher limit or stays large, or if the loss rises.
+a step is flagged only if the norm exceeds a higher limit or stays large, or if the loss rises.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
 class SpikeDetector:
     """Holds the history of a phase and judges its next step. No operation here synchronizes with the device.
 
-    The `signal` dimension of its tensors has the loss first, then the gradient norm or its logarithm.
+    The `signal` dimension of its tensors has the loss first, then the logarithm of the gradient norm.
     """
 
     def __init__(self, config: MonitorConfig, device: torch.device) -> None:
@@ -101,13 +101,11 @@ class SpikeDetector:
             grad_norm: 0-d fp32, over all ranks, before clipping.
             grad_clip: norm to which the gradient is clipped; 0 for no clipping.
         """
-        compared_norm = grad_norm.log() if self._config.detector == "robust" else grad_norm
-        values = torch.stack([loss.float(), grad_norm, compared_norm])
+        values = torch.stack([loss.float(), grad_norm, grad_norm.log()])
         finite = (values[:2] * 0 == 0).all()
         compared = values[::2]
         limits = self._limits()
-        by_log = grad_clip > 0 and self._config.detector == "robust"
-        clipped = self._is_norm & (limits[0] >= (math.log(grad_clip) if by_log else math.inf))
+        clipped = self._is_norm & (limits[0] >= (math.log(grad_clip) if grad_clip > 0 else math.inf))
         alone = torch.where(clipped, limits[3], limits[0])
         above = torch.stack([compared > alone, compared > limits[1], compared > limits[2]])
         streak = (self._streak + 1) * above[1]
@@ -135,8 +133,7 @@ class SpikeDetector:
     def row(self, values: list[float]) -> Row:
         """Convert `Verdict.row`, with limits in the units of the metrics."""
         loss, grad_norm, loss_limit, norm_limit, *flags = values
-        if self._config.detector == "robust":
-            norm_limit = math.exp(min(norm_limit, 700.0)) if norm_limit < math.inf else math.inf
+        norm_limit = math.exp(min(norm_limit, 700.0)) if norm_limit < math.inf else math.inf
         loss_spikes, norm_spikes, finite, applied = (flag != 0 for flag in flags)
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
@@ -146,10 +143,7 @@ class SpikeDetector:
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
             return self._no_limits
-        history = self._history[:, -seen:]
-        if self._config.detector == "sigma":
-            return self._sigma_limits(history)
-        return self._robust_limits(history)
+        return self._robust_limits(self._history[:, -seen:])
 
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Returns median + max(sigmas * deviation, least rise).
@@ -168,19 +162,9 @@ class SpikeDetector:
         single, lasting = torch.maximum(self._factors * spread, self._least)
         return level + torch.stack([single, lasting, TOGETHER * single, ALONE * single])
 
-    def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
-        """Returns mean + sigmas * standard deviation, as OLMo-core does. Only single steps have a limit."""
-        seen = history < torch.inf  # a phase may begin with steps that are not finite
-        count = seen.sum(dim=1)
-        mean = torch.where(seen, history, 0).sum(dim=1) / count
-        squares = torch.where(seen, history - mean[:, None], 0).square().sum(dim=1)
-        limit = mean + self._config.sigmas * (squares / (count - 1)).sqrt()
-        return torch.cat([limit[None], self._no_limits[1:]])
-
     def state(self) -> dict[str, Any]:
         """Returns the exact state for the checkpoint. Synchronizes with the device."""
         return {
-            "detector": self._config.detector,
             "steps": self._steps,
             "history": self._history.tolist(),
             "streak": self._streak.tolist(),
@@ -189,8 +173,6 @@ class SpikeDetector:
     def load(self, state: dict[str, Any]) -> None:
         """Load `state`. If the window had another length, the newest steps are used."""
         saved = torch.tensor(state["history"], device=self._history.device)
-        if state["detector"] != self._config.detector:
-            saved[1] = saved[1].log() if self._config.detector == "robust" else saved[1].exp()
         size = min(saved.shape[1], self._history.shape[1])
         self._history[:, -size:] = saved[:, -size:]
         self._streak = torch.tensor(state["streak"], device=self._streak.device)

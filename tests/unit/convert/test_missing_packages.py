@@ -6,11 +6,10 @@ import warnings
 import pytest
 
 from gsa_eval import convert
-from gsa_eval.commands import analyze, evaluate, export_hf, generate, import_hf
+from gsa_eval.commands import evaluate, export_hf, generate, import_hf
 
 COMMANDS = {
     "evaluate": (evaluate, "--run r --name n"),
-    "analyze": (analyze, "--run r --name n"),
     "generate": (generate, "--run r --prompt x"),
     "export_hf": (export_hf, "--run r --out o"),
     "import_hf": (import_hf, "--hf h --out o"),

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.commands import analyze, evaluate, generate, import_hf
+from gsa_eval.commands import evaluate, generate, import_hf
 from gsa_eval.convert.read_hf import named_eos, read_gsa_model, read_hf_config
 from gsa_eval.convert.tokenizer import write_tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
@@ -138,11 +138,9 @@ def test_what_does_not_fit_is_refused(name, whole, tmp_path, monkeypatch, capsys
     shutil.copytree(whole, folder)
     change, expected = WRONG[name]
     change(folder)
-    text = ["--name", "n", "--text", "The man and the sea"]
     for command, words in (
         (generate, ["--prompt", "The man", "--max-new-tokens", "2"]),
         (evaluate, ["--name", "n", "--data", str(Path(TOKENIZER).parent / "validation"), "--out", str(out)]),
-        (analyze, [*text, "--out", str(out)]),
         (import_hf, ["--out", str(out)]),
     ):
         monkeypatch.setattr(sys, "argv", ["command", "--hf", str(folder), *words])
@@ -158,15 +156,9 @@ def test_tied_embeddings_and_dense_layers_are_no_contradiction(tmp_path, monkeyp
     changes = {"tie_word_embeddings": True, "layer_types": ["full_attention", GSAConfig().layer_types[0]]}
     tiny_model(vocab_size=tokenizer.vocab_size, **changes).save_pretrained(tmp_path / "hf")
     write_tokenizer(tokenizer, tmp_path / "hf", SIZES["max_position_embeddings"])
-    for command, words in (
-        (generate, ["--prompt", "The man", "--max-new-tokens", "2"]),
-        (
-            analyze,
-            ["--name", "n", "--text", "The man", "--out", str(tmp_path / "out"), "gsa.attention=dense"],
-        ),
-    ):
-        monkeypatch.setattr(sys, "argv", ["command", "--hf", str(tmp_path / "hf"), *words])
-        assert command.main() == 0
+    words = ["--prompt", "The man", "--max-new-tokens", "2"]
+    monkeypatch.setattr(sys, "argv", ["command", "--hf", str(tmp_path / "hf"), *words])
+    assert generate.main() == 0
 
 
 def test_no_code_of_a_folder_runs(whole, tmp_path, monkeypatch, capsys):

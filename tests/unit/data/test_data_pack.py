@@ -1,8 +1,7 @@
-"""Tests masks of packed documents, and counts and reports of packing; test_data_oracle.py compares blocks with an
+"""Tests masks of packed documents, and counts of packing; test_data_oracle.py compares blocks with an
 oracle."""
 
 import random
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import verify
 from data_corpus import read_run
 
 from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer
@@ -68,41 +66,6 @@ def test_statistics_of_best_fit_are_counted() -> None:
     ends = sum(block[1:].count(EOS) for block in blocks)
     assert counters["packed_pieces"] == ends + sum(block[-1] not in (EOS, FILLER) for block in blocks)
     assert packing_shares({})["filler_share"] is None
-
-
-def test_verify_counts_parts_of_documents_by_hand() -> None:
-    lanes = [[65, 66, 200], [3]]
-    assert verify.best_fit_parts(lanes, 64).tolist() == [65, 64, 2, 64, 64, 64, 8, 3]
-    assert verify.concatenated_parts([[65, 66], [3]], 64).tolist() == [64, 1, 63, 3, 3]
-    assert verify.sparse_share(np.array([65, 64, 2]), 60) == 9 / 131
-    # The second document lies in sequences 1 and 2 of its lane, the third in 2 to 5; each label has a place.
-    assert verify.concatenated(lanes, 64) == (0.0, 2 / 4, (1 + 2 + 4 + 1) * 64 / (65 + 66 + 200 + 3))
-
-
-@pytest.mark.timeout(60)  # it once took documents from an empty lane forever
-def test_an_empty_lane_changes_no_report() -> None:
-    with_empty, alone = [[70, 5], [], [9]], [[70, 5], [9]]
-    assert verify.best_fitted(with_empty, 64, 4) == verify.best_fitted(alone, 64, 4)
-    assert verify.concatenated(with_empty, 64) == verify.concatenated(alone, 64)
-
-
-def test_the_report_of_verify(corpus, tokenizer, capsys):
-    arguments = ["--tokenizer", tokenizer.path, "--seq-len", "64", "--num-lanes", "2", "--pool", "5"]
-    arguments += ["--k-base", "16"]
-    assert verify.main([corpus.root, *arguments]) == 0
-    printed = capsys.readouterr().out
-    rows = dict(re.findall(r"^(concatenate|best_fit, pool of 5) +(.*)$", printed, re.MULTILINE))
-    lanes = verify.lane_lengths(corpus, tokenizer, 2)
-    assert sum(map(len, lanes)) == 200
-    _, cut, parts = verify.concatenated(lanes, 64)
-    sparse = verify.sparse_share(verify.concatenated_parts(lanes, 64), 16)
-    assert rows["concatenate"].split() == ["0.00%", f"{cut:.1%}", f"{parts:.2f}", f"{sparse:.1%}"]
-    assert rows["best_fit, pool of 5"]
-    assert "more than k_base = 16 keys; 75.0% across documents" in printed
-    assert ("WARNING" in printed) == (sparse < 0.5)
-    assert verify.main([corpus.root, *arguments[:-1], "64"]) == 0  # each query selects all its keys
-    assert "WARNING by concatenate (0.0%) and best_fit, pool of 5 (0.0%) fewer" in capsys.readouterr().out
-    assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 2
 
 
 def test_packing_is_fixed_for_a_run(corpus: Manifest, tokenizer: Tokenizer) -> None:

@@ -143,7 +143,7 @@ def test_what_is_damaged_is_refused_at_once(run: RunUnderWay) -> None:
 
 
 def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, monkeypatch):
-    """After a rewind the run reaches the step again."""
+    """After a start from an earlier checkpoint the run reaches the step again."""
 
     def again() -> None:
         run.step -= 1

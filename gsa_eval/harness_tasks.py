@@ -1,4 +1,4 @@
-"""Find tasks of lm-evaluation-harness by names or files, and prepare them for scoring between training steps."""
+"""Find tasks of lm-evaluation-harness by names or files, and encode their requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
@@ -18,14 +17,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from gsa_data.tokenize import Tokenizer
 from gsa_data.whole_files import MOST_LEVELS, read_whole
 from gsa_train.config.load import MOST_YAML_BYTES
-from gsa_train.validation.loop_tasks import PreparedTask
-from gsa_train.validation.requests import Request
 
 YAML = (".yaml", ".yml")
-METRICS = {"acc": "accuracy", "acc_norm": "length_normalised_accuracy"}
-"""The harness' name -> our name. Both normalise by characters."""
-FEWSHOT_SEED = 1234
-"""The harness' default."""
 TASK_ERRORS = (
     AssertionError, AttributeError, ImportError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
     DatasetsError, TemplateError,
@@ -108,58 +101,6 @@ def _check_depth(task: str, content: bytes) -> None:
             raise ValueError(f"{task}: is nested more than {MOST_LEVELS} levels deep; correct the file")
 
 
-def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
-    """Prepare a multiple-choice task, or a group of tasks, over all its questions.
-
-    Args:
-        max_tokens: number of inputs of a forward pass.
-        limit: number of questions from each task of a group; None: all.
-
-    Raises:
-        ValueError: the task does not exist, or needs more than log-likelihoods.
-    """
-    manager, wanted = find_tasks([task])
-    loaded = manager.load(wanted)["tasks"]
-    encoder = _Encoder(tokenizer)
-    questions: list[tuple[Any, Any, int]] = []  # task, document, its requests
-    pairs: list[Any] = []
-    for each in loaded.values():
-        metrics = [name for name in METRICS if name in each.aggregation()]
-        if each.OUTPUT_TYPE != "multiple_choice" or not metrics or callable(each.config.process_results):
-            raise ValueError(
-                f"{task}: {each.config.task} is of {each.OUTPUT_TYPE} with {', '.join(each.aggregation())}, and "
-                "between training steps only multiple choices with acc or acc_norm are scored; give it to "
-                "launch/evaluate.py"
-            )
-        each.set_fewshot_seed(seed=FEWSHOT_SEED)
-        with task_errors(task):
-            each.build_all_requests(limit=limit, rank=0, world_size=1)
-        of_document: dict[int, list[Any]] = {}
-        for instance in each.instances:
-            of_document.setdefault(instance.doc_id, []).append(instance)
-        for instances in of_document.values():
-            ordered = sorted(instances, key=lambda instance: instance.idx)
-            questions.append((each, ordered[0].doc, len(ordered)))
-            pairs += ordered
-    encoder.loglikelihood(pairs, disable_tqdm=True)
-
-    def scores(log_likelihoods: Sequence[float]) -> dict[str, float]:
-        values: dict[str, list[float]] = {}
-        first = 0
-        for each, document, count in questions:
-            # No metric of METRICS needs to know whether an answer is the greedy one.
-            results = [(nats, False) for nats in log_likelihoods[first : first + count]]
-            first += count
-            for name, value in each.process_results(document, results).items():
-                if name in METRICS:
-                    values.setdefault(METRICS[name], []).append(float(value))
-        return {name: sum(each) / len(each) for name, each in values.items()}
-
-    requests = [encoder.request(*pair, max_tokens, task) for pair in encoder.encoded]
-    name = Path(task).name.removesuffix(".yaml").removesuffix(".yml")
-    return PreparedTask(name, requests, scores, len(questions))
-
-
 class EncodingLM(TemplateLM):  # type: ignore[misc]
     """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty
     context."""
@@ -199,28 +140,3 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
                 "joins the two, or has none for it; set the task's target_delimiter to a space"
             )
         return before, after
-
-
-class _Encoder(EncodingLM):
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
-        self.encoded: list[tuple[list[int], list[int]]] = []
-
-    def request(self, context: list[int], continuation: list[int], max_tokens: int, where: str) -> Request:
-        if len(continuation) > max_tokens:
-            raise ValueError(
-                f"{where}: a continuation has {len(continuation)} tokens; the context length {max_tokens} must hold it"
-            )
-        return Request(np.array([*context, *continuation][-max_tokens - 1 :], np.int32), len(continuation))
-
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
-    ) -> list[tuple[float, bool]]:
-        self.encoded += [(context, continuation) for _, context, continuation in requests]
-        return [(0.0, False)] * len(requests)
-
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError
-
-    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError
