@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +25,11 @@ from gsa_eval.ruler_score import (
     score_ruler,
 )
 from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
+from gsa_eval.wandb_run import log_to_wandb
 from gsa_hf.generation import Generator
 from gsa_train.config import Config
 from gsa_train.data.tokenizer import reading_of
+from gsa_train.metrics.wandb_sink import wandb_mode
 from gsa_train.validation.requests import encode_requests, read_tasks, requests_table
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
 
     Raises:
         ValueError, DataFault, OSError: something cannot be read, or the name is in use.
+        WandbRefused: WANDB_MODE has no mode of W&B.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
@@ -70,6 +74,8 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
             print(f"{table(results)}\n{folder} was not written; these results were finished")
         raise
     del results["tables"]
+    if evaluated.config is not None:
+        log_to_wandb(results, folder, evaluated.config, evaluated.wandb_run_id, arguments.wandb)
     return folder, text
 
 
@@ -77,8 +83,9 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     """Refuse now what would otherwise be refused after hours of scoring.
 
     Raises:
-        ValueError: as in `run_evaluation`.
+        ValueError, WandbRefused: as in `run_evaluation`.
     """
+    wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
     asks_for_other = arguments.data or arguments.tasks or arguments.ruler
     if config.data.format == "chat" and (arguments.validation or not asks_for_other):
         raise ValueError(

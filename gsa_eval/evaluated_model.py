@@ -62,6 +62,8 @@ class EvaluatedModel:
     """Config of the run; None for a transformers folder."""
     about: dict[str, Any]
     """Entries for results.json."""
+    wandb_run_id: str | None = None
+    """W&B run of the training."""
 
 
 def load_evaluated_model(
@@ -110,6 +112,7 @@ def load_evaluated_model(
                     "step": state.step,
                     "tokens_trained": state.tokens,
                 },
+                state.wandb_run_id,
             )
 
         evaluated = read_source(source.run, source.step, source.checkpoint, read)

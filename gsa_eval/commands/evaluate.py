@@ -32,10 +32,11 @@ def main() -> int:
     from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation
     from gsa_train.config import ConfigError
+    from gsa_train.metrics.wandb_sink import WandbRefused
 
     try:
         folder, table = run_evaluation(arguments, sys.argv[1:])
-    except (ValueError, OSError, DataFault, ConfigError) as error:
+    except (ValueError, OSError, DataFault, ConfigError, WandbRefused) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{table}\nwrote {folder}")
@@ -104,6 +105,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
     )
     ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
+    parser.add_argument(
+        "--wandb",
+        default="",
+        choices=("", "auto", "online", "offline", "disabled"),
+        help="(default: logging.wandb of the run) an evaluation is a W&B run of its own, in the training run's group",
+    )
     how = parser.add_argument_group("execution")
     how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     how.add_argument(

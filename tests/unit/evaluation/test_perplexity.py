@@ -131,6 +131,12 @@ def test_a_runs_conversations_are_refused(tmp_path, monkeypatch, capsys):
     assert not (run_dir / "evaluations").exists()
 
 
+def test_a_wrong_mode_of_wandb_is_refused_before_anything_is_scored(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    assert evaluated(monkeypatch, "--run", run[2], "--name", "x", "--out", tmp_path, "--wandb", "auto") == 2
+    assert not (tmp_path / "x").exists()
+
+
 def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exported, monkeypatch, capsys):
     _, config, run_dir = run
     before = files_of_run(run_dir)

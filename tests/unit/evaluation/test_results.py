@@ -1,6 +1,7 @@
-"""Tests files with results of evaluations."""
+"""Tests results of evaluations: as files and as a W&B run."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -8,8 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from gsa_eval.results import write_results
+from gsa_eval.wandb_run import log_to_wandb, scores_of
+from gsa_train.config import Config
 from gsa_train.metrics.record_format import numbers_back
 from helpers.run_logs import refuse_constant
+from helpers.single_rank import tiny_config
 
 TEXT = {
     "loss": 2.0,
@@ -44,6 +48,27 @@ def test_an_error_in_a_write_leaves_nothing_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("run")
+    (folder / "metrics.jsonl").write_text('{"step": 3, "phase": "sparse", "loss": 1.0}\n')
+    write_results(folder / "evaluations" / "all", {**RESULTS, "tables": []})
+    return folder
+
+
+def test_scores_in_short() -> None:
+    assert scores_of(RESULTS) == {
+        "perplexity/wiki": 7.389,
+        "bits_per_byte/wiki": 0.9,
+        "accuracy/piqa_rc": 0.5,
+        "length_normalised_accuracy/piqa_rc": 0.75,
+        "bits_per_byte/piqa_rc": 1.25,
+        "acc/arc": 0.25,
+        "ruler/1000": 100.0,
+        "ruler/2000": 33.3,
+    }
+
+
 def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     places = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]
@@ -55,6 +80,31 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path: Pat
     content = json.loads(text_of_file, parse_constant=refuse_constant)
     assert content["data"]["wiki"]["loss_by_position"][1] == {"from": 17, "to": 32, "loss": "Infinity"}
     assert content["requests"]["piqa_rc"]["bits_per_byte"] == "-Infinity"
-    back = numbers_back(content)
-    assert back["data"]["wiki"]["perplexity"] == inf
-    assert back["requests"]["piqa_rc"]["bits_per_byte"] == -inf
+    scores = scores_of(numbers_back(content))
+    assert (scores["perplexity/wiki"], scores["bits_per_byte/piqa_rc"]) == (inf, -inf)
+
+
+def wandb_config(**logging: str) -> Config:
+    return tiny_config(run={"name": "gsa"}, logging={"wandb_project": "p", **logging})
+
+
+def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    write_results(folder, {**RESULTS, "tables": []})
+    before = sorted(run_dir.rglob("*"))
+    run_id = log_to_wandb(RESULTS, folder, wandb_config(wandb="offline", wandb_group="study"), "trained1")
+    assert sorted(run_dir.rglob("*")) == before
+    (kept,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    assert f"run-{run_id}.wandb" == kept.name
+    words = ["evaluation", "study", "gsa all", "training_run", "trained1"]
+    words += ["eval/perplexity/wiki", "eval/ruler/1000"]
+    deadline = time.monotonic() + 60  # W&B's process writes the file some time after it reports success
+    while missing := [word for word in words if word.encode() not in kept.read_bytes()]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.05)
+
+
+def test_wandb_may_be_off(tmp_path: Path) -> None:
+    assert log_to_wandb(RESULTS, tmp_path, wandb_config(wandb="disabled"), None) is None
+    assert log_to_wandb(RESULTS, tmp_path, wandb_config(wandb="offline"), None, choice="disabled") is None
+    assert list(tmp_path.iterdir()) == []

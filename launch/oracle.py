@@ -1,0 +1,14 @@
+"""Measure the retrieval limit of key selections: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
+
+`gsa_eval/commands/oracle.py` describes the command.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_eval.commands.oracle import main
+
+if __name__ == "__main__":
+    sys.exit(main())
