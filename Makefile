@@ -128,7 +128,7 @@ bench-step:
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
 # a dry run predicts; on one GPU and on all. Tensor parallelism in a process of its own, as it sets
-# CUDA up in another way (gsa_train/distributed/cuda_connections.py). ARGS adds options and key=value.
+# CUDA up in another way (gsa_train/distributed/cuda_connections.py). ARGS adds options (--breakdown) and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
 LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full;tp=1,mbs=4,opt=off

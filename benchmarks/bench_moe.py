@@ -21,7 +21,10 @@ beyond rounding is reported as WRONG. The learning rate is 0, so that weights an
 
 The models take turns in `--rounds` rounds. Each round builds and warms up each model again, because the models do not
 fit into memory together. In each round a model's step time is divided by the step time of the standard model without
-CUDA graphs. `ratio` is the median of this quotient over the rounds, with its standard error.
+CUDA graphs. `ratio` is the median of this quotient over the rounds, with its standard error. The table by part shows
+traced steps of the last round in ms per step. `experts` are the matrix products of the routed experts. `exchange` sorts
+tokens by expert and adds up outputs. `mlp` includes the shared expert. Kernels of a graph belong to no part, so models
+with graphs are not traced.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from whole_steps.step_bench import (
     time_steps,
 )
 from whole_steps.step_timing import count_synchronizations
+from whole_steps.step_trace import OF_EXPERTS, in_columns, trace_steps
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STANDARD, GSA = "standard", "gsa"
@@ -79,6 +83,7 @@ SPARE_GIB = 6.0
 """Memory that the estimate leaves out: the allocator's gaps and memory of libraries."""
 LEFT_GIB = 1.0
 """Memory that a turn may leave allocated: workspaces of libraries."""
+TRACED_STEPS = 2
 ROUNDING = 0.02
 """Allowed relative difference of a layer's bf16 output: eps is 0.008, and an output sums two products."""
 
@@ -98,6 +103,8 @@ class Found:
     load_max: float = float("nan")
     synchronizations: int = 0
     """How often a step made the host wait for the device."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """ms per step."""
     failed: str = ""
     """Why the model takes no more turns."""
     is_fault: bool = False
@@ -113,6 +120,7 @@ class Turns:
     rounds: int
     warm_up_steps: int
     steps: int
+    traces: bool
 
 
 def load(name: str, options: Sequence[str]) -> Config:
@@ -191,6 +199,9 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
             if not experts:
                 trainee.step(batches, measures=True)
                 found.load_max = largest_load(trainee.model)
+            if turns.traces and trainee.graph is None:
+                traced = trace_steps(lambda: trainee.step(batches), TRACED_STEPS)
+                found.parts = in_columns(traced, TRACED_STEPS, OF_EXPERTS)
     finally:
         trainee.close()
 
@@ -215,6 +226,9 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
             report.fail(f"{name}: after a turn {each.left_gib:.1f} GiB stay allocated, which others lack")
         if each.is_fault:
             report.fail(f"{name}: {each.failed}")
+    for part in dict.fromkeys(part for each in found.values() for part in each.parts):
+        times = {name: each.parts.get(part) for name, each in found.items()}
+        report.row(ms_per_step=part.removesuffix("_ms"), **times)
     for name, each in found.items():
         if MODELS[name].megatron_experts:
             report.bar(f"tokens/s of {STANDARD} over {name}", ratio_of(each, reference)[0], at_least=1.0)
@@ -281,6 +295,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=3, help="of each turn")
     parser.add_argument("--steps", type=int, default=5, help="of each turn")
+    parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     harness.require_cuda()
@@ -296,7 +311,7 @@ def main() -> int:
     report = harness.Report("bench_moe", arguments)
     parallel = init_parallel(config.parallel, seed=1)
     leave_default_stream(parallel.device)  # for CUDA graphs; the same for all models
-    turns = Turns(arguments.rounds, arguments.warm_up_steps, arguments.steps)
+    turns = Turns(arguments.rounds, arguments.warm_up_steps, arguments.steps, not arguments.no_profile)
     take_turns(found, turns, parallel)
     add_to(report, found)
     shutdown_parallel()

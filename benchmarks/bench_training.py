@@ -8,6 +8,12 @@ Each config runs its last phase on random tokens with initial weights, one docum
 Every layout has the same number of sequences per device. A layout names its sizes in short
 (whole_steps/layout_names.py). The remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
 neither memory nor MFU.
+
+--breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
+time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other
+ranks, with the largest time over the ranks. `idle` is the time without kernels. All these times add up to the traced
+step, which is slower than the measured step. The time of the parts includes communication that overlaps other kernels
+(`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ from whole_steps.layout_names import layout_list
 from whole_steps.results import Result, as_row
 from whole_steps.variants import Sizes, variants
 
+TRACED_STEPS = 2
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -49,6 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, help="tokens, instead of the configs'")
     parser.add_argument("--sequences-per-device", type=int, default=8, help="per optimizer step")
     parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench_training.json", metavar="OUT")
+    parser.add_argument("--breakdown", action="store_true", help="what a step's time goes to; needs GPUs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all configs")
     arguments = parser.parse_intermixed_args()
     if not arguments.config and arguments.megatron is None:
@@ -91,10 +100,15 @@ def measure(arguments: argparse.Namespace) -> int:
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
     # This import comes late, because an import may ask CUDA for devices, and CUDA then reads the variable.
     import harness  # benchmarks/harness.py
+    import torch
 
     from gsa_train.distributed.parallel import shutdown_parallel
     from whole_steps.training import run_variants
 
+    if arguments.breakdown and not torch.cuda.is_available():
+        return refuse(
+            "--breakdown needs CUDA devices: on CPUs there is no device whose time could be looked at"
+        )
     if is_main and not chosen and VARIABLE in os.environ and any(v.config.parallel.tensor == 1 for v in plan):
         print(f"{VARIABLE}=1 for all layouts, also those without tensor parallelism, which train without it:")
         print("to see their own speed, measure them in a run without tp")
@@ -107,7 +121,8 @@ def measure(arguments: argparse.Namespace) -> int:
         print(harness.describe(about), flush=True)
     content: dict[str, Any] = {"command": " ".join(sys.argv), "environment": about, "rows": []}
     results: list[Result] = []
-    for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1):
+    traced_steps = TRACED_STEPS if arguments.breakdown else 0
+    for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1, traced_steps):
         results.append(result)
         content["rows"].append(finite(as_row(result)))
         if is_main:
@@ -115,6 +130,8 @@ def measure(arguments: argparse.Namespace) -> int:
             print_rows([cells_of(result)], [result.failed], with_header=len(results) == 1)
     shutdown_parallel()
     if is_main:
+        if arguments.breakdown:
+            print_breakdowns(results)
         print(arguments.json)
     return 0
 
@@ -136,6 +153,21 @@ def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool
         print(harness.table_line(columns, {name: name for name in columns}))
     for cells, remark in zip(rows, remarks, strict=True):
         print(harness.table_line(columns, finite(cells)), remark, flush=True)
+
+
+def print_breakdowns(results: list[Result]) -> None:
+    rows = []
+    for result in results:
+        if result.breakdown:
+            named = {
+                name.removesuffix("_ms").removesuffix("_communication"): ms
+                for name, ms in result.breakdown.items()
+            }
+            largest = {"exposed_max": max(result.exposed_communication_ms)}
+            rows.append({"model": result.model, "layout": result.layout, **named, **largest})
+    if rows:
+        print("\nms of a traced step on rank 0's device:")
+        print_rows(rows, [""] * len(rows), with_header=True)
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class Result:
     """Estimate of a dry run, by rank; empty for megatron-core's model."""
     loss: float = float("nan")
     """Loss of the last step, on the same random tokens."""
+    breakdown: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of a traced step on rank 0's device, see `step_trace.in_columns`; empty without a trace."""
+    exposed_communication_ms: list[float] = field(default_factory=list)
+    """Measured in a traced step, by rank."""
     failed: str = ""
     """Why there are no figures."""
 

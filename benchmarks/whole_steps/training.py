@@ -12,6 +12,7 @@ import torch
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.planning.memory.estimate import estimate_memory
+from gsa_train.profiling.step_breakdown import Breakdown
 from whole_steps.megatron_peer import MegatronTrainee, unsupported_by_megatron
 from whole_steps.results import Result
 from whole_steps.step_bench import (
@@ -23,6 +24,7 @@ from whole_steps.step_bench import (
     reset_peak_memory,
     time_steps,
 )
+from whole_steps.step_trace import in_columns, trace_steps
 from whole_steps.variants import Variant
 
 logger = logging.getLogger(__name__)
@@ -31,16 +33,22 @@ LEFT_OVER_BYTES = 64 * 2**20
 """More memory than this after a model is released is a leak. cuBLAS keeps 32 MiB of workspace."""
 
 
-def run_variants(plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int) -> Iterator[Result]:
+def run_variants(
+    plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
+) -> Iterator[Result]:
     """Measure one variant after the other on all ranks. Each variant is released before the next begins. If
-    megatron-core cannot run a variant, its result says so."""
+    megatron-core cannot run a variant, its result says so.
+
+    Args:
+        traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.
+    """
     for number, variant in enumerate(plan):
         parallel = init_parallel(variant.config.parallel, seed)
         result = _result_of(variant, parallel)
         if variant.is_megatrons and (reason := unsupported_by_megatron(variant.config)):
             result.failed = reason
         else:
-            _measure(result, variant, parallel, steps, warmup_steps)
+            _measure(result, variant, parallel, steps, warmup_steps, traced_steps)
         yield result
         left = release_memory(parallel.device)
         if left > LEFT_OVER_BYTES:
@@ -62,7 +70,9 @@ def _result_of(variant: Variant, parallel: Parallel) -> Result:
     )
 
 
-def _measure(result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int) -> None:
+def _measure(
+    result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
+) -> None:
     device, config = parallel.device, variant.config
     if not variant.is_megatrons:
         memory = estimate_memory(config, variant.phase, parallel.world_size, parallel.pipeline_rank)
@@ -80,6 +90,10 @@ def _measure(result: Result, variant: Variant, parallel: Parallel, steps: int, w
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
         _add_speed(result, variant, parallel, [row[2:] for row in every])
+        if traced_steps:
+            _add_breakdown(
+                result, trace_steps(lambda: trainee.step(batches), traced_steps), traced_steps, parallel
+            )
     finally:
         trainee.close()
 
@@ -99,3 +113,11 @@ def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: li
         flops = flops_per_token(config.model, config.gsa, config.moe, variant.phase, length)
         if rate is not None:
             result.mfu = result.tokens_per_second_per_device * flops.total / rate
+
+
+def _add_breakdown(result: Result, traced: Breakdown, steps: int, parallel: Parallel) -> None:
+    columns = in_columns(traced, steps)
+    rows = over_ranks(list(columns.values()), parallel)
+    by_rank = [dict(zip(columns, row, strict=True)) for row in rows]
+    result.breakdown = by_rank[0]
+    result.exposed_communication_ms = [each["exposed_communication_ms"] for each in by_rank]

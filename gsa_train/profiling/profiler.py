@@ -2,7 +2,7 @@
 
 For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
     rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; its names: gsa_train.profiling.trace_spans
-    rank_<rank>.txt            the slowest operations and spans, in torch's table
+    rank_<rank>.txt            where the time went, in short (gsa_train.profiling.table)
     rank_<rank>.memory.pickle  with `profile.memory_snapshot`, for pytorch.org/memory_viz
 
 Profiling does not change any result of the training.
@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gsa_train.config import ProfileConfig
 from gsa_train.files import write_atomically
+from gsa_train.profiling.table import profile_table
 from gsa_train.services import Service, StepPlan
 
 logger = logging.getLogger(__name__)
 
-TOP_OPERATIONS = 40
 MEMORY_EVENTS = 1_000_000
 """Largest number of allocations and releases in a snapshot; torch's default has no limit."""
 
@@ -115,7 +115,6 @@ class StepProfiler(Service):
         if self._snapshots:
             torch.cuda.memory._dump_snapshot(str(snapshot))
         trace.export_chrome_trace(str(path))
-        slowest = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = trace.key_averages().table(sort_by=slowest, row_limit=TOP_OPERATIONS)
+        table = profile_table(trace.events(), self._steps, self._device.type == "cuda")
         write_atomically(path.with_name(f"rank_{self._rank:05d}.txt"), table)
         logger.info("profile of steps %d to %d: %s\n%s", self._steps[0], self._steps[-1], path, table)

@@ -23,6 +23,7 @@ name. Steps count from 1, and "before" a step means before its batch is trained:
     write_waits_for: [rank, signal]         this rank's saves wait until it has received this signal
     saves_end: true                         a step's save ends before the next step is trained
     wrong_product: rank                     this rank multiplies wrongly in the check before the run
+    all_operations: true                    a profile names all operations, instead of only the longest
 
 If a rank blocks, the other ranks wait for it in a collective until the run is ended.
 """
@@ -46,6 +47,7 @@ import torch
 from gsa_data.stream import BlockStream
 from gsa_train import trainer
 from gsa_train.checkpoint import save
+from gsa_train.profiling import table
 from gsa_train.reliability.health import products
 from gsa_train.reliability.stop_signals import StopRequest
 
@@ -81,6 +83,8 @@ class Faults:
                 (StopRequest, "_note", self._noted(StopRequest._note)),
             ):
                 stack.enter_context(patch.object(target, name, other))
+            if "all_operations" in self._faults:
+                stack.enter_context(patch.object(table, "TOP_OPERATIONS", 10_000))
             if self._faults.get("wrong_product") == self._rank:
                 stack.enter_context(patch.object(products, "multiply", lambda problem: problem.expected + 1))
             if "unchecked_saves" in self._faults:

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def test_profiling_changes_no_number(tmp_path: Path) -> None:
     """Steps 10 and 11 are the last one of the warm-up and the first one of sparse training."""
     profiled = ("profile.start_step=10", "profile.steps=2", "profile.ranks=[]")
-    run = train(tmp_path, *profiled, ranks=2)
+    run = train(tmp_path, *profiled, ranks=2, faults={"all_operations": True})
     plain = finished(ranks=2)
     assert numbers_of(run.records()) == numbers_of(plain.records())
     assert [record.keys() for record in run.steps()] == [record.keys() for record in plain.steps()]
@@ -45,7 +45,14 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     expected |= dict.fromkeys(("attention", "indexer", "selection", "mlp"), 4)
     assert {name: named[name] for name in expected} == expected
     table = (folder / "rank_00001.txt").read_text()
-    assert re.search(r"^ *aten::mm ", table, re.MULTILINE), table
+    milliseconds = {row.split()[0]: float(row.split()[1]) for row in table.splitlines()[4:16]}
+    assert not table.startswith("steps 10 to 11: 0.0 ms"), table
+    for part in ("attention", "indexer", "selection", "kl", "mlp", "loss", "communication", "optimizer"):
+        assert milliseconds[part] > 0, table
+    products = [row.split() for row in table.splitlines() if row.startswith(("aten::mm ", "aten::bmm "))]
+    parts = {part for _, part, *_ in products}
+    assert parts >= {"attention", "mlp", "loss"}, table
+    assert "other" not in parts, table
     assert not (plain.folder / "profile").exists()
 
 

@@ -103,7 +103,7 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     options = [f"model.{name}={size}" for name, size in small.items()]
     options += ["moe.expert_ffn_hidden_size=16", "moe.shared_expert_ffn_hidden_size=16", "moe.top_k=2"]
     options += ["gsa.indexer_dim=16", "gsa.k_base=8", "gsa.k_min=4", "gsa.k_max=16"]
-    options += ["train.seq_len_tokens=32", "train.precision=bf16", "--layers", "1"]
+    options += ["train.seq_len_tokens=32", "train.precision=bf16", "--no-profile", "--layers", "1"]
     options += ["--experts", "4", "--sequences", "2", "--rounds", "2", "--warm-up-steps", "0", "--steps", "1"]
     monkeypatch.setattr(sys, "argv", ["bench_moe.py", "--out", str(tmp_path), *options])
     assert bench_moe.main() == 1
