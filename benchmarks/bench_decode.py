@@ -1,19 +1,23 @@
 """Compares GSA decoding with dense decoding, one token per sequence in a CUDA graph, on one CUDA device.
 
-    python benchmarks/bench_decode.py [--length 131072] [--batches 1 16]
+    python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--page-sizes 16 64 128]
 
 A graph runs the attention of several layers, each with its own caches, so that the L2 cache holds none of them. Times
 are medians in microseconds per layer. Dense rows are the torch SDPA backends that support the case, and a split-key
 Triton kernel with the structure of the GSA kernel. `GSA token` includes scores, selection and attention. `GSA
 attention` is attention alone. `bound_us` is the time to read the required bytes at the bandwidth of a device copy.
 `speedup` is relative to the fastest dense row. The shapes are those in configs/gsa_7b.yaml, in bf16.
+
+With `--page-sizes` the bench instead compares GSA over pages of the cache, in random order, with GSA over a contiguous
+cache. The shape is the one in configs/gsa_1.7b.yaml, with a fixed budget.
 """
 
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import harness
 import torch
@@ -38,9 +42,21 @@ SELECTED = 2048
 PROMISED_LENGTH = 131072
 PROMISE = 5.0
 """Promised speed of `GSA token` relative to the fastest dense decoding."""
+PROMISED_SLOWDOWN = 1.15
+"""Largest promised ratio of the time over pages to the time over a contiguous cache."""
 
 
-RULE = BudgetRule(k_base=SELECTED, k_min=256, k_max=SELECTED)
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    rule: BudgetRule
+    geometry: Geometry
+
+
+LARGE = Shape(HEADS, KV_HEADS, BudgetRule(k_base=SELECTED, k_min=256, k_max=SELECTED), Geometry())
+PAGED = Shape(
+    16, 4, BudgetRule(k_base=1024, k_min=256, k_max=1024, adaptive_k="off"), Geometry(local_window=64)
+)
 
 Decode = Callable[["Layer"], torch.Tensor]
 
@@ -54,26 +70,44 @@ class Layer:
     indexer: Indexer
     selection: DecodeSelection
     out: torch.Tensor
+    block_table: torch.Tensor | None = None
 
 
-def make_layer(batch: int, length: int) -> Layer:
+def make_layer(batch: int, length: int, shape: Shape = LARGE) -> Layer:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     return Layer(
-        q=draw(batch, HEADS, HEAD_SIZE),
-        k=draw(batch, length, KV_HEADS, HEAD_SIZE),
-        v=draw(batch, length, KV_HEADS, HEAD_SIZE),
-        gate=draw(batch, HEADS, HEAD_SIZE),
+        q=draw(batch, shape.heads, HEAD_SIZE),
+        k=draw(batch, length, shape.kv_heads, HEAD_SIZE),
+        v=draw(batch, length, shape.kv_heads, HEAD_SIZE),
+        gate=draw(batch, shape.heads, HEAD_SIZE),
         indexer=Indexer(
             draw(batch, 1, INDEXER_HEADS, INDEXER_SIZE),
             draw(batch, length, INDEXER_SIZE),
             draw(batch, 1, INDEXER_HEADS),
             activation="relu",
         ),
-        selection=new_selection(batch, RULE.k_max, device="cuda"),
-        out=torch.empty(batch, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16),
+        selection=new_selection(batch, shape.rule.k_max, device="cuda"),
+        out=torch.empty(batch, shape.heads, HEAD_SIZE, device="cuda", dtype=torch.bfloat16),
     )
+
+
+def in_pages(layer: Layer, size: int) -> Layer:
+    """Copy the caches to pages of `size` tokens in random order, with a token's key and value in one row."""
+    batch, length = layer.k.shape[:2]
+    table = torch.randperm(batch * length // size, device="cuda").view(batch, -1)
+
+    def moved(rows: torch.Tensor) -> torch.Tensor:
+        """Return [pages, heads, size, width] for [B, L, heads, width]."""
+        pages = rows.new_empty(table.numel(), rows.shape[2], size, rows.shape[3])
+        pages[table] = rows.unflatten(1, (-1, size)).transpose(2, 3)
+        return pages
+
+    k, v = moved(torch.cat((layer.k, layer.v), -1)).transpose(1, 2).chunk(2, -1)
+    indexer = replace(layer.indexer, keys=moved(layer.indexer.keys[:, :, None])[:, 0])
+    out = torch.empty_like(layer.out)
+    return replace(layer, k=k, v=v, indexer=indexer, out=out, block_table=table.int())
 
 
 def sdpa(backend: SDPBackend, layer: Layer) -> torch.Tensor:
@@ -162,18 +196,20 @@ def dense_decode(layer: Layer, partial_out: torch.Tensor, stats: torch.Tensor) -
 class Gsa:
     """Runs decoding steps of GSA, all with one workspace."""
 
-    def __init__(self, batch: int, length: int) -> None:
+    def __init__(self, batch: int, length: int, shape: Shape = LARGE) -> None:
+        self.shape = shape
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
         self.ema = torch.zeros((), device="cuda")
         self.workspace = new_workspace(
-            batch, length, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, device="cuda"
+            batch, length, heads=shape.heads, kv_heads=shape.kv_heads, head_size=HEAD_SIZE, device="cuda"
         )
 
     def cache(self, x: Layer) -> LayerCache:
-        return LayerCache(x.k, x.v, self.lengths, x.selection, self.workspace)
+        return LayerCache(x.k, x.v, self.lengths, x.selection, self.workspace, block_table=x.block_table)
 
     def step(self, x: Layer) -> torch.Tensor:
-        return decode_step(x.q, x.indexer, self.cache(x), RULE, self.ema, Geometry(), x.gate, x.out)
+        rule, geometry = self.shape.rule, self.shape.geometry
+        return decode_step(x.q, x.indexer, self.cache(x), rule, self.ema, geometry, x.gate, x.out)
 
     def attend(self, x: Layer) -> torch.Tensor:
         """Attend to the keys that `step` selected."""
@@ -256,6 +292,23 @@ def decode_all(decode: Decode, layers: list[Layer]) -> None:
         decode(layer)
 
 
+def measure_pages(report: harness.Report, batch: int, length: int, sizes: list[int]) -> None:
+    gsa, count = Gsa(batch, length, PAGED), count_layers(batch, length, PAGED.kv_heads)
+    layers = {"contiguous": [make_layer(batch, length, PAGED) for _ in range(count)]}
+    layers |= {f"pages of {size}": [in_pages(each, size) for each in layers["contiguous"]] for size in sizes}
+    wanted = gsa.step(layers["contiguous"][0])
+    for name, each in layers.items():
+        if not torch.equal(gsa.step(each[0]), wanted):
+            report.fail(f"batch {batch}, {name}: the output differs from the contiguous cache's")
+    graphs = {name: harness.capture(partial(decode_all, gsa.step, each)) for name, each in layers.items()}
+    us = {name: timing.ms * 1e3 / count for name, timing in harness.measure(graphs, flush_l2=False).items()}
+    for name in graphs:
+        ratio = us[name] / us["contiguous"]
+        report.row(batch=batch, length=length, layers=count, cache=name, us=us[name], ratio=ratio)
+        if name != "contiguous" and length == PROMISED_LENGTH:
+            report.bar(f"{name} / contiguous, batch {batch} at {length}", ratio, at_most=PROMISED_SLOWDOWN)
+
+
 def measure(report: harness.Report, batch: int, length: int, bytes_per_us: float) -> None:
     count = count_layers(batch, length, KV_HEADS)
     layers = [make_layer(batch, length) for _ in range(count)]
@@ -293,10 +346,15 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--length", type=int, default=PROMISED_LENGTH, help="tokens; a multiple of 4096")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--page-sizes", type=int, nargs="+", help="tokens per page; divisors of the length")
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
     report = harness.Report("bench_decode", arguments)
+    if arguments.page_sizes:
+        for batch in arguments.batches:
+            measure_pages(report, batch, arguments.length, arguments.page_sizes)
+        return report.finish()
     bytes_per_us = bandwidth()
     print(f"a copy moves {bytes_per_us / 1e6:.2f} TB/s")
     for batch in arguments.batches:

@@ -5,7 +5,8 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides fields of all configs (`model.num_layers=4` for a quick look). `--configs NAME,key=value` does so
-for one config. The last default config trains its indexer on a quarter of the queries. Step times
+for one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
+`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on a quarter of the queries. Step times
 are medians over unlogged steps. Each config takes turns with the first one, step by step, because the clock of a device
 changes with its temperature. `ratio` is the median ratio of neighbouring steps, with its standard error. The table by
 part shows the kernel time of one profiled step in ms per sequence. `idle` is the time without any kernel.
@@ -22,6 +23,7 @@ and the step of the whole model are extrapolated from two depths. `--layers 24` 
 """
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -29,9 +31,10 @@ import harness
 import torch
 
 from gsa_train.config import Config, load_config
-from gsa_train.distributed.parallel import init_parallel, shutdown_parallel
+from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from whole_steps import step_sweep
+from whole_steps.baseline import Baseline, has_float8
 from whole_steps.step_bench import OurTrainee, release_memory
 from whole_steps.step_timing import Row, Subject, Turns, measure
 
@@ -39,16 +42,25 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 DEFAULTS = (
     "standard_1.7b",
+    "baseline_1.7b",
+    *(["baseline_float8_1.7b"] if has_float8() else []),
     "gsa_1.7b",
     "gsa_1.7b,gsa.indexer_loss_row_fraction=0.25",
 )
+BASELINE = re.compile("^baseline(_float8)?")
 
 
 def load(name: str, sequences: int, overrides: list[str]) -> Config:
     name, *own = name.split(",")
-    path = REPOSITORY / "configs" / f"{name}.yaml"
+    path = REPOSITORY / "configs" / f"{BASELINE.sub('standard', name)}.yaml"
     fixed = [f"train.global_batch_size={sequences}", "train.micro_batch_size=1", "data.num_workers=0"]
     return load_config(path, [*fixed, *overrides, *own], world_size=1, need_data=False)
+
+
+def build(name: str, config: Config, parallel: Parallel) -> OurTrainee | Baseline:
+    if plain := BASELINE.match(name):
+        return Baseline(config, parallel, float8=plain[1] is not None, lr=config.phases[-1].lr)
+    return OurTrainee(config, config.phases[-1], parallel)
 
 
 def add_to(report: harness.Report, rows: list[Row]) -> None:
@@ -62,6 +74,10 @@ def add_to(report: harness.Report, rows: list[Row]) -> None:
         if row.config.startswith("standard") and row.config == rows[0].config:
             report.bar(f"MFU of {row.config}, micro-batch {row.micro_batch}", row.mfu, at_least=0.42)
             for other in rows:
+                plain = BASELINE.match(other.config)
+                if plain and plain[1] is None and other.micro_batch == row.micro_batch:
+                    what = f"step of {other.config} / {row.config}, micro-batch {row.micro_batch}"
+                    report.bar(what, other.ratio, at_least=1.05)
                 if (
                     other.config.split(",")[0] == row.config.replace("standard", "gsa")
                     and other.micro_batch == row.micro_batch
@@ -93,7 +109,7 @@ def main() -> int:
     reference: Subject | None = None
     for name, config in configs.items():
         others_bytes = torch.cuda.memory_allocated()
-        subject = Subject(name, OurTrainee(config, config.phases[-1], parallel), others_bytes)
+        subject = Subject(name, build(name, config, parallel), others_bytes)
         for micro_batch in arguments.micro_batch:
             for one in filter(None, (reference, subject)):
                 one.set_micro_batch(micro_batch)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import Indexer
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -114,6 +115,17 @@ def indexer_inputs(
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
+
+
+def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
+    """Draw int32 [B, L, ceil(L / 32)]. Query t selects causal keys with probability selected / (t + 1), and key 0."""
+    keys = torch.arange(length, device=DEVICE)
+    parts = []
+    for rows in keys.split(1024):  # the mask of all rows would be large
+        chance = (selected / (rows[:, None] + 1)).clamp(max=1)
+        chosen = torch.rand(batch, len(rows), length, device=DEVICE) < chance
+        parts.append(pack_mask((chosen | (keys == 0)) & (keys <= rows[:, None])))
+    return torch.cat(parts, 1)
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ SHAPES = {
     "7b": StepShape("7b", layers=32, depths=(1, 2), shallow=(1, 2), overrides=("parallel.tensor=1",)),
 }
 
-STANDARD = "standard"
+STANDARD, BASELINE = "standard", "baseline"
 MODELS: dict[str, tuple[str, ...]] = {
     STANDARD: ("gsa.dense_attention=cudnn",),
     "gsa": (),
@@ -77,6 +77,8 @@ MODELS |= {
 
 _GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in MODELS if not name.startswith("gsa_rope")}
+
+MODELS[BASELINE] = MODELS[STANDARD]
 
 BY_DEFAULT = (STANDARD, "gsa", "gsa_rope")
 

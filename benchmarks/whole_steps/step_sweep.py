@@ -17,9 +17,10 @@ from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_par
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
+from whole_steps.baseline import Baseline
 from whole_steps.planted_indexer import LIKENESS, alike, plant
 from whole_steps.step_bench import OurTrainee, release_memory
-from whole_steps.step_cases import BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
+from whole_steps.step_cases import BASELINE, BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
 from whole_steps.step_timing import Subject, Turns, measure
 
 FILE = "bench_step_lengths"
@@ -181,7 +182,11 @@ class Sweep:
         config = case.config(self.arguments.overrides)
         others_bytes = torch.cuda.memory_allocated()
         # A rate of 0 keeps weights, and therefore selections, unchanged.
-        trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
+        trainee: OurTrainee | Baseline
+        if case.model == BASELINE:
+            trainee = Baseline(config, self.parallel, float8=False, lr=0.0)
+        else:
+            trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
         subject = Subject(case.model, trainee, others_bytes)
         subject.set_micro_batch(case.micro_batch)
         return subject
@@ -247,6 +252,7 @@ def selected(subject: Subject) -> Cells:
     """Describe the selections of a step by means over the layers; empty if attention is dense."""
     if subject.bench.phase.attention == "dense":
         return {}
+    assert isinstance(subject.bench, OurTrainee)
     stats = subject.bench.model.runtime.stats
     try:
         subject.bench.step(subject.batches, measures=True)

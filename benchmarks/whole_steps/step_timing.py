@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gsa_train.data.batches import MicroBatch
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from whole_steps.baseline import Baseline
 from whole_steps.step_bench import OurTrainee, random_batches
 
 PARTS = (
@@ -80,7 +81,7 @@ class Row:
 @dataclass
 class Subject:
     name: str
-    bench: OurTrainee
+    bench: OurTrainee | Baseline
     others_bytes: int
     """Memory on the device before the model."""
     batches: list[MicroBatch] = field(default_factory=list)
@@ -162,7 +163,7 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
     return row
 
 
-def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
+def count_synchronizations(bench: OurTrainee | Baseline, batches: list[MicroBatch]) -> int:
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -177,7 +178,7 @@ def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
     return sum(places.values())
 
 
-def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
+def add_parts(row: Row, bench: OurTrainee | Baseline, batches: list[MicroBatch]) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         bench.step(batches)
         torch.cuda.synchronize()

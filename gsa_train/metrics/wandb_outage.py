@@ -1,18 +1,33 @@
-"""Handle outages of W&B's server. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`."""
+"""Handle outages of W&B's server: how long a run waits, and what the run does then.
+
+Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. A start whose
+records have reached the server is marked as sent, so that `wandb sync` skips it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import ssl
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from wandb import Run
 
 logger = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 10.0
+"""Limit for any answer of the server before W&B starts, and for pending artifacts at the end."""
 INIT_SECONDS = 30.0
 """Limit for W&B's start. A server that answers with errors is asked again until then."""
 FINISH_SECONDS = 30.0
@@ -20,6 +35,13 @@ FINISH_SECONDS = 30.0
 RETRIES = 10_000
 """Retries of sending records during an outage, at most a minute apart, for a week. W&B's default ends after two
 hours."""
+REFUSED_RECORDS = "filestream: fatal error"
+"""Line in W&B's log if the server has refused records, as with a revoked key. W&B then stops sending, and its `finish`
+raises nothing."""
+SERVICE, SERVICE_END_SECONDS = "wandb-core", 5.0
+"""W&B's process, a child of this one, and how long it may take to end."""
+MARK = ".wandb.synced"
+"""Suffix of the file by which `wandb sync` marks and skips sent records."""
 
 
 def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path) -> Run:
@@ -37,18 +59,24 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
     if mode not in ("online", "shared"):
         return init(mode)
-    began = time.monotonic()
-    try:
-        return init(mode)
-    except (wandb.Error, OSError) as error:
-        refused = time.monotonic() - began < INIT_SECONDS
-        if refused and not has_begun:
-            raise
-        why = " ".join(str(error).split())
-        wandb.teardown()  # otherwise its service would report the id as in use
+    url = wandb.setup().settings.base_url
+    why = why_no_answer(url, ANSWER_SECONDS)
+    if why is None:
+        began = time.monotonic()
+        try:
+            run = init(mode)
+            warn_of_unsent(run_dir, run.id, but=Path(run.settings.sync_dir))
+            return run
+        except (wandb.Error, OSError) as error:
+            refused = time.monotonic() - began < INIT_SECONDS
+            if refused and not has_begun:
+                raise
+            why = " ".join(str(error).split())
+            wandb.teardown()  # otherwise its service would report the id as in use
     run = init("offline")
     logger.warning(
-        "W&B cannot be used: %s. Records of this start are kept offline; to send them later: %s",
+        "W&B at %s cannot be used: %s. Records of this start are kept offline; to send them later: %s",
+        url,
         why,
         sync_command(run_dir, run.id),
     )
@@ -58,7 +86,10 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 def sync_command(run_dir: Path, run_id: str) -> str:
     """Returns the command that sends every start that W&B may lack. Starts are sent one by one: a killed start has an
     incomplete last record, and `wandb sync` sends nothing after it."""
-    folders = f"{run_dir}/wandb/*run-*-{run_id}*"
+    return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
+
+
+def _sync_each(folders: str) -> str:
     return f'for start in {folders}; do wandb sync --include-online "$start"; done'
 
 
@@ -66,10 +97,95 @@ def finish(run: Run, exit_code: int) -> str | None:
     """End a run. Returns why W&B may lack some records, or None if W&B has all or the run is offline."""
     import wandb
 
+    late = f"has not taken the last records in {FINISH_SECONDS:g} s"
     try:
-        run.finish(exit_code=exit_code)
+        if not _finishes(run, exit_code, FINISH_SECONDS + ANSWER_SECONDS):
+            return late
     except TimeoutError:
-        return f"has not taken the last records in {FINISH_SECONDS:g} s"
+        return late
     except (wandb.Error, OSError) as error:
         return f"may lack the last records, its service failed: {error}"
+    if run.offline:
+        return None
+    try:
+        with Path(run.settings.log_internal).open(errors="replace") as file:
+            if any(REFUSED_RECORDS in line for line in file):
+                return "has refused the last records"
+        Path(run.settings.sync_file).with_suffix(MARK).touch()
+    except OSError as error:
+        logger.warning(
+            "W&B's folder cannot be marked as sent, the next start may name it as unsent: %s", error
+        )
     return None
+
+
+def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
+    """Whether `run.finish` returns in time. W&B does not always keep its own limit, because its service may not answer
+    if the server hangs. This call then ends the service, and so everything that waits for it."""
+    import wandb
+
+    done: Future[None] = Future()
+
+    def finish() -> None:
+        try:
+            done.set_result(run.finish(exit_code=exit_code))
+        except BaseException as error:  # noqa: BLE001  the caller gets it
+            done.set_exception(error)
+
+    threading.Thread(target=finish, daemon=True).start()
+    wait([done], seconds)
+    if done.done():
+        done.result()
+        return True
+    services = [each for each in psutil.Process().children() if each.name() == SERVICE]
+    for service in services:
+        service.terminate()
+    _, alive = psutil.wait_procs(services, SERVICE_END_SECONDS)
+    for service in alive:
+        service.kill()
+    wait([done], SERVICE_END_SECONDS)
+    with contextlib.suppress(wandb.Error, OSError):
+        wandb.teardown()  # otherwise W&B's exit handler does so, with a traceback
+    return False
+
+
+def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
+    """Warn of earlier starts whose records W&B may lack, because a start was killed too soon or the server was
+    unreachable. `but` is the folder of the current start."""
+    folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
+    left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
+    left.sort(key=_when_written)
+    if left:
+        logger.warning(
+            "W&B may lack records of earlier starts of this run (%d); to send them: %s",
+            len(left),
+            _sync_each(" ".join(map(str, left))),
+        )
+
+
+def _when_written(folder: Path) -> tuple[str, int]:
+    """Returns a sort key: the second of a start, from the name of its W&B folder, then the time of its last record."""
+    second = folder.name.removeprefix("offline-").removeprefix("run-").split("-")[0]
+    return second, max(each.stat().st_mtime_ns for each in folder.glob("*.wandb"))
+
+
+def why_no_answer(url: str, seconds: float) -> str | None:
+    """Returns the cause if a server does not answer, else None. No credential is sent."""
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=seconds).close()
+            answers.append(None)
+        except (urllib.error.HTTPError, ValueError):  # an answer, or an invalid address, which W&B explains
+            answers.append(None)
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            # W&B has its own list of certificates, and may trust this server.
+            answers.append(None if isinstance(reason, ssl.SSLError) else str(reason) or repr(reason))
+
+    # A thread is needed, because looking up a host name has no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else f"no answer in {seconds:g} s"

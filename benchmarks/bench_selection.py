@@ -1,0 +1,139 @@
+"""Times the indexer scores and the selection on one CUDA device, and checks each selection.
+
+    python benchmarks/bench_selection.py [--lengths 4096 32768]
+
+The bench times the score pass and the selection pass over the same chunks of rows. select_keys_ms is both passes in
+`select_keys`, over all scores. candidates_ms searches only candidates (keys whose score reaches an estimated
+threshold). lists_ms and candidate_lists_ms are `select_key_lists` in these two ways. best_ratio is the smaller of these
+two times divided by the time of the score pass. torch.topk over the same scores is only a sort. TFLOP/s count 2 HI DI
+operations per causal pair (HI heads of size DI). GB/s count one write (scores) or read (selection) of each causal
+score.
+"""
+
+import sys
+from dataclasses import asdict
+
+import harness
+import torch
+from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN
+
+from gsa_kernels.indexer.triton_scores import write_scores
+from gsa_kernels.limits import SELECTION_CHUNK_BYTES
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.reference import adaptive_budget, causal_mask, select_top_k
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.selection.op import (
+    Selector,
+    new_outputs,
+    score_rows,
+    select_chunk,
+    select_keys,
+)
+from gsa_kernels.selection.score_chunks import chunk_view
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
+
+RULE = BudgetRule(K_BASE, K_MIN, K_MAX)
+CANDIDATES_FROM = 8192
+"""Number of keys from which a row is selected by candidates, in the runs that use candidates."""
+
+
+def measure(report: harness.Report, length: int) -> None:
+    indexer, geometry = make_indexer(length), Geometry()
+
+    def select(ema: torch.Tensor, start: int | None = None) -> Selection:
+        return select_keys(indexer, RULE, ema, geometry, candidates_from=start)
+
+    def select_lists(start: int | None = None) -> Selection:
+        return select_key_lists(indexer, RULE, ema, geometry, candidates_from=start)
+
+    ema = select(torch.ones((), device="cuda")).variance.mean()
+    selection = select(ema)
+    for way, found in (("all scores", selection), ("candidates", select(ema, CANDIDATES_FROM))):
+        if not is_correct(indexer, geometry, found, ema):
+            report.fail(f"selection of {length} tokens by {way}")
+
+    selector = Selector(indexer, RULE, ema, geometry, SELECTION_CHUNK_BYTES, None)
+    inputs, outputs = selector.inputs, new_outputs(selector.inputs)
+    views = [(rows, chunk_view(selector.buffer, inputs, rows)) for rows in selector.chunks]
+
+    def scores_pass() -> None:
+        for rows, view in views:
+            write_scores(inputs, rows.start, rows.stop, view)
+
+    def selection_pass() -> None:
+        # The buffer holds values of earlier chunks. They are overwritten, and they are scores in any case.
+        for rows, view in views:
+            select_chunk(selector.criteria, view, rows, outputs)
+
+    def topk_pass() -> None:
+        for rows, view in views:
+            view[..., : rows.stop].topk(min(K_BASE, rows.stop), sorted=False)
+
+    candidates: dict[str, harness.Run] = {
+        "scores": scores_pass,
+        "selection": selection_pass,
+        "select_keys": lambda: select(ema),
+        "candidates": lambda: select(ema, CANDIDATES_FROM),
+        "lists": select_lists,
+        "candidate_lists": lambda: select_lists(CANDIDATES_FROM),
+        "topk": topk_pass,
+    }
+    ms = {name: timed.ms for name, timed in harness.measure(candidates).items()}
+    pairs = length * (length + 1) / 2
+    report.row(
+        length=length,
+        **{f"{name}_ms": time for name, time in ms.items()},
+        best_ratio=min(ms["lists"], ms["candidate_lists"]) / ms["scores"],
+        scores_tflops=2 * INDEXER_HEADS * INDEXER_SIZE * pairs / ms["scores"] / 1e9,
+        scores_gbps=4 * pairs / ms["scores"] / 1e6,
+        selection_gbps=4 * pairs / ms["selection"] / 1e6,
+        mean_k=selection.budget.float().mean().item(),
+    )
+
+
+def make_indexer(length: int) -> Indexer:
+    generator = torch.Generator("cuda").manual_seed(length)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+    q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
+    k_idx = draw(1, length, INDEXER_SIZE) * 1.5
+    return Indexer(q_idx, k_idx, draw(1, length, INDEXER_HEADS))
+
+
+def is_correct(
+    indexer: Indexer, geometry: Geometry, selection: Selection, ema: torch.Tensor, sample: int = 64
+) -> bool:
+    """Compare budget and selection with the reference implementation, on some rows at the start, in the middle and at
+    the end."""
+    num_rows, length = indexer.queries.shape[1], indexer.keys.shape[1]
+    assert selection.packed_mask is not None
+    sample = min(sample, num_rows)
+    for start in (0, (num_rows - sample) // 2, num_rows - sample):
+        rows = torch.arange(start, start + sample, device="cuda")
+        visible = causal_mask(length, query_positions=rows)
+        scores = score_rows(indexer, range(start, start + sample), geometry)
+        scores = torch.where(visible, scores, 0)
+        budget = adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **asdict(RULE))
+        wanted = select_top_k(scores, visible, budget)
+        found = unpack_mask(selection.packed_mask[:, rows], length)
+        if not (torch.equal(budget.int(), selection.budget[:, rows]) and torch.equal(wanted, found)):
+            return False
+    return True
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
+    args = parser.parse_args()
+    harness.require_cuda()
+    report = harness.Report("bench_selection", args)
+    for length in args.lengths:
+        measure(report, length)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
