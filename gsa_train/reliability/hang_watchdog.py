@@ -35,6 +35,7 @@ import torch.distributed as dist
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.store import connect_to_store
 from gsa_train.files import own_file
+from gsa_train.process.console import drain_console
 from gsa_train.process.exit_codes import FAILED
 from gsa_train.reliability.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
 from gsa_train.reliability.last_words import tell_torchrun
@@ -381,6 +382,7 @@ class HangWatchdog(Service):
             said = f"rank {self._rank} on {self._host} ends: {why}"
             _say(f"{said}\n")
             tell_torchrun(said)
+            drain_console()
             for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):  # the child has just ended
                     child.kill()
@@ -389,8 +391,7 @@ class HangWatchdog(Service):
 
 
 def _say(text: str) -> None:
-    """Print, but do not wait for a reader that is gone."""
-    _for_a_while(lambda: print(text, file=sys.stderr, end="", flush=True))
+    print(text, file=sys.stderr, end="", flush=True)
 
 
 def _for_a_while(call: Callable[..., None], *arguments: Any) -> None:

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from gsa_train.process.console import drain_console
+
 SUBMISSION = "GSA_SUBMISSION"
 """Environment variable of launch/slurm/job.sh: folder of the submission by submit.py. The jobs of a chain share it."""
 
@@ -76,6 +78,7 @@ def end_launcher() -> None:
         print(
             "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
         )
+        drain_console()  # before torchrun ends this process
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 
 import psutil
 
+from gsa_train.process.console import drain_console
 from gsa_train.process.exit_codes import INTERRUPTED
 
 STOP_SIGNALS = (
@@ -65,6 +66,7 @@ def reason_in_words(reason: int) -> str:
 
 def _end_at_once(said: str) -> None:
     _say(said)
+    drain_console()
     os._exit(INTERRUPTED)
 
 

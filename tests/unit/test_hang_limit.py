@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from gsa_train.config import ParallelConfig, PhaseConfig
+from gsa_train.process.console import ConsoleWriter, console_stream
 from gsa_train.reliability.hang_limit import (
     ACTIVITIES,
     FEWEST_STEPS,
@@ -236,7 +237,11 @@ def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monke
     assert told == [0, 0]
 
 
-@pytest.mark.parametrize("fault", ["stderr hangs", "report folder hangs"])
+def break_pipe(_descriptor: int, _text: bytes) -> int:
+    raise BrokenPipeError
+
+
+@pytest.mark.parametrize("fault", ["stderr of a pipe that is gone", "stderr hangs", "report folder hangs"])
 def test_nothing_that_hangs_or_has_ended_keeps_a_rank_from_ending(fault, tmp_path, monkeypatch):
     """If torchrun is gone, the reader of its pipe may be gone too. Nothing else then ends the rank."""
     watched = Watched(tmp_path, monkeypatch, running=False)
@@ -255,8 +260,9 @@ def test_nothing_that_hangs_or_has_ended_keeps_a_rank_from_ending(fault, tmp_pat
     with monkeypatch.context() as patched:
         if fault == "report folder hangs":
             patched.setattr(Path, "mkdir", lambda *_, **__: comes_back.wait(60))
-        if fault == "stderr hangs":
-            patched.setattr("sys.stderr", SimpleNamespace(write=hang, flush=lambda: None))
+        write = {"stderr of a pipe that is gone": break_pipe, "stderr hangs": hang}.get(fault, os.write)
+        writer = ConsoleWriter(2, write)
+        patched.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
         patched.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children))
         patched.setattr(os, "_exit", codes.append)
         watched.watch._write_report("a fault")

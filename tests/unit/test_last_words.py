@@ -1,5 +1,6 @@
 """Tests that the reason of a process's end is reported once, also where torchrun's user reads it."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gsa_data.faults import DataFault
 from gsa_train.commands import pretrain
+from gsa_train.process.console import ConsoleWriter, console_stream
 from gsa_train.reliability.last_words import (
     SUBMISSION,
+    end_launcher,
     ended_in_silence,
     forget_end,
     note_end,
@@ -40,6 +43,31 @@ def test_where_torchrun_will_print_no_summary_on_stderr(setting, error_file, mon
         monkeypatch.delenv(f"TORCHELASTIC_{setting[0]}")
     say_last("no text")
     assert capsys.readouterr().err == "no text\n"
+
+
+def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, monkeypatch):
+    """torchrun sends SIGTERM to this rank at once, and a thread writes its console."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    begin = threading.Event()
+    written: list[bytes] = []
+
+    def write(_: int, text: bytes) -> int:
+        begin.wait()
+        written.append(text)
+        return len(text)
+
+    def ends(_pid: int, _signal: int) -> None:
+        assert b"".join(written).startswith(b"1 of 2 devices is bad\n"), "killed before it was written"
+
+    writer = ConsoleWriter(2, write)
+    monkeypatch.setattr("gsa_train.process.console._writers", [writer])
+    monkeypatch.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
+    monkeypatch.setattr("os.kill", ends)
+    say_last("1 of 2 devices is bad")
+    threading.Timer(0.05, begin.set).start()  # however late, this is the only wait
+    end_launcher()
+    assert len(b"".join(written).splitlines()) == 2
 
 
 def test_a_full_shared_memory_gets_its_remedy() -> None:
