@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from gsa_kernels.key_lists.format import mask_from_key_lists
-
 pytestmark = pytest.mark.nightly
 
 
@@ -66,60 +64,10 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert groups["forward_reuse_ms"] == 250
 
 
-@pytest.fixture
-def exports(tiny: None, tmp_path: Path) -> dict[str, Path]:
-    """Write files as launch/export_indexer.py does for runs with different selections."""
-    inputs = cases.indexer_inputs(1, 72)
-    tensors = {"queries": inputs.q_idx, "keys": inputs.k_idx, "weight_logits": inputs.weight_logits}
-    tensors |= {**inputs.biases, "variance_ema": torch.tensor(0.01, device=cases.DEVICE)}
-    layers = {3: {name: tensor.detach() for name, tensor in tensors.items()}}
-    own = {"local_window": 0, "k_base": 24, "k_min": 8, "k_max": 32}
-    own |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse", "indexer_pool": 1}
-    files = {}
-    for name, gsa in {
-        "own": own,
-        "window": {**own, "selection_block": 1, "local_window": 40, "indexer_activation": "plain"},
-        "shared": {**own, "selection_block": 32},
-    }.items():
-        files[name] = tmp_path / f"{name}.pt"
-        torch.save({"gsa": gsa, "seq_len_tokens": 72, "layers": layers}, files[name])
-    return files
-
-
 def call(monkeypatch: pytest.MonkeyPatch, bench: Any, *words: Any) -> int:
     monkeypatch.setattr(sys, "argv", [f"{bench.__name__}.py", *map(str, words)])
     code: int = bench.main()
     return code
-
-
-def test_an_export_is_read(exports: dict[str, Path]) -> None:
-    import trained_indexers
-
-    length, indexers = trained_indexers.read_indexers(exports["window"])
-    assert (length, list(indexers)) == (72, [3])
-    assert indexers[3].activation == "sigmoid"
-
-    of_each = trained_indexers.read_indexers(exports["own"])[1][3]
-    selection = of_each.select()
-    assert torch.equal(mask_from_key_lists(selection.key_lists).sum(-1), selection.budget)
-    with pytest.raises(ValueError, match="two files are of one length"):
-        trained_indexers.read_all([exports["own"], exports["window"]])
-    with pytest.raises(ValueError, match=r"shared\.pt: selection_block is 32; use release studies-0\.1"):
-        trained_indexers.read_all([exports["shared"]])
-
-
-def test_bench_long_reads_the_export(
-    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import bench_long
-
-    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
-    out = ("--out", tmp_path, "--selection", exports["own"])
-    with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, bench_long, *out, exports["own"])
-    assert call(monkeypatch, bench_long, *out) == 0
-    row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
-    assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
 
 
 def test_a_planted_selection_is_what_the_layers_use() -> None:
