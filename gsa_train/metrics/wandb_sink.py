@@ -1,4 +1,4 @@
-"""Log to Weights & Biases: one run over all restarts, tokens as the x axis, and alerts.
+"""Log to Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoint artifacts.
 
 No credential leaves this machine or enters the run folder. W&B reads its API key from the environment or netrc. If the
 config holds an address with a part before the @, that part is removed.
@@ -13,18 +13,22 @@ import re
 import secrets
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import yaml
+
+from gsa_train.checkpoint.files import step_folder
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics import wandb_outage
-from gsa_train.metrics.alerts import INTERVAL_SECONDS, alert_of
+from gsa_train.metrics.alerts import INTERVAL_SECONDS, Alerts
 from gsa_train.metrics.panels import BEST, tag_of
 
 if TYPE_CHECKING:
-    from wandb import Run
+    from wandb import Artifact, Run
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +46,28 @@ class WandbRefused(RuntimeError):
 class WandbSink:
     """Holds an open W&B run. If W&B's service fails, this is logged and training continues without it."""
 
-    def __init__(self, run: Run, run_dir: Path) -> None:
+    def __init__(self, run: Run, run_dir: Path, alerts: Alerts) -> None:
         self.id: str = run.id
         self._run: Run | None = run
-        self._run_dir = run_dir
+        self._run_dir, self._alerts = run_dir, alerts
+        self._artifacts = ThreadPoolExecutor(1, "wandb-artifacts")
+        self._on_their_way: list[Future[None]] = []
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
         """Log one record, as in `metrics.jsonl` and by tags."""
         # W&B's own step only grows, but a restart repeats steps. The step is therefore logged as a metric.
         place = {key: record[key] for key in ("step", "tokens", "phase") if key in record}
         self._tell("log", {**scalars, **place})
-        if (alert := alert_of(dict(record))) is not None:
-            self._tell("alert", **alert._asdict(), wait_duration=INTERVAL_SECONDS)
+        for alert in self._alerts.of(dict(record)):
+            self._tell(
+                "alert",
+                title=alert.title,
+                text=alert.text,
+                level=alert.level,
+                wait_duration=INTERVAL_SECONDS / 2,  # Alerts has the limit; W&B's would be a minute
+            )
+        if record.get("event") == "checkpoint":
+            self._log_checkpoint(record)
 
     def place(self) -> tuple[str, ...]:
         if self._run is None:  # its service failed, and this was logged
@@ -62,6 +76,15 @@ class WandbSink:
             return (f"{self._run.url}",)
         return (f"kept offline; to send it: {wandb_outage.sync_command(self._run_dir, self.id)}",)
 
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the config of this start, without credentials."""
+
+        def fill(artifact: Artifact) -> None:
+            with artifact.new_file("config.yaml") as file:
+                file.write(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+        self._log_artifact("config", fill)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._tell("summary.update", summary)
 
@@ -69,11 +92,53 @@ class WandbSink:
         """Close the run. W&B marks the run as failed when `exit_code` is not 0."""
         if self._run is None:
             return
+        late = wait(self._on_their_way, wandb_outage.ANSWER_SECONDS).not_done
         run, self._run = self._run, None
+        self._artifacts.shutdown(wait=False, cancel_futures=True)
+        if late:
+            logger.warning("W&B lacks the last %d artifacts: its server does not answer", len(late))
         why = wandb_outage.finish(run, exit_code)
         if why:
             command = wandb_outage.sync_command(self._run_dir, self.id)
             logger.warning("W&B %s; to send them later: %s", why, command)
+
+    def _log_checkpoint(self, record: Mapping[str, Any]) -> None:
+        """Log a checkpoint by reference, without its content. Later checkpoints replace it on disk
+        (`checkpoint.keep_last`)."""
+        folder = step_folder(self._run_dir / "checkpoints", record["step"]).resolve()
+        if not folder.exists():  # deleted before the loop learned of it
+            return
+
+        def fill(artifact: Artifact) -> None:
+            artifact.add_reference(folder.as_uri(), name=folder.name, checksum=False)
+
+        self._log_artifact("checkpoint", fill, step=record["step"], phase=record["phase"])
+
+    def _log_artifact(self, kind: str, fill: Callable[[Artifact], None], **metadata: Any) -> None:
+        """Log an artifact. If W&B's disk for artifacts (WANDB_DATA_DIR) fails, only the artifact is lost."""
+        import wandb
+
+        if self._run is None:
+            return
+        artifact = wandb.Artifact(f"{kind}-{self.id}", type=kind, metadata=metadata)
+        try:
+            fill(artifact)
+        except (wandb.Error, OSError, ValueError) as error:
+            logger.error("W&B gets no artifact %s: %s", artifact.name, error)
+            return
+        steps = [f"step-{metadata['step']}"] if "step" in metadata else []
+        self._on_their_way = [each for each in self._on_their_way if not each.done()]
+        self._on_their_way.append(self._artifacts.submit(self._send, artifact, ["latest", *steps]))
+
+    def _send(self, artifact: Artifact, aliases: list[str]) -> None:
+        """Send an artifact in a separate thread, because W&B waits for its server here."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            run.log_artifact(artifact, aliases=aliases)
+        except Exception as error:  # noqa: BLE001  whatever it is, it costs the artifact and nothing else
+            logger.error("W&B gets no artifact %s: %s", artifact.name, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the run. W&B's service is a separate process, and ends by the signal that asks training to
@@ -153,7 +218,9 @@ def open_wandb(
             f"logging.wandb=offline."
         ) from error
     define_metrics(run)
-    return WandbSink(run, run_dir)
+    sink = WandbSink(run, run_dir, Alerts(config.straggler_ratio))
+    sink.log_config(shown_config)
+    return sink
 
 
 def define_metrics(run: Run) -> None:

@@ -25,6 +25,15 @@ class FakeWandb:
         self._listen(0)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
+    def refuse(self):
+        """Refuse connections until `come_back`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def come_back(self):
+        self.does = "answer"
+        self._listen(self._server.server_port)
+
     def got(self, text):
         return any(text.encode() in body for body in list(self.received))
 

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from gsa_train.metrics.alerts import Alerts
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
@@ -39,7 +40,7 @@ def files_end_at(size_bytes):
 def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
     """The kernel accepts 20 bytes of the third record; TensorBoard's file is already longer."""
     wandb_run = Mock(id="abc")
-    wandb = WandbSink(wandb_run, tmp_path)
+    wandb = WandbSink(wandb_run, tmp_path, Alerts(1.5))
     path = tmp_path / "metrics.jsonl"
     with Sinks(tmp_path, TensorBoardSink(tmp_path / "tensorboard", None), wandb) as sinks:
         for step in (1, 2):

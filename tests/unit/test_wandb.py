@@ -12,7 +12,7 @@ import wandb
 
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics import wandb_outage
-from gsa_train.metrics.alerts import TITLES, alert_of
+from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
 from gsa_train.metrics.panels import BEST
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks, open_sinks
@@ -56,17 +56,21 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
         sinks.log(step_record(1, loss=math.nan, layer_recall=[0.5]))
         sinks.log(step_record(2))
     assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id}"))
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
     with open_run(1, run_id) as sinks:
         assert sinks.wandb_run_id == run_id
         sinks.log(step_record(2))  # runs again: not rejected, unlike a repeated W&B step
+        sinks.log(event("checkpoint", 2, checkpoint_bytes=5))
         sinks.log(event("spike", 2, signal="loss", value=math.inf, threshold=2.0, action="log"))
         sinks.finish({"steps": 2})
 
     assert places == [(f"kept offline; to send it: {wandb_outage.sync_command(tmp_path, run_id)}",)] * 2
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
     assert len(folders) == 2
-    in_both = (b"train/loss", b"s3://bucket/shards", b"tokens", b"train/phase_index")
-    for folder, words in zip(folders, (in_both, (*in_both, b"Spike")), strict=True):
+    reference = f"file://{tmp_path}/checkpoints/step_00000002/manifest.json".encode()
+    in_both = (b"train/loss", b"s3://bucket/shards", b"tokens", b"config.yaml", b"train/phase_index")
+    for folder, words in zip(folders, (in_both, (*in_both, reference, b"Spike")), strict=True):
         path = folder / f"run-{run_id}.wandb"
         deadline = time.monotonic() + 60  # W&B's process writes the file some time after it reports success.
         while missing := [word for word in words if word not in path.read_bytes()]:
@@ -78,11 +82,14 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
 
 
 def test_an_online_run_is_where_its_address_says_and_a_failed_one_nowhere(tmp_path):
-    run = Mock(id="abc", offline=False, url="https://wandb.ai/team/project/runs/abc")
-    sink = WandbSink(run, tmp_path)
+    (tmp_path / "log").touch()
+    settings = Mock(log_internal=str(tmp_path / "log"), sync_file=str(tmp_path / "run-abc.wandb"))
+    run = Mock(id="abc", offline=False, url="https://wandb.ai/team/project/runs/abc", settings=settings)
+    sink = WandbSink(run, tmp_path, Alerts(1.5))
     assert sink.place() == ("https://wandb.ai/team/project/runs/abc",)
     sink.close(0)
     assert sink.place() == ()
+    assert (tmp_path / "run-abc.wandb.synced").exists()  # `wandb sync` has nothing to send
 
 
 @pytest.mark.parametrize(("asked", "choice"), [("", "offline"), ("dryrun", "auto")])
@@ -128,20 +135,18 @@ def test_tokens_are_the_axis_and_the_best_value_is_kept():
 
 def test_records_phases_and_alerts_are_sent(tmp_path):
     run = Mock(id="abc")
-    wandb_sink = WandbSink(run, tmp_path)
+    wandb_sink = WandbSink(run, tmp_path, Alerts(1.5))
     sinks = Sinks(tmp_path, None, wandb_sink, ["warm-up", "sparse"])
     sinks.log(step_record(1))
+    sinks.log(event("checkpoint", 9))  # its folder is gone
     for step in (5, 6):
         sinks.log(event("spike", step, signal="loss", value=9.0, threshold=7.0, action="skip"))
     first = {"train/loss": 1.0, "train/tokens": 64, "train/phase_index": 1}
     assert run.log.call_args_list[0] == call({**first, "step": 1, "tokens": 64, "phase": "sparse"})
-    alert, _ = run.alert.call_args_list  # W&B itself limits how often it sends a title
+    (alert,) = run.alert.call_args_list
     assert alert.kwargs["title"] == "Spike"
     assert alert.kwargs["text"] == "step 5, signal loss, value 9, threshold 7, action skip"
-    for quiet in ("checkpoint", "validation", "skipped_batches", "warning"):
-        assert alert_of(event(quiet)) is None
-    failed = alert_of(event("checkpoint_failed", checkpoint_error="full"))
-    assert (failed.title, failed.level) == (TITLES["checkpoint_failed"], "ERROR")
+    run.log_artifact.assert_not_called()
     sinks.close(3)
     run.finish.assert_called_once_with(exit_code=3)
 
@@ -149,7 +154,7 @@ def test_records_phases_and_alerts_are_sent(tmp_path):
 def test_a_run_outlives_its_wandb_service(tmp_path, caplog):
     service = Mock(id="abc")
     service.log.side_effect = ConnectionResetError("connection lost")
-    sinks = Sinks(tmp_path, None, WandbSink(service, tmp_path))
+    sinks = Sinks(tmp_path, None, WandbSink(service, tmp_path, Alerts(1.5)))
     for step in (1, 2):
         sinks.log(step_record(step))
     sinks.close()
@@ -198,3 +203,35 @@ def test_credentials_are_cut_out_of_addresses():
 
 
 # --- alerts ----------------------------------------------------------------------------------------------
+
+
+def test_alerts_of_one_kind_wait():
+    now = [0.0]
+    alerts = Alerts(1.5, clock=lambda: now[0])
+    assert [each.title for each in alerts.of(event("spike"))] == ["Spike"]
+    assert alerts.of(event("spike")) == alerts.of(event("spike")) == []
+    (failed,) = alerts.of(event("checkpoint_failed", checkpoint_error="full"))
+    assert failed.level == "ERROR"
+    now[0] = INTERVAL_SECONDS
+    (again,) = alerts.of(event("spike", 99))
+    assert again.text == "step 99 (and 2 more since the last alert)"
+    for quiet in ("checkpoint", "validation", "skipped_batches", "warning"):
+        assert alerts.of(event(quiet)) == []
+
+
+def test_stalls_are_said():
+    def titles(*records, ratio=1.5):
+        alerts = Alerts(ratio)
+        return [each.title for record in records for each in alerts.of(record)]
+
+    usual = [step_record(step, step_seconds=1.0) for step in range(1, SLOW_HISTORY + 1)]
+    assert titles(*usual, step_record(99, step_seconds=3.5)) == ["Slow steps"]
+    assert titles(*usual, step_record(99, step_seconds=2.5)) == []
+    assert titles(*usual[1:], step_record(99, step_seconds=3.5)) == []
+    assert titles(*usual, step_record(99, step_seconds=3.5) | {"phase": "next"}) == []
+    hungry = [step_record(step, data_wait=0.5) for step in range(1, IN_A_ROW + 1)]
+    assert titles(*hungry) == ["Waiting for data"]
+    assert titles(*hungry[1:], step_record(98, data_wait=0.1), hungry[0]) == []
+    slow = [step_record(step, slowest_rank=3, slowest_rank_ratio=1.6) for step in range(1, IN_A_ROW + 1)]
+    assert titles(*slow) == ["Slow rank"]
+    assert titles(*slow, ratio=1.7) == []
