@@ -26,7 +26,7 @@ from gsa_data.indexed import HEADER, ID_TYPES, MAGIC, IndexedFolder, read_header
 from gsa_data.listing import INDEXED
 from gsa_data.prepared import RECORD, Origin, Record, check_records, problem_of, read_record, sha256_of
 from gsa_data.reader import TextReader
-from gsa_data.shards import Manifest, build_manifest
+from gsa_data.shards import build_manifest
 from gsa_data.tokenize import Tokenizer
 
 UNFINISHED = ".unfinished"  # a killed command leaves such files, and the next command overwrites them
@@ -93,7 +93,10 @@ def prepare_tokens(
         reading.max_bad_line_fraction,
         reading.max_document_bytes,
     )
-    datasets = datasets_of(manifest)
+    # The number keeps the order of the shards, such as in 000000-a.jsonl.
+    datasets = {
+        path: f"{number:06d}-{path.replace('/', '-')}" for number, (path, _) in enumerate(manifest.shards)
+    }
     kept = set(_kept(out, origin, datasets))
     left = [shard for shard in datasets if shard not in kept]
     print(f"{len(datasets)} shards, {len(kept)} of them finished before")
@@ -107,13 +110,6 @@ def prepare_tokens(
             f"--data {data}: no document in its {len(datasets)} shards; give other text, or its --text-field"
         )
     return folder
-
-
-def datasets_of(manifest: Manifest) -> dict[str, str]:
-    """Returns path of a shard -> name of its dataset. Numbers keep the order of the shards, such as 000000-a.jsonl."""
-    return {
-        path: f"{number:06d}-{path.replace('/', '-')}" for number, (path, _) in enumerate(manifest.shards)
-    }
 
 
 def check_tokens(
@@ -193,6 +189,7 @@ class _Writer:
     out: Path
     origin: Origin
     datasets: dict[str, str]
+    """Path of a shard -> name of its dataset"""
 
     def write(self, shard: str) -> None:
         """Tokenize the lines of one shard. The files get their names when all are on the disk, the .idx last."""

@@ -88,11 +88,11 @@ def problem_of(dataset: str, record: Record, pulse: Pulse | None = None) -> str:
 
 
 def check_complete(records: Mapping[str, Record], root: str) -> None:
-    """Raises DataFault if a command has not finished, or datasets are missing."""
+    """Raises DataFault if a command has not finished, or a dataset is missing or was added."""
     for origin, datasets in Counter(record.origin for record in records.values()).items():
         if datasets != origin.shards:
             raise DataFault(
-                f"{root!r} is unfinished: it holds {datasets} of {origin.shards} prepared datasets; {AGAIN}"
+                f"{root!r} holds {datasets} prepared datasets of a text with {origin.shards} shards; {AGAIN}"
             )
 
 

@@ -39,6 +39,9 @@ class Numbers:
 
     path, fingerprint, eos_id, vocab_size = "numbers", "numbers", EOS, 70_000
 
+    def differs_from(self, fingerprint: str) -> str:
+        return "" if fingerprint == self.fingerprint else "other numbers"
+
     def encode(self, text: str | bytes) -> np.ndarray:
         words = (text.decode() if isinstance(text, bytes) else text).split()
         return np.array([int(word) for word in words if word != "."], np.int32)

@@ -105,7 +105,7 @@ def test_other_tokens_are_refused(corpus, tokenizer, tokens, tmp_path, sample_fo
         shutil.copyfile(path, tokens.root / f"text_document{suffix}")
     with pytest.raises(DataFault, match="holds the dataset 'text_document' of another text"):
         prepare_tokens(corpus.root, tokenizer, tokens.root, 1, Reading())
-    with pytest.raises(DataFault, match="is unfinished: it holds 6 of 5 prepared datasets"):
+    with pytest.raises(DataFault, match="holds 6 prepared datasets of a text with 5 shards"):
         open_corpus(str(tokens.root))
     write_corpus(tmp_path / "text", num_shards=1, documents_per_shard=3)
     with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
