@@ -163,8 +163,9 @@ def _kept(out: Path, origin: Origin, datasets: dict[str, str]) -> Iterator[str]:
     stems = {path.stem for path in out.iterdir() if path.suffix in INDEXED} if out.is_dir() else set()
     records = {stem: read_record(f"{out / stem}") for stem in sorted(stems)}
     for stem, record in records.items():
-        for field in dataclasses.fields(Origin) if record else ():
-            before, now = (getattr(each, field.name) for each in (record.origin, origin))
+        found = record.origin if record else origin
+        for field in dataclasses.fields(Origin):
+            before, now = getattr(found, field.name), getattr(origin, field.name)
             if before != now:
                 raise DataFault(
                     f"{out} holds tokens with {field.name}={before}, this command has {now}; give another --out, or "

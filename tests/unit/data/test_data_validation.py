@@ -78,17 +78,6 @@ def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path
     assert (tokens.scored_tokens, tokens.text_bytes) == (text.scored_tokens, text.text_bytes)
 
 
-def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    skip = Reading(on_bad_shard="skip")
-    source = tmp_path / "text" / "s.jsonl.zst"
-    write_shard(source, [line("gate " * 100), line("open " * 100)])
-    write_shard(tmp_path / "text" / "t.jsonl.zst", [line("shut " * 100)])
-    source.write_bytes(source.read_bytes()[:-4])
-    folder = prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, skip)
-    with pytest.raises(DataFault, match="was bad in the text"):
-        read_validation_set("set", folder, tokenizer, L, 4, skip, False, False)
-
-
 def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
     """Documents are isolated, so everything counts except the first token of each, which nothing predicts."""
     found = read(mixed, tokenizer, max_blocks=10**6)
