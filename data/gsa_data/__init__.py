@@ -1,7 +1,7 @@
 """Stream blocks of tokens from shards of JSON lines or Parquet, in a fixed order that a resume continues exactly.
 
 Read the files in this order: whole_files, faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize,
-tokenizer_json, pack, source_weights, reader, marks, chat_template, chat, token_files, token_writer, indexed, corpus,
+tokenizer_json, pack, source_weights, reader, marks, chat_template, chat, prepared, indexed, corpus,
 content, lanes, best_fit, stream_config, rank_samples, stream, validation, ngram.
 """
 

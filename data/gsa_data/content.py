@@ -19,8 +19,8 @@ from gsa_data.faults import Reading
 from gsa_data.fetch import Pulse, file_system
 from gsa_data.indexed import IndexedFolder
 from gsa_data.listing import retried
+from gsa_data.prepared import RECORD
 from gsa_data.shards import Manifest
-from gsa_data.token_files import TokenFolder
 
 SAMPLE_BYTES = 1 << 14
 """Bytes of a sample"""
@@ -33,20 +33,13 @@ NAMED = 3
 def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
     """Returns `kind` of the corpus and `files`: path -> size in bytes and hash of the samples, as text.
 
-    Prepared tokens are not sampled, because their readers compare the manifest's checksums.
-
     Raises DataFault if a file cannot be read.
     """
-    if isinstance(corpus, TokenFolder):
-        records = corpus.records.values()
-        files = {
-            each.path: f"{each.tokens} {each.tokens_sha256[:16]}{each.lines_sha256[:16]}" for each in records
-        }
-        return {"kind": "tokens", "files": files}
     sizes = dict(corpus.shards if isinstance(corpus, Manifest) else corpus.manifest.shards)
     if isinstance(corpus, IndexedFolder):
-        indexes = [str(Path(name).with_suffix(".idx")) for name in sizes]
-        sizes |= {name: (corpus.root / name).stat().st_size for name in indexes}
+        others = [str(Path(name).with_suffix(".idx")) for name in sizes]
+        others += [str(Path(name).with_suffix(RECORD)) for name in corpus.records]
+        sizes |= {name: (corpus.root / name).stat().st_size for name in others}
     root = str(corpus.root)
     filesystem, base = file_system(root, reading)
     files = retried(lambda pulse: _samples(filesystem, base.rstrip("/"), sizes, pulse), root, reading)
@@ -63,8 +56,7 @@ def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
     changes += [f"{name} is new" for name in new if name not in old]
     for name in (name for name in new if name in old and new[name] != old[name]):
         size, size_before = new[name].split()[0], old[name].split()[0]
-        unit = "tokens" if now["kind"] == "tokens" else "bytes"
-        other = "its content is another" if size == size_before else f"{size} {unit} instead of {size_before}"
+        other = "its content is another" if size == size_before else f"{size} bytes instead of {size_before}"
         changes.append(f"{name}: {other}")
     more = f" (and {len(changes) - NAMED} more)" if len(changes) > NAMED else ""
     return "; ".join(changes[:NAMED]) + more

@@ -10,13 +10,12 @@ from fsspec.implementations.local import LocalFileSystem
 from gsa_data.chat import ChatFolder, ChatReader
 from gsa_data.chat_template import ChatTemplate
 from gsa_data.faults import DataFault, Reading
-from gsa_data.fetch import Pulse, file_system
+from gsa_data.fetch import file_system
 from gsa_data.indexed import IndexedFolder, IndexedReader
-from gsa_data.listing import FORMATS, count_endings, list_files, list_folder, retried
+from gsa_data.listing import FORMATS, count_endings, list_files, retried
 from gsa_data.reader import ShardReader, TextReader
 from gsa_data.shards import Manifest, manifest_of
-from gsa_data.source_weights import check_known, check_weights
-from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder, TokenReader
+from gsa_data.source_weights import check_weights
 from gsa_data.tokenize import Tokenizer
 
 LARGE_SHARD_BYTES = 1 << 30
@@ -24,63 +23,37 @@ LARGE_SHARD_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
 
-Corpus = Manifest | ChatFolder | TokenFolder | IndexedFolder
+Corpus = Manifest | ChatFolder | IndexedFolder
 
 
 def open_corpus(root: str, text_field: str = "text", reading: Reading | None = None) -> Corpus:
     """Open the corpus of a folder, and log whether the folder holds tokens instead of text.
 
-    A folder with tokens.json, or with the journal of an unfinished `prepare.py tokens`, holds tokens. A folder with
-    .idx files holds megatron-core's datasets. Otherwise its shards are text.
+    A folder with .idx files holds megatron-core's datasets. Otherwise its shards are text.
 
     Raises DataFault for a missing, empty or damaged folder, for a folder that would be read only in part, and for
     tokens that are not on a local or mounted file system.
     """
     reading = reading or Reading()
     filesystem, base = file_system(root, reading)
-
-    def listing(_: Pulse) -> list[str]:
-        try:
-            return list_folder(filesystem, base)
-        except (FileNotFoundError, NotADirectoryError):
-            return []  # list_files reports the missing folder
-
-    names = retried(listing, root, reading)
-    prepared = MANIFEST_NAME in names or JOURNAL_NAME in names
-    indexed = any(name.endswith(".idx") for name in names)
-    if prepared and indexed:
-        raise DataFault(f"{root!r} holds both {MANIFEST_NAME} and .idx files; give each a folder of its own")
-    if not prepared:
-        files = list_files(root, reading)
-        check_not_mixed(files, root)
-        if not indexed:
-            manifest = manifest_of(root, files, text_field, reading)
-            _log_text(manifest, files)
-            return manifest
+    files = list_files(root, reading)
+    check_not_mixed(files, root)
+    if not any(path.endswith(".idx") and "/" not in path for path in files):
+        manifest = manifest_of(root, files, text_field, reading)
+        _log_text(manifest, files)
+        return manifest
     if not isinstance(filesystem, LocalFileSystem):
         raise DataFault(f"{root!r} holds tokens, which only local files can map; copy or mount it")
-    opened = IndexedFolder.open if indexed else TokenFolder.open
-    folder: TokenFolder | IndexedFolder = retried(lambda pulse: opened(base, pulse), root, reading)
-    if isinstance(folder, TokenFolder) and folder.manifest.text_field != text_field:
-        raise DataFault(
-            f"token folder {root!r} was made of text_field={folder.manifest.text_field}, this run has {text_field}; "
-            f"set text_field={folder.manifest.text_field}, or prepare the tokens again"
-        )
-    return folder
+    return retried(lambda pulse: IndexedFolder.open(base, pulse), root, reading)
 
 
 def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None) -> ChatFolder:
     """Open the conversations of a folder: JSON lines or Parquet with `messages` (chat.py).
 
-    Raises DataFault for a missing or empty folder, and for a folder of tokens, which hold no conversations.
+    Raises DataFault for a missing folder, or a folder without conversations.
     """
     reading = reading or Reading()
     files = list_files(root, reading)
-    for name in (MANIFEST_NAME, JOURNAL_NAME):
-        if name in files:
-            raise DataFault(
-                f"data folder {root!r} holds tokens of text ({name}); give the folder of the conversations themselves"
-            )
     check_not_mixed(files, root)
     manifest = manifest_of(root, files, "text", reading, is_chat=True)
     _log_text(manifest, files)
@@ -127,24 +100,22 @@ def check_not_mixed(files: Mapping[str, int], root: str) -> None:
 def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> ShardReader:
     """Returns the reader of the corpus.
 
-    Raises DataFault for tokens that another tokenizer or other limits than `reading` made, and TokenizerError for a
+    Raises DataFault for tokens that another tokenizer made, and TokenizerError for a
     chat template that does not fit the tokenizer."""
     if isinstance(corpus, ChatFolder):
         return ChatReader(corpus, tokenizer, reading)
-    if isinstance(corpus, TokenFolder):
-        return TokenReader(corpus, tokenizer, reading)
     if isinstance(corpus, IndexedFolder):
         return IndexedReader(corpus, tokenizer, reading)
     return TextReader(corpus, tokenizer, reading)
 
 
 def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
-    """Check that a corpus can be read with these weights of sources, as far as is known before reading.
+    """Check that a corpus can be read with these weights of sources, before anything is read.
 
     The sources of text are known only after reading. A wrong name therefore appears in the log as a source without
     tokens.
 
-    Raises ValueError for a bad weight, and DataFault for a corpus without sources or for a source without documents.
+    Raises ValueError for a bad weight, and DataFault for a corpus without sources.
     """
     check_weights(weights)
     if not weights:
@@ -152,7 +123,5 @@ def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
     if isinstance(corpus, IndexedFolder):
         raise DataFault(
             f"{str(corpus.root)!r} holds megatron-core's datasets, which do not know the sources of their documents, "
-            "so source_weights cannot be used; read the text, or tokens made by `prepare.py tokens`"
+            "so source_weights cannot be used; read the text"
         )
-    if isinstance(corpus, TokenFolder):
-        check_known(weights, corpus.documents_by_source, str(corpus.root))

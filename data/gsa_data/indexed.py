@@ -5,7 +5,8 @@ int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in byte
 of each document [D] (the last is S). The layout follows megatron.core.datasets.indexed_dataset.
 
 Every dataset is a shard of this corpus, and every document is a line of the shard. Sizes and pointers must fit exactly,
-because megatron-core checks no sizes. The format has no checksums, so the reader compares ids with the vocabulary.
+because megatron-core checks no sizes. The reader compares ids with the vocabulary, and a dataset of `prepare.py tokens`
+with its record (prepared.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import Pulse, patiently
 from gsa_data.listing import INDEXED
 from gsa_data.pack import AnyTokens
+from gsa_data.prepared import AGAIN, Record, check_complete, check_records, problem_of, read_record
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.shards import Manifest
 from gsa_data.source_weights import NO_SOURCE, LineSources
@@ -50,12 +52,15 @@ class IndexedFolder:
 
     root: Path
     manifest: Manifest
+    records: dict[str, Record] = field(default_factory=dict)
+    """.bin file -> its record, for datasets of `prepare.py tokens`"""
 
     @classmethod
     def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
         """Read the header of every dataset and compare the sizes.
 
-        Raises DataFault for a file of a wrong size or format, a file named only `.bin` or `.idx`, or a missing file.
+        Raises DataFault for a file of a wrong size or format, a file named only `.bin` or `.idx`, or a missing file,
+        and for a folder that `prepare.py tokens` has not finished.
         """
         folder = Path(root)
         files = list(folder.iterdir())
@@ -63,7 +68,7 @@ class IndexedFolder:
             if path.name in INDEXED and path.is_file():
                 raise DataFault(f"{path} has no name before its ending; rename the .bin and the .idx")
         names = sorted({path.stem for path in files if path.suffix in INDEXED})
-        shards, documents = [], 0
+        shards, documents, records = [], 0, {}
         for name in names:
             if pulse is not None:
                 pulse.beat()
@@ -75,14 +80,19 @@ class IndexedFolder:
             documents += read_header(folder / f"{name}.idx").documents
             open_index(folder / f"{name}.idx")
             shards.append((f"{name}.bin", (folder / f"{name}.bin").stat().st_size))
+            if record := read_record(f"{folder / name}"):
+                records[f"{name}.bin"] = record
+        check_complete(records, root)
         logger.info(
-            "%s holds megatron-core's indexed datasets: %d, with %d documents, memory-mapped; nothing is tokenized "
-            "and no tokenizer is on record, so data.tokenizer must be the one that made them",
+            "%s holds megatron-core's indexed datasets: %d, with %d documents, memory-mapped; nothing is tokenized%s",
             root,
             len(names),
             documents,
+            ""
+            if len(records) == len(names)
+            else ", and data.tokenizer must be the one that made them, because no tokenizer is on record",
         )
-        return cls(folder, Manifest(root, tuple(shards)))
+        return cls(folder, Manifest(root, tuple(shards)), records)
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,7 @@ class IndexedReader:
     """Returns the documents of an IndexedFolder. Damage raises DataFault, whatever the policy for bad shards is."""
 
     def __init__(self, folder: IndexedFolder, tokenizer: Tokenizer, reading: Reading) -> None:
+        check_records(folder.records, tokenizer, reading, str(folder.root))
         self.folder, self.reading = folder, reading
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self._checked: set[str] = set()
@@ -168,13 +179,17 @@ class IndexedReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open lines of a shard (see ShardReader.open). The first call checks the whole index."""
+        """Open lines of a shard (see ShardReader.open). The first call checks the whole index, and the whole
+        dataset if it has a record."""
         path = (self.folder.root / relpath).with_suffix(".idx")
 
-        def mapped(_: Pulse) -> tuple[Index, AnyTokens, int]:
+        def mapped(pulse: Pulse) -> tuple[Index, AnyTokens, int]:
             index = open_index(path)
             if relpath not in self._checked:
                 check_index(index, path)
+                record = self.folder.records.get(relpath)
+                if record and (problem := problem_of(str(path.with_suffix("")), record, pulse)):
+                    raise DataFault(f"{problem}; {AGAIN}")
                 self._checked.add(relpath)
             size = path.with_suffix(".bin").stat().st_size
             id_type = index.header.id_type

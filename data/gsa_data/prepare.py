@@ -3,7 +3,7 @@
     gsa-prepare tokenizer --shards DIR --out tokenizer.model
     gsa-prepare tokens --data DIR --tokenizer tokenizer.model --out DIR
 
-`tokenizer` trains a sentencepiece BPE model. `tokens` tokenizes shards once, into files that training maps into memory.
+`tokenizer` trains a sentencepiece BPE model. `tokens` tokenizes shards once, into megatron-core's .bin and .idx.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tokenize the shards of a folder once, into a folder of tokens (`prepare.py tokens`, token_files.py).
+"""Tokenize the shards of a folder once, into one of megatron-core's indexed datasets per shard (`prepare.py tokens`).
 
-Each shard is written atomically and recorded in a journal, from which a killed command continues. Only one command at a
-time may write a folder.
+Each dataset has a record (prepared.py). Its .idx gets its name last, so a killed command continues with the datasets
+that lack an .idx. Only one command at a time may write a folder.
 """
 
 from __future__ import annotations
@@ -12,31 +12,25 @@ import multiprocessing
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import orjson
+import numpy as np
 from tqdm import tqdm
 
-from gsa_data.faults import BAD_LINES, HARMLESS_LINES, DataFault, Reading, naming, printable
+from gsa_data.faults import BAD_SHARDS, DataFault, Reading, naming
+from gsa_data.indexed import HEADER, ID_TYPES, MAGIC, IndexedFolder, read_header
+from gsa_data.listing import INDEXED
+from gsa_data.prepared import RECORD, Origin, Record, check_records, problem_of, read_record, sha256_of
 from gsa_data.reader import TextReader
 from gsa_data.shards import build_manifest
-from gsa_data.token_files import (
-    JOURNAL_NAME,
-    MANIFEST_NAME,
-    UNFINISHED,
-    Identity,
-    ShardRecord,
-    TokenFolder,
-    checksum_of,
-    identity_of,
-    problems,
-)
-from gsa_data.token_writer import write_shard, write_whole
 from gsa_data.tokenize import Tokenizer
+
+UNFINISHED = ".unfinished"  # a killed command leaves such files, and the next command overwrites them
+MOST_OF_TWO_BYTES = 1 << 16  # entries of a vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         for problem in found:
             print(f"PROBLEM {problem}")
         if not found:
-            print(summary(TokenFolder.parse(options.out)))
+            print(summary(IndexedFolder.open(str(options.out))))
         return 1 if found else 0
     if options.data is None or tokenizer is None:
         raise DataFault("--data and --tokenizer are needed to prepare tokens; only --check can do without")
@@ -82,103 +76,76 @@ def run(options: argparse.Namespace) -> int:
 
 def prepare_tokens(
     data: str, tokenizer: Tokenizer, out: Path, workers: int, reading: Reading, text_field: str = "text"
-) -> TokenFolder:
-    """Tokenize every shard of `data` that `out` lacks, and write tokens.json when all shards are done.
+) -> IndexedFolder:
+    """Write the dataset of every shard of `data` that `out` lacks. Existing datasets are verified. Intact datasets of
+    shards without damage are kept.
 
-    Existing shards of `out` are verified (size, checksum, ids). Intact shards without faults are kept.
-
-    Raises DataFault if `reading` refuses a shard, if `out` holds other tokens, or if all shards together have no
-    document. Finished shards stay.
+    Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if all shards together have no
+    document. Finished datasets stay.
     """
     _check_is_not(out, data)
     with naming("--data"):
         manifest = build_manifest(data, text_field=text_field, reading=reading)
-    identity = identity_of(manifest, tokenizer, reading)
-    records = {record.path: record for record in _kept(out, identity)}
-    left = [relpath for relpath, _ in manifest.shards if relpath not in records]
-    print(f"{len(manifest.shards)} shards, {len(records)} of them finished before")
-    if not left and (out / MANIFEST_NAME).is_file():
-        folder = TokenFolder.open(str(out))
-        if folder.manifest.duplicates == manifest.duplicates:  # otherwise only tokens.json changes
-            return folder
-    parts: list[Identity | ShardRecord] = [identity, *records.values()]
-    journal = [orjson.dumps(dataclasses.asdict(part)) + b"\n" for part in parts]
-    write_whole(out / JOURNAL_NAME, journal)
-    (out / MANIFEST_NAME).unlink(missing_ok=True)  # the folder is unfinished until all shards are done
-
-    reader = TextReader(manifest, tokenizer, reading)
-    with (out / JOURNAL_NAME).open("ab") as file, tqdm(total=len(left), unit="shard", disable=None) as bar:
-        for record in _write_all(reader, out, identity, left, workers):
-            file.write(orjson.dumps(dataclasses.asdict(record)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-            records[record.path] = record
-            bar.update()
-
-    if not any(record.documents for record in records.values()):
-        raise DataFault(
-            f"--data {data}: no document in its {len(records)} shards; give other text, or its --text-field"
-        )
-
-    content = {
-        "identity": dataclasses.asdict(identity),
-        "source": data,
-        "text_field": manifest.text_field,
-        "source_shards": manifest.shards,
-        "duplicates": manifest.duplicates,
-        "records": [dataclasses.asdict(records[relpath]) for relpath, _ in manifest.shards],
+    origin = Origin(
+        manifest.fingerprint,
+        len(manifest.shards),
+        tokenizer.fingerprint,
+        reading.max_bad_line_fraction,
+        reading.max_document_bytes,
+    )
+    # The number keeps the order of the shards, such as in 000000-a.jsonl.
+    datasets = {
+        path: f"{number:06d}-{path.replace('/', '-')}" for number, (path, _) in enumerate(manifest.shards)
     }
-    content["checksum"] = checksum_of(content)
-    write_whole(out / MANIFEST_NAME, [orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"])
-    (out / JOURNAL_NAME).unlink()
-    for path in out.rglob(f"*{UNFINISHED}"):
-        path.unlink()
-    return TokenFolder.open(str(out))
+    kept = set(_kept(out, origin, datasets))
+    left = [shard for shard in datasets if shard not in kept]
+    print(f"{len(datasets)} shards, {len(kept)} of them finished before")
+    reader = TextReader(manifest, tokenizer, reading)
+    with tqdm(total=len(left), unit="shard", disable=None) as bar:
+        for _ in _write_all(_Writer(reader, out, origin, datasets), left, workers):
+            bar.update()
+    folder = IndexedFolder.open(str(out))
+    if not any(read_header(out / f"{dataset}.idx").documents for dataset in datasets.values()):
+        raise DataFault(
+            f"--data {data}: no document in its {len(datasets)} shards; give other text, or its --text-field"
+        )
+    return folder
 
 
 def check_tokens(
     out: Path, data: str | None, tokenizer: Tokenizer | None, text_field: str = "text"
 ) -> Iterator[str]:
-    """Yield the problems of a folder of tokens, without writing. If `data` is given, compare it with the source."""
+    """Yield the problems of prepared datasets, without writing. If `data` is given, compare them with the text."""
     try:
-        folder = TokenFolder.parse(out)
+        folder = IndexedFolder.open(str(out))
+        if not folder.records:
+            raise DataFault(f"{out} holds no dataset of `prepare.py tokens`")
         if tokenizer is not None:
-            limits = Reading(
-                "skip",
-                max_bad_line_fraction=folder.identity.max_bad_line_fraction,
-                max_document_bytes=folder.identity.max_document_bytes,
-            )
-            folder.check(tokenizer, limits)
+            check_records(folder.records, tokenizer, Reading("skip"), str(out))
         if data is not None:
-            source = build_manifest(data, text_field=text_field, reading=Reading("skip"))
-            if source.fingerprint != folder.identity.source_fingerprint:
+            text = build_manifest(data, text_field=text_field, reading=Reading("skip")).fingerprint
+            if any(record.origin.text != text for record in folder.records.values()):
                 yield f"{out} was made of other shards than {data!r} has now"
     except DataFault as fault:
         yield str(fault)
         return
-    for record in tqdm(folder.records.values(), unit="shard", disable=None):
-        yield from problems(out, record, folder.identity)
+    for name, record in tqdm(folder.records.items(), unit="shard", disable=None):
+        if problem := problem_of(str((out / name).with_suffix("")), record):
+            yield problem
 
 
-def summary(folder: TokenFolder) -> str:
-    """Returns counts over all shards, and one line for each shard with omitted lines."""
-    records = folder.records.values()
-    lines = [
-        f"{folder.root}: {len(records)} shards, {sum(r.documents for r in records)} documents, "
-        f"{sum(r.tokens for r in records)} tokens ({folder.identity.dtype.name}), "
-        f"{sum(r.text_bytes for r in records)} bytes of text"
-    ]
-    counts = (f"{printable(name)} {count}" for name, count in sorted(folder.documents_by_source.items()))
-    lines.append(f"documents by source: {', '.join(counts)}")
-    for record in records:
-        left_out = {
-            name: record.faults[name] for name in (*BAD_LINES, *HARMLESS_LINES) if name in record.faults
-        }
-        if left_out or record.was_bad():
-            faults = ", ".join(f"{name} {count}" for name, count in left_out.items())
-            lines.append(
-                f"{record.path}: left out of {record.lines} lines: {faults or 0}  {record.was_bad()}"
-            )
+def summary(folder: IndexedFolder) -> str:
+    """Returns counts over all datasets, and one line for each dataset with omitted lines."""
+    documents = tokens = 0
+    for name, size_bytes in folder.manifest.shards:
+        header = read_header((folder.root / name).with_suffix(".idx"))
+        documents += header.documents
+        tokens += size_bytes // header.id_type.itemsize
+    lines = [f"{folder.root}: {len(folder.records)} shards, {documents} documents, {tokens} tokens"]
+    for record in folder.records.values():
+        if record.left_out:
+            left_out = ", ".join(f"{name} {count}" for name, count in record.left_out.items())
+            lines.append(f"{record.shard}: left out: {left_out}")
     return "\n".join(lines)
 
 
@@ -191,53 +158,93 @@ def _check_is_not(out: Path, data: str) -> None:
         )
 
 
-def _kept(out: Path, identity: Identity) -> Iterator[ShardRecord]:
-    """Yield the records of intact shards that an earlier command finished."""
-    found, records = _read_earlier(out)
-    if found is None:
-        return
-    for field in dataclasses.fields(Identity):
-        before, now = getattr(found, field.name), getattr(identity, field.name)
-        if before != now:
-            raise DataFault(
-                f"{out} holds tokens with {field.name}={before}, this command has {now}; give another --out, or "
-                "delete that folder"
-            )
-    for record in tqdm(records, desc="verify", unit="shard", disable=None):
-        problem = next(problems(out, record, identity), None)
-        if problem or record.was_bad():  # a bad source may have been restored
-            print(f"again: {problem or f'{record.path} ({record.was_bad()})'}")
+def _kept(out: Path, origin: Origin, datasets: dict[str, str]) -> Iterator[str]:
+    """Yield the shards whose datasets are intact. Raises DataFault if `out` holds other datasets."""
+    stems = {path.stem for path in out.iterdir() if path.suffix in INDEXED} if out.is_dir() else set()
+    records = {stem: read_record(f"{out / stem}") for stem in sorted(stems)}
+    for stem, record in records.items():
+        found = record.origin if record else origin
+        for field in dataclasses.fields(Origin):
+            before, now = getattr(found, field.name), getattr(origin, field.name)
+            if before != now:
+                raise DataFault(
+                    f"{out} holds tokens with {field.name}={before}, this command has {now}; give another --out, or "
+                    "delete that folder"
+                )
+        if stem not in datasets.values():
+            raise DataFault(f"{out} holds the dataset {stem!r} of another text; give another --out")
+    for shard, dataset in tqdm(datasets.items(), desc="verify", unit="shard", disable=None):
+        record = records.get(dataset)
+        if record is None or not all((out / f"{dataset}{suffix}").is_file() for suffix in INDEXED):
+            continue
+        problem = problem_of(f"{out / dataset}", record)
+        if problem or record.was_bad:  # a bad shard may have been restored
+            print(f"again: {problem or f'{shard} ({record.left_out})'}")
         else:
-            yield record
+            yield shard
 
 
-def _read_earlier(out: Path) -> tuple[Identity | None, list[ShardRecord]]:
-    if (out / MANIFEST_NAME).is_file():
-        folder = TokenFolder.parse(out)
-        return folder.identity, list(folder.records.values())
-    journal = out / JOURNAL_NAME
-    if not journal.is_file():
-        return None, []
-    lines = journal.read_bytes().split(b"\n")[:-1]  # a kill may cut off the last line
-    try:
-        identity, *records = [orjson.loads(line) for line in lines]
-        return Identity(**identity), [ShardRecord(**record) for record in records]
-    except (orjson.JSONDecodeError, TypeError, ValueError) as error:
-        raise DataFault(
-            f"{journal} is damaged ({error!r}); delete it, and all shards are done again"
-        ) from error
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    reader: TextReader
+    out: Path
+    origin: Origin
+    datasets: dict[str, str]
+    """Path of a shard -> name of its dataset"""
+
+    def write(self, shard: str) -> None:
+        """Tokenize the lines of one shard. The files get their names when all are on the disk, the .idx last."""
+        counters: Counter[str] = Counter()
+        lines = self.reader.open(shard, 0, 1, counters)
+        vocab_size = self.reader.tokenizer.vocab_size
+        code = 8 if vocab_size <= MOST_OF_TWO_BYTES else 4
+        lengths: list[int] = []
+        left_out = Counter({name: counters[name] for name in BAD_SHARDS if counters[name]})
+
+        def ids() -> Iterator[bytes]:
+            for place in range(len(lines)):
+                line = lines[place]
+                if isinstance(line, str):
+                    left_out[line] += 1
+                    continue
+                lengths.append(len(line.tokens))
+                if not 0 <= int(line.tokens.min()) <= int(line.tokens.max()) < vocab_size:
+                    raise DataFault(
+                        f"shard {shard}, line {place + 1}: the tokenizer gave id {line.tokens.max()}, but says that "
+                        f"its vocabulary has {vocab_size} entries; repair the tokenizer"
+                    )
+                yield line.tokens.astype(ID_TYPES[code]).tobytes()
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        names = [self.out / f"{self.datasets[shard]}{suffix}" for suffix in (".bin", RECORD, ".idx")]
+        ids_file, record_file, index_file = (path.with_name(f"{path.name}{UNFINISHED}") for path in names)
+        _write(ids_file, ids())
+        ends = np.cumsum(lengths, dtype="<i8")
+        header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
+        pointers = (ends - lengths) * np.dtype(ID_TYPES[code]).itemsize
+        tables = np.array(lengths, "<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")
+        _write(index_file, [header, *(table.tobytes() for table in tables)])
+        record = Record(self.origin, shard, dict(left_out))
+        sha256 = sha256_of(record, [ids_file, index_file])
+        _write(record_file, [dataclasses.replace(record, sha256=sha256).content()])
+        for unfinished, path in zip((ids_file, record_file, index_file), names, strict=True):
+            unfinished.replace(path)
 
 
-def _write_all(
-    reader: TextReader, out: Path, identity: Identity, left: list[str], workers: int
-) -> Iterator[ShardRecord]:
-    """Write the remaining shards, and yield their records in order of completion."""
+def _write(path: Path, parts: Iterable[bytes]) -> None:
+    with path.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_all(writer: _Writer, left: list[str], workers: int) -> Iterator[None]:
+    """Write the remaining datasets, and yield after each."""
     if workers == 1:
-        for relpath in left:
-            yield _write_one(reader, out, identity, relpath)
+        yield from map(writer.write, left)
         return
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(reader, out, identity)) as pool:
-        tasks = [pool.submit(_work, relpath) for relpath in left]
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(writer,)) as pool:
+        tasks = [pool.submit(_work, shard) for shard in left]
         try:
             for task in as_completed(tasks):
                 yield task.result()
@@ -249,19 +256,13 @@ def _write_all(
             pool.shutdown(cancel_futures=True)
 
 
-def _write_one(reader: TextReader, out: Path, identity: Identity, relpath: str) -> ShardRecord:
-    counters: Counter[str] = Counter()
-    lines = reader.open(relpath, 0, 1, counters)
-    return write_shard(out, relpath, lines, counters, identity)
-
-
 # The state of a worker process, which is set once, because a tokenizer is large.
-_worker: tuple[TextReader, Path, Identity]
+_worker: _Writer
 
 
-def _start_worker(reader: TextReader, out: Path, identity: Identity) -> None:
+def _start_worker(writer: _Writer) -> None:
     global _worker
-    _worker = (reader, out, identity)
+    _worker = writer
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -273,5 +274,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(relpath: str) -> ShardRecord:
-    return _write_one(*_worker, relpath)
+def _work(shard: str) -> None:
+    _worker.write(shard)

@@ -1,8 +1,8 @@
 """Define the interface of shard readers, which return the lines of one shard as tokens.
 
-There are four readers. TextReader tokenizes shards of text, and ChatReader (chat.py) tokenizes conversations.
-TokenReader (token_files.py) maps the files of `prepare.py tokens`. IndexedReader (indexed.py) maps megatron-core's
-datasets. The lanes, the packing and the stream do not distinguish readers.
+There are three readers. TextReader tokenizes shards of text, and ChatReader (chat.py) tokenizes conversations.
+IndexedReader (indexed.py) maps megatron-core's datasets, which `prepare.py tokens` also writes. The lanes, the packing
+and the stream do not distinguish readers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardReader(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Returns the shards and the fingerprint that define the order. Token files have their source's manifest."""
+        """Returns the shards and the fingerprint that define the order."""
         ...
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:

@@ -20,8 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gsa_data.faults import DataFault, printable
-
 NO_SOURCE = "unknown"
 """The source of documents whose line names no source"""
 MAX_WEIGHT = 100.0
@@ -113,18 +111,3 @@ def never_met(weights: Mapping[str, float], counters: Mapping[str, int]) -> list
         for name in weights
         if f"{TOKENS_OF}{name}" not in counters and f"{LEFT_OUT_OF}{name}" not in counters
     ]
-
-
-def check_known(weights: Mapping[str, float], documents: Mapping[str, int], root: str) -> None:
-    """Raises DataFault for a name that is not a source in `documents`, or if no document is left."""
-    found = ", ".join(map(printable, sorted(documents))) or "none"
-    for name in weights:
-        if name not in documents:
-            raise DataFault(
-                f"source_weights names {name!r}, but the sources of {root!r} are: {found}; correct the name, or "
-                "remove it"
-            )
-    if documents and not any(weights.get(name, 1.0) > 0 for name in documents):
-        raise DataFault(
-            f"source_weights leaves out every source of {root!r} ({found}); give one a weight above 0"
-        )

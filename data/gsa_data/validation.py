@@ -1,6 +1,6 @@
 """Read the fixed text that scores a model: the first sequences of a split, and the same documents packed by source.
 
-A folder of tokens (`prepare.py tokens`) gives the same sequences as the text. Bits per byte count the bytes of the
+The datasets of `prepare.py tokens` give the same sequences as the text. Bits per byte count the bytes of the
 decoded tokens.
 """
 

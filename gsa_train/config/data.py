@@ -10,8 +10,8 @@ from typing import Literal
 class DataConfig:
     train_dir: str = "data/sample/train"
     """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
-    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. It may instead hold tokens
-    of `prepare.py tokens`, or megatron-core's `*.bin` and `*.idx`."""
+    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. It may instead hold
+    megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens` also writes."""
     validation_dir: str = "data/sample/validation"
     """The same for validation: one set, named `validation`. It is not read if `validation_sets` names any set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class DataConfig:
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
     """How often each document of a source (`meta.redpajama_set_name`, or `unknown`) appears in an epoch: 0 never, 0.5
-    every other epoch, 2 twice. Sources without a weight appear once. Weights may change at a resume. They apply to
-    text and to tokens of `prepare.py tokens`."""
+    every other epoch, 2 twice. Sources without a weight appear once. Weights may change at a resume. Tokens
+    (`*.bin`, `*.idx`) have no sources."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How documents fill training sequences. `concatenate`: one after another, cut where a sequence ends. `best_fit`:
     whole documents that fill the sequence best, so that only documents longer than a sequence are cut. Fixed for a

@@ -21,7 +21,6 @@ from gsa_train.config.sections import Config
 
 # The list of gsa_data, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
-PREPARED_TOKENS = ("tokens.json", "tokens.journal")
 CHECKPOINT_METADATA = "metadata.json"
 """A checkpoint with this file is complete (gsa_train.checkpoint.files)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
@@ -199,7 +198,7 @@ def left_to_a_shell(path: str) -> bool:
 
 
 def _holds_text(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in PREPARED_TOKENS) or any(folder.glob("*.idx")):
+    if any(folder.glob("*.idx")):
         return True
     return any(
         name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder, followlinks=True) for name in names

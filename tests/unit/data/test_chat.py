@@ -127,9 +127,6 @@ def test_text_is_no_chat(tmp_path: Path) -> None:
     manifest = open_chat(str(tmp_path), template(PLAIN)).manifest
     with pytest.raises(DataFault, match=r"1 bad lines of 1 \(missing_messages 1\)"):
         read_conversations(manifest, "s.jsonl", READING, Counter())
-    (tmp_path / "tokens.json").write_text("{}")
-    with pytest.raises(DataFault, match=r"holds tokens of text \(tokens\.json\)"):
-        open_chat(str(tmp_path), template(PLAIN))
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])

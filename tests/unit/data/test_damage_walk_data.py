@@ -93,8 +93,7 @@ def test_every_file_of_a_corpus(write, first_start_accepts, tokenizer, tmp_path)
     assert read(own, tokenizer, before) == (before, total)
     table = Table()
     for name in files_below(own):
-        swap = str.maketrans("01ab", "10ba")
-        sibling = Path(name).with_name(Path(name).name[:2].translate(swap) + Path(name).name[2:])
+        sibling = next(each for each in files_below(own) if each != name and each[-4:] == name[-4:])
         others = {"other corpus": other / name, "other shard": own / sibling}
         for damage, change in damages_of(own / name, others).items():
             shutil.rmtree(folder, ignore_errors=True)
@@ -103,7 +102,11 @@ def test_every_file_of_a_corpus(write, first_start_accepts, tokenizer, tmp_path)
             resumed, first = outcome_of(folder, tokenizer, before), outcome_of(folder, tokenizer, None)
             table.add(name, damage, resumed.replace(str(tmp_path), ""))
             assert re.fullmatch("refused: .*", resumed), (name, damage)  # one line
-            assert Path(name).stem.split(".")[0] in resumed or name == "tokens.json", (name, damage, resumed)
+            assert Path(name).stem.split(".")[0] in resumed or "holds 1 prepared datasets of" in resumed, (
+                name,
+                damage,
+                resumed,
+            )
             if first == "read":
                 assert re.search(first_start_accepts, damage), (name, damage)
     print(f"\n{table}")

@@ -1,7 +1,7 @@
 """Compares random corpora and random runs, with or without failing shards, with an oracle on lists.
 
 The test compares every token, position and count. A run has several starts, each with its own ranks, source weights,
-sequence lengths, and text or tokens. Some corpora have shards without lines, lines without text, documents without
+and sequence lengths. Some corpora have shards without lines, lines without text, documents without
 tokens or longer than ten sequences, fewer documents than lanes, or epochs of a few blocks.
 """
 
@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,7 @@ from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.lanes import stable_hash
 from gsa_data.pack import FILLER
-from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.source_weights import LEFT_OUT_OF, NO_SOURCE, TOKENS_OF
-from gsa_data.token_files import TokenFolder
 
 EOS = 1
 MOST_COPIES = 6
@@ -239,7 +236,7 @@ class Lane:
 
 
 def read(
-    corpus: Manifest | TokenFolder, config: StreamConfig, ranks: int, steps: int, state: dict[str, Any] | None
+    corpus: Manifest, config: StreamConfig, ranks: int, steps: int, state: dict[str, Any] | None
 ) -> tuple[dict[int, list[int]], dict[str, Any]]:
     """Run one start: blocks by global sample number, and the final state as in a checkpoint."""
     streams = [BlockStream(corpus, NUMBERS, config, rank, ranks, state) for rank in range(ranks)]
@@ -258,7 +255,7 @@ def read(
 def test_a_life_of_a_run(seed: int, packing: Any, tmp_path: Path) -> None:
     refusals, _ = live(seed, packing, tmp_path, starts=4, shards_fail=False)
     assert len(refusals) <= 2
-    assert all(re.search("no usable document|leaves out every source", refusal) for refusal in refusals)
+    assert all("no usable document" in refusal for refusal in refusals)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
@@ -281,8 +278,7 @@ def live(
         shards = write_text(scratch / f"text {len(list(scratch.iterdir()))}", chance)
         folder = max(scratch.iterdir())
     kept = {name: (folder / name).read_bytes() for name in shards}
-    tokens = prepare_tokens(str(folder), NUMBERS, scratch / "tokens", 1, READING)
-    text = open_corpus(str(folder), reading=READING)
+    corpus = open_corpus(str(folder), reading=READING)
     num_lanes = chance.choice([1, 2, 4])
     config = StreamConfig(
         16,
@@ -307,7 +303,6 @@ def live(
             (folder / name).write_bytes(content)
             if shards_fail and shards[name] and chance.random() < 0.5:
                 failed[name] = fail(folder, name, shards[name], chance)
-        corpus = text if shards_fail else chance.choice([text, tokens])
         try:
             samples, state = read(corpus, config, ranks, chance.randrange(12), state)
         except DataFault as fault:

@@ -23,7 +23,6 @@ from gsa_data import DataFault, Manifest, Tokenizer, fetch
 from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.fetch import Pulse, ReadError, in_time
-from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import TokenizerError
 
 QUICK = Reading(retries=1, backoff_seconds=0.0, timeout_seconds=0.2)
@@ -161,18 +160,11 @@ def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pyt
         open_corpus(share, reading=QUICK)
 
 
-@pytest.mark.parametrize(
-    ("kind", "function"),
-    [("tokens", "stat"), ("tokens", "fromfile"), ("indexed", "stat"), ("indexed", "memmap")],
-)
-def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeypatch, kind, function):
+@pytest.mark.parametrize("function", ["stat", "memmap"])
+def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeypatch, function):
     folder = tmp_path / "folder"
-    if kind == "tokens":
-        write_corpus(tmp_path / "text", num_shards=1, documents_per_shard=20)
-        prepare_tokens(str(tmp_path / "text"), tokenizer, folder, 1, Reading())
-    else:
-        folder.mkdir()
-        write_indexed(folder, "a", [tokenizer.encode(document(number)) for number in range(20)])
+    folder.mkdir()
+    write_indexed(folder, "a", [tokenizer.encode(document(number)) for number in range(20)])
     owner = Path if function == "stat" else np
     monkeypatch.setattr(owner, function, server.before(function, getattr(owner, function)))
 

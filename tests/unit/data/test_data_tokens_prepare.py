@@ -3,28 +3,22 @@
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
-import orjson
 import prepare
 import pytest
-from data_corpus import read_run, write_corpus
+from data_corpus import write_corpus
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest
-from gsa_data.corpus import open_corpus
+from gsa_data import DataFault, Tokenizer, build_manifest
+from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.prepare_tokens import check_tokens, prepare_tokens
-from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME
-
-CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
-FAULTY = Reading("skip", max_bad_line_fraction=0.05)
 
 
 def test_command(corpus, tokenizer, tmp_path, capsys):
@@ -33,23 +27,28 @@ def test_command(corpus, tokenizer, tmp_path, capsys):
     assert prepare.main([*arguments, "--workers", "2"]) == 0
     assert "5 shards, 200 documents" in capsys.readouterr().out
     written = {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()}
-    assert len(written) == 5 * 2 + 1
+    assert len(written) == 5 * 3
     assert prepare.main(arguments) == 0
     assert "5 shards, 5 of them finished before" in capsys.readouterr().out
     assert prepare.main(["tokens", "--check", "--out", out]) == 0
     assert prepare.main([*arguments, "--check"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()} == written
 
-    victim = Path(out) / "chunk1/s3.jsonl.zst.tokens"
-    victim.write_bytes(victim.read_bytes()[:-2])
+    victims = [Path(out) / f"00000{shard}-chunk1-s{shard}.jsonl.zst" for shard in range(3)]
+    ids = Path(f"{victims[0]}.bin")
+    ids.write_bytes(ids.read_bytes()[:-1] + b"\1")
     capsys.readouterr()
     assert prepare.main([*arguments, "--check"]) == 1
-    assert "PROBLEM" in capsys.readouterr().out
+    assert f"PROBLEM {ids}, its .idx or its .prepared.json is damaged" in capsys.readouterr().out
+    Path(f"{victims[1]}.idx").unlink()
+    Path(f"{victims[2]}.prepared.json").unlink()
+    assert prepare.main([*arguments, "--check"]) == 1
     assert prepare.main(arguments) == 0  # this repairs it
     output = capsys.readouterr().out
-    assert f"again: {victim} has" in output
-    assert "4 of them finished before" in output
+    assert f"again: {ids}" in output
+    assert "2 of them finished before" in output
     assert prepare.main([*arguments, "--check"]) == 0
+    assert prepare.main(["tokens", "--check", "--out", str(tmp_path)]) == 1  # holds none
     assert prepare.main([*arguments[:-1], corpus.root, "--data", out]) == 2
 
 
@@ -64,7 +63,7 @@ class Bar(prepare_tokens.tqdm):
 prepare_tokens.tqdm = Bar
 sys.exit(prepare.main(sys.argv[1:]))
 """
-"""The command, which pauses when its journal has four shards, because kills may be late on a busy machine."""
+"""The command, which pauses when four datasets are finished, because kills may be late on a busy machine."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -77,8 +76,7 @@ def test_a_killed_command_goes_on(tokenizer: Tokenizer, tmp_path: Path, workers:
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=paths, start_new_session=True
     ) as process:
-        journal = out / JOURNAL_NAME
-        while not journal.is_file() or journal.read_bytes().count(b"\n") < 1 + 4:
+        while len(list(out.glob("*.idx"))) < 4:
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
@@ -88,46 +86,40 @@ def test_a_killed_command_goes_on(tokenizer: Tokenizer, tmp_path: Path, workers:
             assert time.monotonic() < deadline, "workers of the killed command still run"
             time.sleep(0.01)
 
-    finished = journal.read_bytes().split(b"\n")[1:-1]
-    assert len(finished) == 4
-    assert not (out / MANIFEST_NAME).exists()
-    with pytest.raises(DataFault, match="unfinished"):
-        open_corpus(str(out))
-    assert any("unfinished" in problem for problem in check_tokens(out, None, None))
-    with journal.open("ab") as file:
-        file.write(b'{"path": "cut o')
-    kept = [out / f"{orjson.loads(record)['path']}.tokens" for record in finished]
+    kept = list(out.glob("*.idx"))
     times = [path.stat().st_mtime_ns for path in kept]
+    assert 4 <= len(kept) < 40
+    with pytest.raises(DataFault, match=r"prepared datasets of a text with 40 shards|is missing"):
+        open_corpus(str(out))
 
     folder = prepare_tokens(str(source), tokenizer, out, 1, Reading())
     assert [path.stat().st_mtime_ns for path in kept] == times  # not done again
-    assert len(list(out.rglob("*.jsonl.zst.*"))) == 2 * 40
-    assert not journal.exists()
+    assert len(list(out.iterdir())) == 3 * 40
     assert list(check_tokens(out, str(source), tokenizer)) == []
-    streamed = read_run(build_manifest(str(source)), tokenizer, CONFIG, steps=3)
-    assert read_run(folder, tokenizer, CONFIG, steps=3).samples == streamed.samples
+    reader, text = (
+        shard_reader(each, tokenizer, Reading()) for each in (folder, build_manifest(str(source)))
+    )
+    for (name, _), (shard, _) in zip(reader.manifest.shards, text.manifest.shards, strict=True):
+        ours, theirs = reader.open(name, 0, 1, Counter()), text.open(shard, 0, 1, Counter())
+        assert [each.tokens.tolist() for each in ours] == [each.tokens.tolist() for each in theirs]
 
 
-def test_restored_shards_are_done_again_and_removed_copies_forgotten(tokenizer, tmp_path):
+def test_restored_shards_are_done_again(tokenizer, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     write_corpus(source, num_shards=3, documents_per_shard=10)
-    shutil.copyfile(source / "chunk1/s0.jsonl.zst", source / "chunk1/s2.jsonl.zst")
     shard = source / "chunk1/s1.jsonl.zst"
     good = shard.read_bytes()
     shard.write_bytes(good[:-5] + b"\0" * 5)
-    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
-    assert folder.records["chunk1/s1.jsonl.zst"].was_bad() == "shards_damaged"
-    assert folder.manifest.duplicates == ("chunk1/s2.jsonl.zst",)
+    skip = Reading("skip", max_bad_line_fraction=0.05)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, skip)
+    assert [record.was_bad for record in folder.records.values()] == [False, True, False]
     shard.write_bytes(good)
-    (source / "chunk1/s2.jsonl.zst").unlink()
-    of_first = out / "chunk1/s0.jsonl.zst.tokens"
-    written = of_first.stat().st_mtime_ns
-    folder = prepare_tokens(str(source), tokenizer, out, 2, FAULTY)
-    assert folder.records["chunk1/s1.jsonl.zst"].documents == 10
-    assert folder.manifest.duplicates == ()
-    assert of_first.stat().st_mtime_ns == written
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*s0*")}
+    folder = prepare_tokens(str(source), tokenizer, out, 2, skip)
+    assert not any(record.left_out for record in folder.records.values())
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*s0*")} == written
     assert list(check_tokens(out, str(source), tokenizer)) == []
-    BlockStream(folder, tokenizer, replace(CONFIG, reading=replace(FAULTY, on_bad_shard="fail")), 0, 1)
+    shard_reader(folder, tokenizer, Reading())
 
 
 def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tmp_path, monkeypatch, capsys):
@@ -142,14 +134,6 @@ def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tmp_path, monkeypatch, capsys
         monkeypatch.setattr("gsa_data.prepare.train_tokenizer", Mock(side_effect=ended))
         assert prepare.main(command) == code
         assert capsys.readouterr().err == line
-
-
-def test_shards_and_tokens_have_folders_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A shared folder would be read as tokens only, and a killed command could not resume in it."""
-    write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
-    with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
-        prepare_tokens(str(tmp_path), tokenizer, tmp_path / "chunk1" / "..", 1, Reading())
-    assert [path.name for path in tmp_path.rglob("*.*")] == ["s0.jsonl.zst"]
 
 
 BAD_INPUT = {

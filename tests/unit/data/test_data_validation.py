@@ -72,25 +72,10 @@ def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, toke
 
 def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path):
     folder = open_corpus(str(prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading()).root))
-    sets = read(mixed, tokenizer), read(folder, tokenizer)
-    text, tokens = ({"": found.text, **found.by_source} for found in sets)
-    assert list(tokens) == list(text)
-    for ours, theirs in zip(tokens.values(), text.values(), strict=True):
-        assert np.array_equal(ours.blocks, theirs.blocks)
-        assert ours.blocks.dtype == np.int32
-        assert np.array_equal(ours.lengths, theirs.lengths)
-        assert (ours.scored_tokens, ours.text_bytes) == (theirs.scored_tokens, theirs.text_bytes)
-
-
-def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    skip = Reading(on_bad_shard="skip")
-    source = tmp_path / "text" / "s.jsonl.zst"
-    write_shard(source, [line("gate " * 100), line("open " * 100)])
-    write_shard(tmp_path / "text" / "t.jsonl.zst", [line("shut " * 100)])
-    source.write_bytes(source.read_bytes()[:-4])
-    folder = prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, skip)
-    with pytest.raises(DataFault, match="was bad in the source"):
-        read_validation_set("set", folder, tokenizer, L, 4, skip, False, False)
+    tokens, text = read(folder, tokenizer).text, read(mixed, tokenizer).text
+    assert np.array_equal(tokens.blocks, text.blocks)
+    assert tokens.blocks.dtype == np.int32
+    assert (tokens.scored_tokens, tokens.text_bytes) == (text.scored_tokens, text.text_bytes)
 
 
 def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
