@@ -76,8 +76,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows more digits.
-    Samples of rows have at least three stretches of rows."""
+    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows
+    more digits. Samples are taken from at least three stretches of `STRETCH_ROWS` queries."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
@@ -259,8 +259,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss saves a pass if it gets both log-sums. A log-sum that is wrong by 1e-3 must change the gradient, but the
-    value by less than 1e-6 per row."""
+    """The loss needs no pass for statistics if it gets the log-sum-exps of attention and of the selected
+    scores. If those of the scores are wrong by 1e-3, the value changes by less than 1e-6 per row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches

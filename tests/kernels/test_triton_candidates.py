@@ -1,7 +1,8 @@
-"""Tests selection by candidates, which verifies a guess from a sample and is exact whatever the guess.
+"""Tests selection by candidates: keys above a guessed score, which comes from a sample. No guess changes the
+result.
 
-A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
-sequence. The interpreter samples every second key. The GPU also runs the full size.
+A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the
+whole sequence. In the interpreter every second key is sampled. Tests on a GPU also have long sequences.
 """
 
 from dataclasses import replace
