@@ -2,7 +2,7 @@
 result.
 
 A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the
-whole sequence. In the interpreter every second key is sampled. Tests on a GPU also have long sequences.
+whole sequence. In the interpreter the sample has every second key. Tests on a GPU also have long sequences.
 """
 
 from dataclasses import replace
