@@ -96,8 +96,8 @@ def assert_same(
 
 
 def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
-    """Check that a layout's numbers equal one rank's in all steps and the validation. Each phase's last step
-    has statistics."""
+    """Check that a layout's numbers equal one rank's, in all steps and the validation. They include each
+    phase's statistics."""
     expected = one_rank(case)
     if case.sections is not BASELINE:
         layers = case.config().model.num_layers

@@ -327,8 +327,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """A target in several parts gives the same loss as the sum of the parts. Entries of unattended keys are NaN. Rows
-    have gaps in memory."""
+    """The target is the sum of several tensors (parts). Passing the parts gives the same loss as passing
+    their sum. Entries of unattended keys are NaN. Rows have gaps in memory."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)
