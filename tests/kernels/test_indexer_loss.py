@@ -287,7 +287,7 @@ def test_the_sums_of_selection_and_attention_spare_a_pass(
 
 
 def of_target(problem: Problem, target: Any, row_sum: float | None = None, **options: Any) -> Any:
-    """Compute the loss with a given target, of all rows or as a function of the rows."""
+    """Compute the loss with a target that is a tensor of all rows or a function of the rows."""
     selection = problem.selection
     assert selection is not None
     log_sum = selection.log_sum if row_sum is not None else None

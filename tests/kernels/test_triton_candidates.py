@@ -325,7 +325,7 @@ def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], 
 
 
 def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and words tile by tile, because several sequences' chunks of rows are stored chunk by chunk."""
+    """Return `keys` and `words` tile by tile. The lists of several sequences are stored chunk by chunk."""
     counts = lists.counts.flatten().long()
     firsts = counts.cumsum(0) - counts
     places = torch.arange(int(counts.sum()), device=counts.device) - firsts.repeat_interleave(counts)

@@ -138,7 +138,7 @@ def test_few_distinct_scores(device: str) -> None:
 
 
 def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
-    """A slot goes to a shorter sequence before its first selection, so it attends only to its window."""
+    """A slot that still has the selection of an earlier, longer sequence attends only to its window."""
     case = make_case(device, [3], 40, k_max=4)
     selection = case.cache.selection
     selection.indices[:] = torch.tensor([0, 5, 20, 39], dtype=torch.int32, device=device)

@@ -81,7 +81,7 @@ def test_other_lists_compile_nothing(monkeypatch):
 
 
 def test_the_lists_go_with_the_backward_pass(device):
-    """Pipeline schedules keep a micro-batch's loss during the next forward pass."""
+    """Key lists are freed after the backward pass, although pipeline schedules keep the loss longer."""
     torch.manual_seed(6)
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
     alive = weakref.ref(lists.keys)
