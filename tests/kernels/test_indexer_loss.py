@@ -260,7 +260,8 @@ def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss needs no pass for statistics if it gets the log-sum-exps of attention and of the selected
-    scores. If the sums of the scores are wrong by 1e-3, the value changes by less than 1e-6 per row."""
+    scores. If the log-sum-exps of the scores are wrong by 1e-3, the loss changes by less than 1e-6 per
+    row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
