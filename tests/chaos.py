@@ -9,8 +9,9 @@ For each fault the script prints the log line that reports it, the seconds until
 were trained again. It then prints the run's account of its time, and its ETTR (the productive share of its time) next
 to an independent calculation of the ETTR.
 
-The exit code is 0 only if all these conditions hold. The last checkpoints and the logged numbers of both runs are equal
-bit for bit. The account and the independent calculation give the same ETTR. Only frozen ranks were reported as hangs.
+The exit code is 0 only if all these conditions hold. The last checkpoints and the logged numbers of this run
+and an undisturbed run are equal bit for bit. The run's account and the independent calculation give the same
+ETTR. Only frozen ranks were reported as hangs.
 
 Only root can test the full disk, because the script mounts a file system for this fault.
 

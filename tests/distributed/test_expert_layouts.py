@@ -1,4 +1,5 @@
-"""Tests that mixtures of experts in layouts of four ranks train as one rank does, and resume from each other."""
+"""Tests that mixtures of experts in layouts of four ranks train as one rank does, and resume other layouts'
+checkpoints."""
 
 import json
 import math

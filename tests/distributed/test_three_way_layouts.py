@@ -1,4 +1,5 @@
-"""Tests that layouts of eight ranks with three kinds of parallelism equal one rank, and resume from each other."""
+"""Tests that layouts of eight ranks with three kinds of parallelism equal one rank, also after a resume in
+another layout."""
 
 import json
 from typing import Any

@@ -22,8 +22,8 @@ def same_bits(golden: Any, today: Any) -> bool:
 
 
 def differences(golden: Values | str | None, today: Values | str | None) -> list[str]:
-    """Describe each difference of a run or problem. An error in the golden file counts as a difference, because no
-    values can be compared with it."""
+    """Describe the differences of today's results from the golden file, for one run or problem. An error in
+    the golden file counts as a difference."""
     if golden is None:
         return ["not in the golden file"]
     if isinstance(golden, str):

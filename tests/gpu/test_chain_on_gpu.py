@@ -1,4 +1,5 @@
-"""Tests that kernels with early launches in a graph give the same bits as kernels that run one after the other."""
+"""Tests kernels that start before the previous kernel in a graph ends. They give the bits of kernels that run
+one by one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -37,8 +37,8 @@ def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "mixed"])
 def test_products_of_few_rows_in_bf16(name: str) -> None:
-    """With the kernels for few rows, the error of one step's logits is at most twice the error with torch's bf16
-    products. Both errors are against fp32. Budgets take all keys, so that rounding changes no selection."""
+    """Logits by the kernels for few rows are at most twice as far from fp32 as logits by torch's bf16
+    products. Budgets take all keys, so that rounding changes no selection."""
     everything = {"index_topk": 64, "k_min": 64, "k_max": 64}
     exact = make_model(name, **everything).cuda()
     if name != "dense":

@@ -1,4 +1,5 @@
-"""Tests that the check before a run names a faulty CUDA device by UUID, and that compilation is noticed."""
+"""Tests that the check before a run names a faulty CUDA device by UUID. The watchdog must notice
+compilation."""
 
 import pytest
 import torch

@@ -95,7 +95,8 @@ def config_of(name: str, **train: Any) -> Config:
 
 
 def random_model(config: Config) -> Model:
-    """Create a model whose biases and norms all differ from their initial values, so that a missing one is noticed."""
+    """Create a model whose biases and norms all differ from their initial values, so that a conversion that
+    loses one fails."""
     model = tiny_model(config, variance_ema=0.02)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

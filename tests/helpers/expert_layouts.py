@@ -148,7 +148,8 @@ def measured_margin() -> Iterator[list[float]]:
 
 @contextmanager
 def measured_loads() -> Iterator[dict[str, int]]:
-    """Count the elements that ranks sent each other in all loads, and the unwanted ones."""
+    """Count the elements that ranks send each other when they load checkpoints, and how many ranks do not
+    need."""
     found = {"sent": 0, "unwanted": 0}
     exchange = exchange_utils.exchange_loaded_tensors_broadcast
 

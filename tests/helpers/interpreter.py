@@ -4,15 +4,9 @@ Triton 3.7 repeats integer operations in 64 bits to find overflows, although it 
 call of a device function lists all members of triton.language. Each operation rebuilds tables of types and shapes. Each
 operator makes a dozen calls before it calls numpy. The patch avoids this work (see also interpreted_operators.py).
 
-Triton stores bf16 as 16 bits, truncates fp32 without rounding, and multiplies and adds these bits as integers. After
-the patch, products, casts and operations of two tensors are right. Functions of one tensor and sums along an axis need
-fp32, as on a GPU.
-
-For a number and a NaN, Triton's interpreter returns the NaN as maximum and minimum. A GPU returns the number unless the
-kernel asks for the NaN. The patch makes the interpreter behave like a GPU.
-
-Triton uses numpy for matrix products. On some processors a row's last bits then depend on the number of rows, which
-breaks tests that compare bits. The patch multiplies in fp64.
+Triton stores bf16 as 16 bits, truncates fp32 without rounding, and multiplies and adds these bits as
+integers. After the patch, products, casts and operations of two tensors are right. Kernels must compute
+functions of one tensor and sums along an axis in fp32, as for a GPU.
 """
 
 import dataclasses

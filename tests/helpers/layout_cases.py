@@ -195,8 +195,9 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint and which layouts continue from it. The writer's own layout continues bit
-    for bit. Once per kind of optimizer, the first reader also loads a damaged copy before it continues."""
+    """Says which layout writes a checkpoint and which layouts continue from it. In the writer's own layout
+    training continues bit for bit. For one case per kind of optimizer, the first of `readers` also loads a
+    damaged copy before it continues."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

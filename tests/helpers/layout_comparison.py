@@ -96,7 +96,8 @@ def assert_same(
 
 
 def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
-    """Compare all numbers of all steps of both phases and of the validation, and statistics of a phase's last step."""
+    """Check that a layout's numbers equal one rank's, in all steps and the validation. They include each
+    phase's statistics."""
     expected = one_rank(case)
     if case.sections is not BASELINE:
         layers = case.config().model.num_layers
@@ -112,7 +113,7 @@ def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
 
 
 def assert_goes_on(resumed: list[Any], case: Reshard) -> None:
-    """Compare layouts and numbers of the writer of a checkpoint and of all its readers."""
+    """Check that all layouts that read a checkpoint give the numbers of the layout that wrote it."""
     (writer, expected), *others = resumed
     assert len(others) == len(case.readers)
     for layout, found in others:
@@ -123,7 +124,8 @@ def assert_goes_on(resumed: list[Any], case: Reshard) -> None:
 
 
 def assert_carries_weights_over(crossed: list[Any]) -> None:
-    """Compare an uninterrupted run with one from a checkpoint, and check whether the weights were finer than bf16."""
+    """Check that an uninterrupted run equals a run from a checkpoint, whose fp32 weights bf16 cannot
+    represent."""
     uninterrupted, resumed = crossed
     assert uninterrupted == resumed
     records, finer = resumed

@@ -220,8 +220,9 @@ def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
 def _rate(i: int, channels: int, o: LayerOptions) -> float:
     """Return the angle of the i-th pair per position.
 
-    YaRN finds the pairs that turn beta_fast and beta_slow times in the original length, and rounds both outwards.
-    Between these pairs, the rate falls from its original value to this value divided by the factor.
+    YaRN finds the channel pairs whose angle makes `beta_fast` and `beta_slow` turns over the original length,
+    and rounds both indices outwards. Between these pairs, the rate falls from its original value to this
+    value divided by `factor`.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:

@@ -1,4 +1,4 @@
-"""Compares the size of an AdamW step in one pass with the weights before and after."""
+"""Compares the squared norm of AdamW's update, which one pass computes, with the reference."""
 
 import pytest
 import torch

@@ -80,8 +80,8 @@ TURNS = PairTiling(2, 5)
 
 
 def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, ...], ...] = WHOLE) -> None:
-    """Launch once per group of the projection's sections. Later launches may run beside the previous one. Compare
-    results and the whole cache with the reference."""
+    """Compute each of `groups`, which are sections of the projection, in its own launch. A launch after the
+    first may overlap with the previous launch. Compare results and the whole cache with the reference."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
     arrivals, found = torch.zeros(1, dtype=torch.int32, device=DEVICE), None

@@ -76,8 +76,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows more digits.
-    Samples of rows have at least three stretches of rows."""
+    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows
+    more digits. Samples are taken from at least three stretches of `STRETCH_ROWS` queries."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
@@ -259,8 +259,9 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss saves a pass if it gets both log-sums. A log-sum that is wrong by 1e-3 must change the gradient, but the
-    value by less than 1e-6 per row."""
+    """The loss needs no pass for statistics if it gets the log-sum-exps of attention and of the selected
+    scores. If the log-sum-exps of the scores are wrong by 1e-3, the loss changes by less than 1e-6 per
+    row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
@@ -287,7 +288,7 @@ def test_the_sums_of_selection_and_attention_spare_a_pass(
 
 
 def of_target(problem: Problem, target: Any, row_sum: float | None = None, **options: Any) -> Any:
-    """Compute the loss with a given target, of all rows or as a function of the rows."""
+    """Compute the loss with a target that is a tensor of all rows or a function of the rows."""
     selection = problem.selection
     assert selection is not None
     log_sum = selection.log_sum if row_sum is not None else None
@@ -327,8 +328,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """A target in several parts gives the same loss as the sum of the parts. Entries of unattended keys are NaN. Rows
-    have gaps in memory."""
+    """The target is the sum of several tensors (parts). Passing the parts gives the same loss as passing
+    their sum. Entries of unattended keys are NaN. Rows have gaps in memory."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)

@@ -1,5 +1,5 @@
 """Tests kernels of long contexts at 2^20 tokens, where q has 2^32 elements. Only the first and the last programs of
-each launch run. Their results are compared with torch on the rows they read."""
+each launch run. Their results are compared with torch on the rows that these programs read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 
 
 def last_list() -> KeyLists:
-    """Return key lists of only the last tile. Its words follow 2^31 others, which take no memory."""
+    """Return key lists of the last tile alone. Its entries follow 2^31 other entries, which take no
+    memory."""
     far = 2**31 + 7
     keys, words = (reserved(far + len(KEYS), dtype=torch.int32) for _ in range(2))
     keys[far:], words[far:] = KEYS, -1
@@ -98,7 +99,7 @@ def attended(request: pytest.FixtureRequest) -> tuple[torch.Tensor, ...]:
 
 
 def with_heads_first(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the same values at these tokens, in the layout of a model whose q is [B, H, L, D]."""
+    """Copy the values at the tokens `rows` to a tensor with the memory layout [B, H, L, D]."""
     other = reserved(1, whole.shape[2], LENGTH, SIZE).transpose(1, 2)
     for head in range(whole.shape[2]):
         other[0, rows, head] = whole[0, rows, head]

@@ -99,7 +99,8 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
 
 def check_valid(geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Check that keys are causal, at most the budget without the window, and no fewer with it."""
+    """Check that selected keys are causal, at most the budget outside the window, and at least the budget
+    with it."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)

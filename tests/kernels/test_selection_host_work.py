@@ -65,8 +65,8 @@ def empty(*shape: int) -> torch.Tensor:
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_layer(length, heads, budget, operations, launches, monkeypatch):
-    """Selection, attention and loss compute nothing on the host. Otherwise short kernels would end before the host
-    launches the next ones."""
+    """The host only launches kernels for selection, attention and loss. Otherwise short kernels would end
+    before the host launches the next ones."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []

@@ -1,7 +1,8 @@
-"""Tests selection by candidates, which verifies a guess from a sample and is exact whatever the guess.
+"""Tests selection by candidates: keys above a guessed score, which comes from a sample. No guess changes the
+result.
 
-A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
-sequence. The interpreter samples every second key. The GPU also runs the full size.
+A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the
+whole sequence. In the interpreter the sample has every second key. Tests on a GPU also have long sequences.
 """
 
 from dataclasses import replace
@@ -324,7 +325,7 @@ def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], 
 
 
 def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and words tile by tile, because several sequences' chunks of rows are stored chunk by chunk."""
+    """Return `keys` and `words` tile by tile. The lists of several sequences are stored chunk by chunk."""
     counts = lists.counts.flatten().long()
     firsts = counts.cumsum(0) - counts
     places = torch.arange(int(counts.sum()), device=counts.device) - firsts.repeat_interleave(counts)

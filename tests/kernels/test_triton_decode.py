@@ -59,8 +59,8 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """The parts of a sequence have several tiles of keys. The last tile is not full, and the selection has free slots.
-    The workspace counts the outputs of two steps."""
+    """Each program decodes several tiles of a sequence's keys. The last tile is not full, and the selection
+    has free slots. `workspace.written` counts the outputs of two calls."""
     rule = BudgetRule(120, 4, 150, "off")
     case = make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits)
     check(case.with_new(in_chain=True, counted=True), rule, 9)
@@ -138,7 +138,7 @@ def test_few_distinct_scores(device: str) -> None:
 
 
 def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
-    """A slot goes to a shorter sequence before its first selection, so it attends only to its window."""
+    """A slot that still has the selection of an earlier, longer sequence attends only to its window."""
     case = make_case(device, [3], 40, k_max=4)
     selection = case.cache.selection
     selection.indices[:] = torch.tensor([0, 5, 20, 39], dtype=torch.int32, device=device)
@@ -158,8 +158,8 @@ def test_default_parts(programs: int, rows: int, splits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
-    """The newest key is first or last in a chunk, one of few keys, or the only key. One slot is unused. The kernel
-    `beside` is launched, too."""
+    """The newest key is first or last in a chunk, one of few keys, or the only key. One slot is unused. The
+    function `beside` must be called."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
     launched: list[int] = []

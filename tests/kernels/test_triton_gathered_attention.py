@@ -81,7 +81,7 @@ def test_other_lists_compile_nothing(monkeypatch):
 
 
 def test_the_lists_go_with_the_backward_pass(device):
-    """Pipeline schedules keep a micro-batch's loss during the next forward pass."""
+    """Key lists are freed after the backward pass, although pipeline schedules keep the loss longer."""
     torch.manual_seed(6)
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
     alive = weakref.ref(lists.keys)
@@ -179,8 +179,8 @@ def in_segments(attend, segments, monkeypatch):
     ],
 )
 def test_segments(device, batch, heads, head_size, dtype, monkeypatch):
-    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups of heads are not powers of
-    two. Segments change no bits of dK and dV."""
+    """One to three programs (segments) share the key list of a tile. Lists are empty, have fewer steps than
+    segments, or do not divide evenly. Segments change no bits of dK and dV."""
     torch.manual_seed(9)
     length, empty = 165, 32
     mask = random_mask(batch, length, 0.4, device)

@@ -33,7 +33,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
 
 
 def test_batches_left_out_cost_no_exit_code(tmp_path):
-    """The n-gram baselines would come from another text than the text of the run."""
+    """A run that skips a batch has no n-gram baselines, which would come from other text than its own."""
     options = (*QUICK, "train.iterations_to_skip=[2]", "evaluate.ngram_baselines=true")
     first = train(tmp_path, *options, launcher="python")
     summary = json.loads((first.folder / "summary.json").read_text())

@@ -88,7 +88,8 @@ def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(runs
 
 
 def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Run]) -> None:
-    """A NaN counts, too. A full disk delayed the records of two steps, but none is missing."""
+    """Only the repeated computation trains the model, after a wrong output or a NaN. A full disk delays
+    records."""
     logged = runs["log"]
     corruptions = [(event["step"], event["ranks"], event["action"]) for event in found(logged)]
     assert corruptions == [(5, [1], "log"), (7, [0], "log")]
