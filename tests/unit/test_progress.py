@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gsa_data.faults import DataFault, warn_once
-from gsa_data.source_weights import check_known
+from gsa_data.faults import warn_once
 from gsa_train.metrics.progress import Progress
 from gsa_train.validation.perplexity import describe
 
@@ -110,9 +109,7 @@ def test_words_of_the_users_data_begin_no_line_and_move_no_cursor(capsys, caplog
     text = SimpleNamespace(scored_tokens=7, blocks=[])
     progress.message(describe(SimpleNamespace(name="web", text=text, by_source={word: text})))
     warn_once(f"shard a: {word}")
-    with pytest.raises(DataFault) as fault:
-        check_known({"web": 1.0}, {word: 3}, "folder")
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3
-    assert all(shown in line for line in [*said, *caplog.messages, str(fault.value)])
+    assert all(shown in line for line in [*said, *caplog.messages])
     assert caplog.messages
