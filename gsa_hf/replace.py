@@ -153,7 +153,7 @@ class ReplacedAttention(GSAAttention):
 
 
 def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
-    """Return the configuration with the sizes of the host model."""
+    """Return `config` with the sizes of the model whose attention is replaced."""
     if config.index_topk_freq != 1:
         raise ValueError(
             f"index_topk_freq is {config.index_topk_freq}; pass 1: the layers of another model hand on no selection"
@@ -182,7 +182,8 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
 
 
 def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Prepare masks before the forward pass of the host model, which does not know the new layer types."""
+    """Prepare masks before the model's forward pass. transformers' code of this model does not know the new layer
+    types."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     mask = given.get("attention_mask")
