@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 def parts(selects: bool, gated: bool) -> Parts:
     """Return the order of the sections. The next kernel needs only the sections in `front`.
 
-The gate G1 can come last, because only the product with W_O needs G1.
+    The gate G1 can come last, because only the product with W_O needs G1.
 
     Args:
         selects: whether the layer selects in this step

@@ -15,8 +15,8 @@ from typing import Literal
 
 
 HEAD_SIZES = (32, 64, 128, 256)
-"""D of attention's q, k and v. Tiles in Triton have D columns, so D is a power of two. With D = 512 the gradients of 64
-keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
+"""Head sizes D of attention's q, k and v. Tiles in Triton have D columns, so D is a power of two. With D = 512 the
+gradients of 64 keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
 
 HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
 """Largest shared memory of a program on sm_90, and on sm_86, sm_89 and sm_120. The A100 (sm_80) has 163 KiB. Heads of
@@ -26,13 +26,14 @@ INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
 
 INDEXER_HEADS = range(1, 9)
-"""HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
+"""Numbers of indexer heads HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
 
 INDEXER_HEAD_SIZES = range(16, 129)
-"""DI. Matrix products need at least 16 columns. 128 columns fill the shared memory (indexer/triton_scores.py)."""
+"""Sizes DI of an indexer head. Matrix products need at least 16 columns. 128 columns fill the shared memory
+(indexer/triton_scores.py)."""
 
 DECODE_INDEXER_HEADS = range(1, 17)
-"""HI in decoding, where a tile holds the heads of only one query (decode/triton_score.py)."""
+"""Numbers of indexer heads in decoding, where a tile holds the heads of only one query (decode/triton_score.py)."""
 
 TILE_QUERIES = 32
 """Queries whose selections share a list of keys: one query per bit of an int32 (key_lists/triton_build.py)."""
@@ -99,10 +100,11 @@ CANDIDATE_SAMPLE_STRIDE = 32
 """Stride of the sampled keys, from which the lowest useful score of a row is estimated."""
 
 CANDIDATE_SLACK = 0.0625
-"""Tolerance of the estimate: the relative excess of sampled keys that it accepts (selection/triton_guess.py)."""
+"""Relative excess of sampled keys above the wanted number that the estimate of the threshold accepts
+(selection/triton_guess.py)."""
 
 CANDIDATE_BYTES = 8
-"""Size of a candidate: a score and a position."""
+"""Size of a candidate, which is a score and a position."""
 
 
 def candidate_room(most_keys: int) -> int:

@@ -27,7 +27,8 @@ _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
 _BINS = tl.constexpr(BINS)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the number of multiprocessors of an H200. If fewer programs run, halving their spans of keys is faster."""
+"""Approximate number of multiprocessors of an H200. If fewer programs would run, each takes half as many keys, which is
+faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
@@ -47,7 +48,7 @@ def select_indices(
     call.
 
     Args:
-        rule: with limits of at most L_max
+        rule: its k_min and k_max are at most L_max
         chained: start before `score_keys` has ended, and wait for it on the device
         signed: whether scores can be negative
     """
@@ -143,7 +144,8 @@ def bin_above(key, floor, SIGNED: tl.constexpr):
 
 @triton.jit
 def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
-    """Return the place of a bin's count. Neighbouring bins are cache lines apart, so that counting can overlap."""
+    """Return the place of a bin's count. Neighbouring bins are in different cache lines, so that programs can increment
+    them at the same time."""
     return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
 
 

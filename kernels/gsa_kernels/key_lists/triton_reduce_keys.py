@@ -34,7 +34,7 @@ class KeyHits:
     """int32 [num_rows]: the partial rows of each key in the order of the tiles. The first starts[-1] are used."""
 
     num_rows: int
-    """Partial rows of all tiles, including those without an entry."""
+    """Number of partial rows of all tiles, including partial rows without an entry."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TileRows:
     starts: torch.Tensor
     """int64 [last - first]"""
     order: torch.Tensor
-    """int32 [last - first]: the tiles, counted from the first, longest list first."""
+    """int32 [last - first]: the tiles, numbered from `first`, with the longest list first."""
     num_rows: int
     """Partial rows of the range."""
 
@@ -231,7 +231,7 @@ def _add_kernel(
     partials, starts, rows, out, stride_ob, stride_ol, stride_on, length, num_rows,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program sums one key for one of the N."""
+    """One program sums the partial rows of one key, for one of the N members."""
     key = tl.program_id(0)
     number = tl.program_id(1).to(tl.int64)
     partials += number * num_rows * CHANNELS

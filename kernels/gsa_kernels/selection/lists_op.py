@@ -73,7 +73,7 @@ class _Chunk:
     failed: torch.Tensor | None
     """Result of `select_by_candidates` on the device."""
     failed_on_host: torch.Tensor | None
-    """The same tensor on the host, available after the counts."""
+    """The tensor `failed` on the host, available once the counts have reached the host."""
 
     def fill(self) -> FilledLists:
         """Wait for the counts and return the lists, after selecting the rare rows that failed by candidates."""
