@@ -58,7 +58,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "1-sqrt": lambda share: 1.0 - math.sqrt(share),
     "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
 }
-"""Height between `min_lr` (0) and `lr` (1) as a function of the finished share of the decay."""
+"""Maps the finished share of the decay to the height of the rate between `min_lr` (0) and `lr` (1)."""
 
 SCHEDULES: dict[str, Schedule] = {
     "cosine": cosine,

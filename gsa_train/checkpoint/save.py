@@ -396,8 +396,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns approximately the tensors that this rank writes. A tensor with copies on several ranks belongs to one
-    of them by its index, so no communication is needed."""
+    """Returns approximately the tensors that this rank writes. If several ranks hold a copy of a tensor, the tensor's
+    index decides which rank counts it, so no communication is needed."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

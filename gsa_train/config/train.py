@@ -93,7 +93,8 @@ class TrainConfig:
 
 
 def check_muon(config: Config) -> list[str]:
-    """Return what excludes Muon, or its settings of another optimizer, a line each."""
+    """Return a line for each setting with which Muon cannot run. With another optimizer, return a line for each changed
+    setting of Muon."""
     train = config.train
     if train.optimizer != "muon":
         names = ("muon_momentum", "muon_num_ns_steps", "muon_update_rms")
@@ -159,7 +160,7 @@ def check_graphs(config: Config, replicas: int) -> list[str]:
 
 
 Reason = tuple[str, str]
-"""What is wrong, and what else to set."""
+"""(what excludes the graph, what to set instead)."""
 
 
 def _of_layout(config: Config) -> list[Reason]:

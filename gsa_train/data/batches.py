@@ -52,7 +52,7 @@ class MicroBatch:
     labels: torch.Tensor
     """int64 [B, L]"""
     document_ids: torch.Tensor | None
-    """int32 [B, L], or None when attention crosses documents"""
+    """int32 [B, L], the document of each token; None if attention crosses documents"""
     loss_mask: torch.Tensor
     """float32 [B, L]: 0 where nothing is to be predicted"""
 

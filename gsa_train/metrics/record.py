@@ -64,7 +64,7 @@ class Interval:
     """Sum over all ranks."""
     seconds: float
     wait_seconds: float
-    """Part of `seconds` that this process waited for text."""
+    """Seconds, included in `seconds`, that this process waited for text."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class LoggedStep:
 @dataclass(frozen=True)
 class Reduced:
     layers: dict[str, list[float | None]]
-    """Statistic -> value by layer; None if a layer recorded nothing."""
+    """Maps each statistic to its values by layer; None for a layer that recorded nothing."""
     loss: float
     causal_keys: float | None
     """Mean over the queries of all replicas; None for a validation."""
@@ -121,7 +121,8 @@ class Reduced:
     work_seconds: list[float]
     """Compute time by rank."""
     part_seconds: dict[str, float]
-    """Seconds of the interval waiting for text and in work_time.STEP_PARTS; maximum over the ranks."""
+    """Seconds of the interval spent waiting for text, and in each part of work_time.STEP_PARTS; maximum over the
+    ranks."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Maximum over the ranks; None on CPUs."""

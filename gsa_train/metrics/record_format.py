@@ -39,8 +39,8 @@ from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 logger = logging.getLogger(__name__)
 
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
-"""Keys without a curve in TensorBoard and W&B: step and time, which both have themselves, and a checksum, which is
-only compared. PICTURES have no curves either."""
+"""Keys without a curve in TensorBoard and W&B, in addition to PICTURES. Both tools store step and time themselves. The
+checksum is only for comparison."""
 SAMPLES = "samples.jsonl"
 """File next to metrics.jsonl with the model's texts after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -67,7 +67,7 @@ class Projected(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A chunk's queries with all keys up to its end."""
+    """Holds a chunk's queries, and all keys up to the end of the chunk."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -82,7 +82,7 @@ class LossInputs:
     indexer: AppliedIndexer
     rows: RowSample
     on_rows: Callable[[torch.Tensor], None] | None
-    """Callback with each query's KL if attention's backward pass computes it; None if it is not logged."""
+    """Receives each query's KL if attention's backward pass computes the loss; None if the KL is not logged."""
 
 
 class AttentionOverChunks:
@@ -155,7 +155,8 @@ class AttentionOverChunks:
         return selections
 
     def _log_format(self, selection: Selection, query_start: int) -> None:
-        """Log which attention kernel the selection of these queries goes to, when that changes."""
+        """Log which attention kernel reads the selection of these queries, if this kernel differs from the last one
+        logged."""
         kernel = "gathered" if selection.format == "key_lists" else "masked"
         if kernel == self._formats.get(query_start):
             return

@@ -15,7 +15,7 @@ class AttentionPass:
     """All layers and micro-batches of a step or validation share these settings, except `will_recompute`."""
 
     sparse: bool = False
-    """Attend to the selected keys; False: to all causal keys of the document."""
+    """Whether queries attend to the selected keys. If False, they attend to all causal keys of the document."""
     trains_indexer: bool = False
     """Compute the indexer loss and its gradients."""
     base_has_graph: bool = True
@@ -32,7 +32,8 @@ class AttentionPass:
     row_fraction: float = 1.0
     """Fraction of queries in the indexer loss (`gsa.indexer_loss_row_fraction`); validation uses all."""
     row_draw: int = 0
-    """Draw of these queries in the first micro-batch (`RowSample`). Later micro-batches take the draws that follow."""
+    """Number of the draw (`RowSample`) that chooses the queries of the indexer loss in the first micro-batch. Each
+    later micro-batch takes the next draw."""
     will_recompute: bool = False
     """Recomputation runs a forward pass without a graph, then another with a graph in the backward pass. The first run
     has no records, samples or indexer loss."""

@@ -123,7 +123,8 @@ class FlopsPerToken:
     kl_target: float
     """Target of the indexer loss (head-averaged probabilities): Q K^T over the attended keys of the loss's queries."""
     dense_equivalent: float
-    """The same model with dense attention, no indexer, and all parameters trained. The total does not include it."""
+    """For comparison, the operations of this model with dense attention, no indexer, and all parameters trained. Not
+    part of the total."""
 
     @property
     def total(self) -> float:

@@ -23,7 +23,7 @@ from gsa_train.validation.requests import Request
 
 YAML = (".yaml", ".yml")
 METRICS = {"acc": "accuracy", "acc_norm": "length_normalised_accuracy"}
-"""The harness' name -> our name. Both normalise by characters."""
+"""Maps the harness' names of scores to our names. `acc_norm` and our score both normalise by characters."""
 FEWSHOT_SEED = 1234
 """The harness' default."""
 TASK_ERRORS = (

@@ -25,7 +25,7 @@ class _Place:
     """Holds the position in the current micro-batch whose logits are needed, among this rank's tokens."""
 
     local: int | None = None
-    """None if another context-parallel rank has the position."""
+    """Index of the position among this rank's tokens; None if another context-parallel rank has the position."""
     shard: int = 0
     """Tensor-parallel rank that has the position under sequence parallelism."""
 

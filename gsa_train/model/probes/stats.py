@@ -160,9 +160,9 @@ class LayerStats:
             self._labels += [f"{name}/{label}" for label in labels]
         self._sums = table(len(MEANS), num_layers)
         self._own_counts = [[0] * num_layers for _ in MEANS]
-        """Counts known to the host."""
+        """Counts that the host knows. The total is the sum of these counts and `_counts`."""
         self._counts = table(len(MEANS), num_layers)
-        """Counts known to the device; the total is the sum of both."""
+        """Counts that only the device knows."""
         self._extremes = table(len(EXTREMES), num_layers, start=-math.inf)
         self._vectors = table(num_layers, 2, len(self._labels))
         self._places = table(num_layers, start=-1.0)

@@ -19,7 +19,7 @@ SHARES = {
     "down": "down",
     "extra": "validation and the like",
 }
-"""Fields of Outcome -> their names in texts."""
+"""Maps fields of Outcome to their names in texts."""
 ASSUMED = (
     "  assumed: faults come one by one, by chance, and each ends the whole run; a new node is there at once;\n"
     "    no part takes longer on more GPUs (docs/reference/goodput.md)"

@@ -24,7 +24,7 @@ from gsa_train.planning.memory.sizes import Sizes, fuses_heads, has_graph, uses_
 def layer_moments(
     config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
 ) -> dict[str, float]:
-    """Returns a dict name -> bytes of the layers' own work."""
+    """Returns a dict moment -> bytes, for the moments at which a layer runs."""
     if not has_graph(config, phase):
         return _without_graph(config, phase, sizes, layer, mixture)
     moments = mixture_moments(config, sizes) if mixture else _feed_forward_backward(config, sizes)

@@ -47,10 +47,11 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     loss: float
-    """Nats per scored token of the global batch."""
+    """Loss in nats per scored token of the global batch."""
     grad_norm: float
     loss_limit: float
-    """The limit that the loss exceeds, else the limit of a single step; infinite while the history is too short."""
+    """The limit that the loss exceeds. If the loss exceeds none, the limit of a single step. Infinite while the history
+    is too short."""
     grad_norm_limit: float
     loss_spikes: bool
     grad_norm_spikes: bool
@@ -154,9 +155,10 @@ class SpikeDetector:
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Returns median + max(sigmas * deviation, least rise).
 
-        The median is over the window or over the last 32 steps, whichever is smaller. It therefore follows a falling
-        loss, and stays low while a loss rises slowly. The deviation is the median absolute deviation of changes over
-        8 or over 32 steps, whichever is larger. Neither a trend nor an earlier spike increases this deviation.
+        The median is the smaller of two: the median of the window, and the median of the last 32 steps. It follows a
+        falling loss, and stays low while a loss rises slowly. The deviation is the larger of two median absolute
+        deviations: of changes over 8 steps, and of changes over 32 steps. Neither a trend nor an earlier
+        spike increases this deviation.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
         spread = torch.zeros_like(level)
