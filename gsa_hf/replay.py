@@ -74,7 +74,8 @@ class _Replay:
         self.records = False
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Begin the record of a pass with a cache, or add `selections` to the arguments of a pass without one."""
+        """Begin to record a forward pass with a cache. Add the recorded `selections` to the arguments of a pass without
+        a cache."""
         tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
         if tokens is None:
             raise ValueError(

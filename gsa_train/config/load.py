@@ -115,8 +115,8 @@ SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "c
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the config's file. A bare name such as `demo` means the project's config of that name, unless a file has
-    the name."""
+    """Return the config's file. A bare name such as `demo` means the project's config of that name, unless a file of
+    this name exists."""
     bare = Path(path).name == str(path) and not Path(path).exists()
     named = [folder / f"{path}.yaml" for folder in SHIPPED if bare]
     return next((file for file in named if file.is_file()), Path(path))

@@ -11,9 +11,9 @@ Other events have records with the key `event`:
 - `validation`: results. Sets after the first have their name in their keys (`validation_<name>_loss`); `*_by_source`
   are dicts source -> value;
 - `tasks`: scores, where `eval_<score>` are dicts task -> value;
-- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, a checkpoint found damaged.
-  `step` is the step of the checkpoint. They are logged up to `logging.every_steps` steps later;
-- `log_failed`, `log_written` (not in the file concerned): a file cannot be written, or can be written again;
+- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, or a checkpoint found damaged.
+  `step` is the step of the checkpoint. The record is logged up to `logging.every_steps` steps later;
+- `log_failed`, `log_written` (logged to the other sinks): a file cannot be written, or can be written again;
 - `log_lost`: the records that a file lacks (lost_records.py).
 
 `metrics.jsonl` is strict JSON with one object per line. Floats read back bit-equal. JSON has no NaN, so a number that

@@ -127,7 +127,7 @@ def pack_requests(
     another document.
 
     Args:
-        unit: requests begin at its multiples
+        unit: each request begins at a multiple of this number of tokens
     """
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []

@@ -39,20 +39,23 @@ TILE_QUERIES = 32
 """Queries whose selections share a list of keys: one query per bit of an int32 (key_lists/triton_build.py)."""
 
 KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Neighbouring keys that are selected together: divisors of the tiles of keys in the kernels that compute scores."""
+"""Numbers of neighbouring keys that are selected together. They divide the tiles of keys in the kernels that compute
+scores."""
 
 STRETCH_ROWS = 128
 """Queries of a stretch, which an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks also
 divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss kernels (sampling.py)."""
 
 ROW_PRODUCT_ROWS = range(1, 17)
-"""Numbers of rows B of `row_product`. 16 columns are the narrowest matrix product (row_product/triton_product.py)."""
+"""Numbers B of rows of x in `row_product`. The narrowest matrix product has room for 16 rows of x
+(row_product/triton_product.py)."""
 
 ROW_PRODUCT_FASTER_ROWS = 1
 """Largest B for which decoding of sparse models uses `row_product`. For larger B and dense models cuBLAS is faster."""
 
 ROW_PRODUCT_COLUMNS = range(16, 8193, 8)
-"""Input columns K of `row_product`. A program holds whole rows in registers and loads 8 columns at a time."""
+"""Numbers K of columns of x in `row_product`. A program holds whole rows of the weight in registers and loads 8 columns
+at a time."""
 
 
 # ---- choice of the format of a selection

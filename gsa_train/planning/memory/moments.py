@@ -1,4 +1,5 @@
-"""List the moments of a step at which memory may peak, and the memory that each uses in addition to what is kept.
+"""List the moments of a step at which memory may peak, and the memory that each moment uses in addition to what layers
+keep.
 
 Bytes are relative to the memory that the stage's layers keep for the micro-batches in flight. A part of this memory
 that is not yet allocated, or already freed, counts as negative bytes. Only the last layer of a stage matters, because

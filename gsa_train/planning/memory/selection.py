@@ -34,9 +34,9 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """Returns the additional bytes while these queries' key lists are built, some queries at a time. They are
-    scores of queries with few keys, two packed masks, and candidates of queries without a list yet. All lists before
-    they are joined replace the candidates if they are larger."""
+    """Returns the additional bytes while these queries' key lists are built, chunk by chunk. These are the scores of
+    queries with few keys, two packed masks, and the larger of two numbers: the candidates of queries without a list
+    yet, or all lists before they are joined."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)

@@ -29,8 +29,9 @@ TOGETHER = 2 / 3
 """If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one
 has harmless causes, such as a rare document."""
 ALONE = 2.0
-"""Factor on the rise that the norm's logarithm may have if the gradient is clipped: by default 16 times the usual norm.
-In recorded runs text caused less than this, and a wrong exponent bit causes more."""
+"""If the gradient is clipped, the limit for the rise of the norm's logarithm is multiplied by this factor. By default
+the limit is then 16 times the usual norm. In recorded runs text caused less than this, and a wrong exponent bit causes
+more."""
 FOLLOWS_STEPS = 10
 """Steps, including its own, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)

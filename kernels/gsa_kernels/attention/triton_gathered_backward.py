@@ -29,8 +29,8 @@ def count_segments(programs: int, wanted: int, keys: int) -> int:
     The time is proportional to the launch's number of waves, times the number of keys per program.
 
     Args:
-        programs: programs of the launch if each has a whole list
-        wanted: programs that run at the same time
+        programs: number of programs of the launch if each has a whole list
+        wanted: number of programs that the device runs at the same time
         keys: approximate length of a list
     """
     if programs >= wanted:

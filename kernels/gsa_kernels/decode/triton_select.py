@@ -364,7 +364,7 @@ def _find_cut_in_list(
         # The distance is unsigned, because the distance of two int32 keys may exceed int32.
         distance = (high - low).to(tl.uint32)
         between = (count - count_high).to(tl.float32)
-        # The target is slightly beyond `wanted`, so that the far end moves.
+        # The target is slightly beyond `wanted`, so that the end whose count is further from `wanted` moves.
         beyond = 0.25 * tl.sqrt(between)
         target = tl.where(count - wanted > wanted - count_high, wanted + beyond, wanted - beyond)
         target = tl.minimum(tl.maximum(target, count_high + 0.25), count - 0.25)

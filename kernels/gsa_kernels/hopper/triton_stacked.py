@@ -2,7 +2,7 @@
 
 One product of [HEADS * BM, DI] with the keys gives a tile of all heads, [HEADS, BM, BN] (triton_stacks.py). Each thread
 has all heads of its rows, so a score needs no exchange between threads. For each key tile the gradient kernel waits for
-three products. A loop over four heads would wait for sixteen.
+only three products.
 """
 
 # mypy: disable-error-code="assignment"

@@ -366,7 +366,8 @@ def _reduction(
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows. A gradient includes `gradient_scale`. It is None if unwanted or without its bias."""
+    """Holds sums over all rows. Gradients are multiplied by `gradient_scale`. A gradient is None if it is not wanted,
+    or if the indexer lacks this bias."""
 
     kl: torch.Tensor | None
     """0-d fp32; None without `kl_rows`"""

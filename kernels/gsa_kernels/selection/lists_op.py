@@ -38,7 +38,7 @@ def select_key_lists(
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    The arguments are as in `select_keys`. Packed masks exist for only two chunks of rows at a time. The length of the
+    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. The length of the
     lists depends on the data. The host therefore waits for a chunk's counts while the device computes the next chunk.
     """
     with launching_on(indexer.queries, "the indexer"):

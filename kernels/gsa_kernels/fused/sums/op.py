@@ -1,5 +1,4 @@
-"""Adds sums over tensors to existing values in one or two launches, deterministically. torch would need up to three
-launches: a cast to fp64, the sum, and the addition."""
+"""Adds sums over tensors to existing values in one or two launches, deterministically."""
 
 import torch
 import triton
