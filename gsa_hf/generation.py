@@ -196,7 +196,6 @@ class Generator:
             decoder.open(batch, -(-slots // ROOM_SLOTS) * ROOM_SLOTS)
 
     def _stepper(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function from tokens to logits."""
         decoder = self.decoder
         if isinstance(decoder, ModelDecoder):
             return decoder.step

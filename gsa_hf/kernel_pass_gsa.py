@@ -158,7 +158,6 @@ def make_kernel_pass(
 
 
 def _check_groups(config: Any) -> None:
-    """Raise ValueError for groups of keys that the kernels do not have."""
     if config.key_group_size == 1:
         return
     sizes = kernel_module("limits").KEY_GROUP_SIZES

@@ -308,7 +308,6 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
 
 
 def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
-    """Build values of one type."""
     try:
         if not isinstance(value, list):
             raise ValidationError("not a list")
@@ -372,7 +371,6 @@ def _typed(hint: Any, value: object) -> Any:
 
 
 def _integer(value: object) -> int | None:
-    """Return the integer that the text means, or None."""
     try:
         return int(str(value))
     except ValueError:
@@ -380,7 +378,6 @@ def _integer(value: object) -> int | None:
 
 
 def _wrong_in_words(value: object, hint: Any) -> str:
-    """Return why `_typed` refused the value."""
     if value is None:
         return "no value"
     if hint is int and _integer(value) is not None:

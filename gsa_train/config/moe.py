@@ -210,7 +210,6 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
 
 
 def _check_not_with(config: Config) -> list[str]:
-    """Check for features that experts do not support."""
     experts, lines = f"moe.experts = {config.moe.experts}", []
     if config.parallel.strategy == "deepspeed":
         wrong = f"DeepSpeed's ZeRO reduces all gradients over the same ranks, but with {experts} experts have others"

@@ -188,7 +188,6 @@ def _check_sizes(config: Config, world_size: int) -> list[str]:
 
 
 def _check_strategy(config: Config) -> list[str]:
-    """Check what DeepSpeed's ZeRO supports."""
     parallel = config.parallel
     lines = []
     if parallel.strategy == "megatron":
@@ -225,7 +224,6 @@ def _check_strategy(config: Config) -> list[str]:
 
 
 def _check_instances(config: Config, world_size: int) -> list[str]:
-    """Check that optimizer instances divide the ranks evenly."""
     parallel, field = config.parallel, "parallel.optimizer_instances"
     instances = parallel.optimizer_instances
     if instances < 2:

@@ -366,7 +366,6 @@ class AttentionOverChunks:
         return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
-        """Return the positions and documents of a chunk's queries."""
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
         gsa = self.gsa
         return Geometry(starts, chunk.start, gsa.local_window, gsa.key_group_size)

@@ -84,7 +84,6 @@ def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
 
 
 def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Count the gate weights of a layer, without biases."""
     depends = gsa.gate_input == "query_dependent"
     return depends * model.hidden_size * sum(_gate_rows(model, gsa))
 

@@ -242,7 +242,6 @@ def _operations(implementation: Implementation) -> ModuleType:
 
 
 def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
-    """Check that the indexer has one row per query."""
     batch, num_rows = indexer.queries.shape[:2]
     check_shape("indexer.keys", indexer.keys, "[B, Lk, DI]", (batch, None, None))
     length = indexer.keys.shape[1] - geometry.query_start

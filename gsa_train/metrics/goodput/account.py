@@ -213,7 +213,6 @@ class Accounting:
         self._kept.append(_Stretch(line["step"] - steps, line["step"], training))
 
     def _go_back(self, step: int) -> None:
-        """Count the steps after `step` as repeated."""
         self._starts[-1].repeated_steps += max(0, self._step - step)
         while self._kept and self._kept[-1].last > step:
             stretch = self._kept.pop()

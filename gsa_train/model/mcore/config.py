@@ -153,7 +153,6 @@ def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
 
 
 def _pipeline_layout(config: Config) -> list[list[str]] | None:
-    """List the layers of each model chunk in megatron-core's layout format."""
     if config.parallel.pipeline == 1:
         return None
     chunks = [["decoder"] * layers for layers in chunk_layers(config)]

@@ -184,7 +184,6 @@ def _attend(
 
 
 def _check_floats(tensors: dict[str, torch.Tensor]) -> None:
-    """Check that all tensors have the dtype of the first."""
     first = next(iter(tensors))
     wanted = tensors[first].dtype
     check_kernel_dtype(first, tensors[first])
@@ -208,7 +207,6 @@ def _workspace(cache: LayerCache) -> DecodeWorkspace:
 
 
 def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, torch.Tensor]) -> None:
-    """Check the layout of `lengths` and of the selection, and that all tensors are on one device."""
     batch, lengths, indices = first.shape[0], cache.lengths, cache.selection.indices
     check_shape("lengths", lengths, "[B]", (batch,))
     if lengths.dtype != torch.int32 or not lengths.is_contiguous():

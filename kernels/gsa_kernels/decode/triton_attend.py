@@ -105,7 +105,6 @@ def attend_to_indices(
 
 
 def _tile(q: torch.Tensor, part: int) -> Tile:
-    """Return the tile for parts of up to `part` keys."""
     if q.dtype == torch.float32:
         return FLOAT_TILE
     if q.shape[2] > 128:

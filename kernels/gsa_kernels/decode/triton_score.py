@@ -136,7 +136,6 @@ def _score_kernel(
     SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Score CHUNK keys of one sequence in each program."""
     if CHAINED:
         gdc_launch_dependents()
     chunk = tl.program_id(0)

@@ -32,7 +32,6 @@ faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
-    """Return the number of keys per program."""
     return SPAN // 2 if batch * triton.cdiv(max_length, SPAN) <= _FEW_PROGRAMS else SPAN
 
 

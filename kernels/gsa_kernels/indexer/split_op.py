@@ -123,7 +123,6 @@ def _copy_kernel(
     BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program copies some tokens of one sequence."""
     sequence = tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     exists = rows < length

@@ -272,7 +272,6 @@ def _allocate(
 def _arguments(
     inputs: Inputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks, memory: Scratch
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of both passes over the keys: tensors, sizes, constants."""
     _, num_rows, heads, dim = inputs.q_idx.shape
     # q_idx replaces a tensor that does not exist; the kernel does not touch it.
     absent = inputs.q_idx

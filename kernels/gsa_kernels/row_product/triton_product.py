@@ -166,7 +166,6 @@ def _one_row_kernel(
     COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program takes TILE rows of the weight."""
     if CHAINED:
         gdc_launch_dependents()
     rows = _wide_enough(tl.program_id(0) * TILE + tl.arange(0, TILE), ROWS, COLUMNS)
