@@ -131,8 +131,8 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
 
     Args:
         model: contains a `GSAModel`, perhaps in adapters
-        generations: number of latest `generate` calls whose selections are kept: a bool for each pair of tokens in each
-            layer with an indexer
+        generations: number of latest `generate` calls whose selections are kept. A selection has a bool for each pair
+            of tokens in each layer with an indexer.
 
     Raises:
         ValueError: the model has no `GSAModel`; in a pass, tokens that `model.generate` did not generate

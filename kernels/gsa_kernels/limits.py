@@ -87,8 +87,8 @@ def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
 
 
 REGISTER_KEYS = 32768
-"""Longest rows that are selected in registers, with 256 KiB per program (selection/op.py). Only these rows can also
-return the log-sum that saves the indexer loss a pass over the keys."""
+"""Longest rows (the scores of one query) that are selected in registers, with 256 KiB per program (selection/op.py).
+Only these rows can also return the log-sum that saves the indexer loss a pass over the keys."""
 
 GROUP_KEYS = 8
 """Keys per group in rows above REGISTER_KEYS, which compare group maxima first (selection/triton_select_long.py)."""
@@ -129,8 +129,8 @@ SCORED_KEYS = {2: 512, 4: 256}
 
 
 FUSED_LOSS_HEADS = 4
-"""Query heads whose probabilities attention's backward pass sums. The loss then adds these sums. The number of query
-heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
+"""Number of query heads whose probabilities attention's backward pass adds up. The loss then adds these sums. The
+number of query heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
 
 STACKED_MAX_WIDTH = 256
 """Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""

@@ -98,7 +98,8 @@ def _key_parts(config: Config, sizes: Sizes) -> float:
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Returns the bytes of the indexer loss for one chunk of queries: target and partial gradients of a row chunk."""
+    """Returns the bytes of the indexer loss for one chunk of queries. They include target and partial gradients of
+    those queries that the loss computes at a time."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0

@@ -36,8 +36,8 @@ class DecodeSelection:
     """int32 [B, k_cap]: positions, or numbers of groups of keys, ascending in the first `counts` places of a row."""
 
     counts: torch.Tensor
-    """int32 [B]: number of indices: k_t keys; or k_t // p groups of p keys, at most the groups before the query's own
-    group."""
+    """int32 [B]: number of indices, which is k_t for keys. For groups of p keys it is k_t // p, but at most the number
+    of groups before the query's own group."""
 
     variance: torch.Tensor
     """fp32 [B]: population variance of the row's scores."""

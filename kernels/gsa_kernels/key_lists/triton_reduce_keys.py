@@ -28,10 +28,12 @@ class KeyHits:
     """Lists the partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
 
     starts: torch.Tensor
-    """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
+    """int32 [B * Lk + 1]: the partial rows of key s of sequence b are the entries of `rows` from starts[b * Lk + s] up
+    to, without, starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [num_rows]: the partial rows of each key in the order of the tiles. The first starts[-1] are used."""
+    """int32 [num_rows]: numbers of the partial rows of each key, in the order of the tiles. Only the first starts[-1]
+    entries are used."""
 
     num_rows: int
     """Number of partial rows of all tiles, including partial rows without an entry."""
