@@ -12,7 +12,7 @@ from gsa_train.config import PhaseConfig
 
 Schedule = Callable[[float, PhaseConfig], float]
 """Maps a step of the phase after its learning-rate warm-up, counted from 0 at the phase's start, to the learning
-rate. In a batch ramp all steps are fractions of full batches (`in_full_batches`, phases.py)."""
+rate. In a batch ramp steps are counted in full batches, so they may be fractions (`in_full_batches`, phases.py)."""
 
 
 def progress(step: float, phase: PhaseConfig) -> float:

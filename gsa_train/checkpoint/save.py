@@ -49,7 +49,7 @@ LONGEST_SAVE = timedelta(hours=2)
 """Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Bytes of a rank's file, and limits of its number of files. Several threads write faster than one, but a thousand
+"""Bytes of a file, and limits for the number of files of a rank. Several threads write faster than one, but a thousand
 ranks must not write too many files."""
 
 

@@ -31,8 +31,8 @@ class ParallelConfig:
     of micro-batches of a step must be a multiple of `pipeline`."""
     pipeline_layers: list[int] = field(default_factory=list)
     """Layers of each model chunk in the order of the model, pipeline x virtual_pipeline numbers. Chunk i belongs to
-    stage i % pipeline. Empty: all chunks have the same number. The first chunk also holds the embedding, and the last
-    chunk the output layer and the loss."""
+    stage i % pipeline. Empty: all chunks have the same number of layers. The first chunk also holds the embedding, and
+    the last chunk the output layer and the loss."""
     expert: int = 1
     """Expert-parallel ranks (`moe`). Each holds experts / expert of every layer's experts. They are neighbours among
     the tensor x context x data ranks of a stage, and exchange tokens."""

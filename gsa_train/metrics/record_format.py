@@ -85,7 +85,8 @@ def values_in_words(record: Record, without: Collection[str]) -> list[str]:
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:
-    """Returns a dict prefix of a set's keys -> the set's name for a validation record, the first set first."""
+    """For a validation record, returns a dict from the prefix of each set's keys to the set's name, with the first set
+    first."""
     if record.get("event") != "validation":
         return {}
     first = {"validation": record.get("validation_set", "validation")}
@@ -110,8 +111,8 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
 def _read_lines(
     path: Path, fault_of: Callable[[Record], str] | None = None
 ) -> tuple[list[tuple[str, Record]], str]:
-    """Returns (line, its object) of the intact lines, and the faults of the others, or "". A last line that a kill or
-    a full disk cut off is dropped."""
+    """Returns (line, object) for each intact line, and the first fault of other lines with the number of further
+    faults, or "". A last line that a kill or a full disk cut off is dropped."""
     lines = [line for line in path.read_bytes().split(b"\n") if line]
     parsed: list[tuple[str, Record]] = []
     wrong: list[str] = []

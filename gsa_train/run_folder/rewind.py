@@ -1,7 +1,7 @@
 """Rewind a run to an earlier checkpoint and skip the batches around a spike.
 
-The checkpoints folder records the skipped steps for a restart. Every later checkpoint does too, for runs that
-continue from a copy. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
+The checkpoints folder records the skipped steps for a restart. Every later checkpoint records them, too, for runs that
+continue from a copy of the checkpoint. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
 """
 
 from __future__ import annotations

@@ -50,9 +50,10 @@ class Exchange:
     top_k: int
     rows: _Rows
     tokens_per_expert: torch.Tensor
-    """int64 [E / expert ranks]: rows that each of this rank's experts receives."""
+    """int64 [E / expert ranks]: number of rows that each of this rank's experts receives."""
     sent: list[int] | None
-    """Rows to each rank of the group. This and the next three fields are None if the group has one rank."""
+    """Number of rows sent to each rank of the group. `sent`, `received`, `by_expert` and `by_rank` are None if the
+    group has one rank."""
     received: list[int] | None
     by_expert: torch.Tensor | None
     """int64: permutation that sorts the received rows by expert."""

@@ -135,7 +135,7 @@ class StatsCopy(NamedTuple):
 
 class LayerStats:
     """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers. Added
-    values are kept (deferred.py). All layers are reduced together, when the values are read or exceed a limit.
+    values are kept (deferred.py), and reduced for all layers together when they are read or exceed a size limit.
     Separate reductions would need several kernel launches per layer and statistic."""
 
     def __init__(

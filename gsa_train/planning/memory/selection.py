@@ -175,8 +175,8 @@ def gathered_heads(sizes: Sizes) -> float:
 
 
 def _list_entries(config: Config) -> float:
-    """Returns the list entries of a rank's queries, for the context-parallel rank with most. A tile's entries are the
-    keys that its queries may select, at most its causal keys."""
+    """Returns the list entries of a rank's queries, for the context-parallel rank with most entries. A tile's entries
+    are the keys that its queries may select, at most its causal keys."""
     most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:

@@ -28,7 +28,7 @@ FLOORS = {
     "output_gate_high": 0.01,
     "update_norm": 0.0,
 }
-"""Watched statistic -> constant that is added to it, so that a small change near 0 is not a jump."""
+"""Maps each watched statistic to a constant that is added to its value, so that a small change near 0 is not a jump."""
 
 
 class LayerWatch:

@@ -26,8 +26,8 @@ LAGS_STEPS = (8, 32)
 """Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds
 little. The lag of 32 is for lanes with long documents, which make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one
-has harmless causes, such as a rare document."""
+"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one of
+the two often has harmless causes, such as a rare document."""
 ALONE = 2.0
 """If the gradient is clipped, the limit for the rise of the norm's logarithm is multiplied by this factor. By default
 the limit is then 16 times the usual norm. In recorded runs text caused less than this, and a wrong exponent bit causes
