@@ -76,9 +76,9 @@ class RunState:
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
     validation_due: bool = False
-    """The run was stopped during the validation at this step, and resumes with the validation."""
+    """The validation of this step was interrupted by a stop. A restart repeats the validation first."""
     tasks_due: bool = False
-    """The run was stopped during the tasks at this step, and resumes with the tasks."""
+    """The tasks of this step are not scored yet. A restart scores them first."""
     task_clock: dict[str, Any] = field(default_factory=dict)
     """gsa_train.validation.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)

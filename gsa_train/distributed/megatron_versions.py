@@ -1,7 +1,7 @@
 """Hold the differences between megatron-core 0.16.1 and 0.19.2, the two supported versions.
 
-megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. Files that override megatron-core's methods accept the
-arguments that 0.19 adds.
+megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. Overrides of megatron-core's methods in other files
+accept the arguments that 0.19 adds.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ class Projected(NamedTuple):
     output_gate: torch.Tensor | None
     """Logits of G1 [B, L, n_kv, n_h / n_kv, d_k]; None without this gate."""
     document_ids: torch.Tensor | None
-    """int32, all tokens of the sequence; None for one document per sequence."""
+    """int32, the document of each token of the whole sequence; None for one document per sequence."""
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     head_weight_logits: torch.Tensor | None = None
-    """See `IndexerProjections`; None if the indexer does not run."""
+    """Fields of `IndexerProjections`; None if the indexer does not run."""
 
     @property
     def indexed(self) -> IndexerProjections | None:
