@@ -89,8 +89,8 @@ class GSAConfig:
     `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """Kernel for dense attention without an indexer loss, if the fused kernels are in use: our kernel (`triton`),
-    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
-    others may not repeat bit for bit. `auto` is `triton`."""
+    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. Other
+    kernels may not repeat bit for bit. `auto` is `triton`."""
 
     @property
     def most_selected_keys(self) -> int:

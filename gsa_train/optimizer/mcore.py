@@ -1,5 +1,5 @@
 """Implement a phase's optimizer for `parallel.strategy: megatron`. megatron-core's data-parallel wrapper and sharding
-surround torch's optimizer (build.py). zero.py implements `parallel.strategy: deepspeed`.
+surround torch's optimizer (build.py).
 
 Each phase builds its own optimizer and closes it at the end. A frozen base therefore needs no gradient buffers or
 optimizer state, and the sparse phase starts with fresh state.

@@ -43,8 +43,9 @@ KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 scores."""
 
 STRETCH_ROWS = 128
-"""Queries of a stretch, which an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks also
-divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss kernels (sampling.py)."""
+"""Number of neighbouring queries in a stretch, which an estimate of the indexer loss takes or skips as a whole.
+Tensor-parallel ranks also divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss
+kernels (sampling.py)."""
 
 ROW_PRODUCT_ROWS = range(1, 17)
 """Numbers B of rows of x in `row_product`. The narrowest matrix product has room for 16 rows of x
@@ -63,7 +64,7 @@ at a time."""
 
 PACKED_MASK_MAX_TOKENS = 32768
 """Longest sequence that is selected as a packed mask, which has a bit for each pair of tokens. Longer sequences are
-selected as key lists, chunk by chunk, so that memory does not grow with the square of the length."""
+selected as key lists, so that memory does not grow with the square of the length."""
 
 MEASURED_FROM_TOKENS = 16384
 """Shortest sequence for which `kernel="auto"` measures the density of a selection and takes the faster format. Shorter
@@ -71,8 +72,7 @@ sequences always get the packed mask, because budgets of thousands of keys reach
 
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
-attention over key lists is faster than attention under a packed mask. Only the work over lists grows with their length.
-benchmarks/bench_long.py measures the lists."""
+attention over key lists is faster than attention under a packed mask (benchmarks/bench_long.py)."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 

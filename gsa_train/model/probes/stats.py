@@ -315,9 +315,9 @@ class LayerStats:
         Calls `send` and waits for the result.
 
         Returns:
-            A dict name -> value per layer, the reduced sums (the device's first), and the reduced maxima. The dict
-            lacks names that no layer recorded, and has None for a layer without a record. An entry of a vector is
-            `vector/label`.
+            A dict name -> value per layer, the reduced sums (`device_sums`, then `host_sums`), and the reduced maxima.
+            The dict lacks names that no layer recorded, and has None for a layer without a record. An entry of a vector
+            is `vector/label`.
         """
         layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
         return layers, sums, maxima

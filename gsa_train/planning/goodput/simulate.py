@@ -205,8 +205,8 @@ def young_seconds(stall_seconds: float, mean_seconds: float) -> float:
 
 
 def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
-    """Returns the work between two saves by Daly (2006), of higher order. If a save takes more than 2 M, the result is
-    M."""
+    """Returns the work between two saves by Daly (2006), of higher order than Young's. If the stall of a save exceeds 2
+    M, with M the mean time between faults, the result is M."""
     if stall_seconds >= 2 * mean_seconds:
         return mean_seconds
     ratio = math.sqrt(stall_seconds / (2 * mean_seconds))
@@ -214,6 +214,7 @@ def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
 
 
 def first_order_ettr(parts: Parts, interval_seconds: float, mean_seconds: float) -> float:
-    """Returns the ETTR whose loss Young's formula minimises: 1 - C / T - (T / 2 + restart) / M, for C << T << M."""
+    """Returns the ETTR that Young's formula maximises: 1 - C / T - (T / 2 + restart) / M, for C << T << M. C is the
+    stall of a save, T the work between two saves, and M the mean time between faults."""
     restart = parts.start_up_seconds + parts.detection_seconds + parts.down_seconds
     return 1 - parts.stall_seconds / interval_seconds - (interval_seconds / 2 + restart) / mean_seconds

@@ -79,7 +79,8 @@ def _indexed(config: Config, sizes: Sizes) -> float:
 
 
 def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> float:
-    """Returns the bytes from the gradient of linear_proj's input to the gradients of Q, K, V and the gates' logits."""
+    """Returns the bytes of attention's backward pass, from the gradient of linear_proj's input to the gradients of Q,
+    K, V and the gates' logits."""
     gsa = config.gsa
     output = sizes.bytes(sizes.query)  # gradient of the gated output [B, L, q]
     attended = output if gsa.output_gate else 0.0  # gradient of the output before G1

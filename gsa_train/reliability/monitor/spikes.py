@@ -33,7 +33,8 @@ ALONE = 2.0
 the limit is then 16 times the usual norm. In recorded runs text caused less than this, and a wrong exponent bit causes
 more."""
 FOLLOWS_STEPS = 10
-"""Steps, including its own, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
+"""Number of steps, from the step of a large gradient on, in which this gradient may affect the loss. AdamW's momentum
+lasts 1 / (1 - beta 1) steps."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 

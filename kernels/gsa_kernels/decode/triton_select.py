@@ -7,8 +7,7 @@ of keys. The counts of earlier spans and the list give the place of its first in
 The order of the list depends on timing, but the result does not.
 
 Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
-`LayerCache.beside` launches starts at once. For the selection's own kernels an immediate start is slower
-(docs/kernels.md, Tuning).
+`LayerCache.beside` launches starts at once.
 """
 
 import torch
