@@ -34,8 +34,8 @@ class ParallelConfig:
     stage i % pipeline. Empty: all chunks have the same number of layers. The first chunk also holds the embedding, and
     the last chunk the output layer and the loss."""
     expert: int = 1
-    """Expert-parallel ranks (`moe`). Each holds experts / expert of every layer's experts. They are neighbours among
-    the tensor x context x data ranks of a stage, and exchange tokens."""
+    """Expert-parallel ranks (`moe`). Each rank holds `moe.experts` / `expert` experts of every layer. These ranks are
+    neighbours among the tensor x context x data ranks of a stage, and exchange tokens."""
     expert_tensor: int = 1
     """Ranks that split the width of each expert: 1, or `tensor`. With 1 each expert is whole, even if `tensor` splits
     everything else."""

@@ -45,8 +45,8 @@ SAMPLES = "samples.jsonl"
 """File next to metrics.jsonl with the model's texts after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
-"""A lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are checked
-value by value."""
+"""Matches a lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are
+checked value by value."""
 _LONGEST_INTEGER = 20
 """Largest number of digits."""
 

@@ -113,7 +113,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
     """Holds rows [heads, width] of tokens in pages. vLLM finds the cache by name, and allocates by specification.
 
     Args:
-        kind: `FullAttentionSpec` for rows of a key and a value of this size, `MLAAttentionSpec` for rows of a key alone
+        kind: `FullAttentionSpec` if a row is a key and a value, `MLAAttentionSpec` if a row is only a key
     """
 
     def __init__(
