@@ -22,8 +22,8 @@ class EvaluateConfig:
     """Score the documents of these sequences again, packed by `meta.redpajama_set_name`, for a perplexity per
     source."""
     ngram_baselines: bool = False
-    """At the end, score unigram and bigram models of the same training tokens. This reads the tokens again, so use it
-    for small runs."""
+    """At the end, score unigram and bigram models of the tokens on which the run has trained. This reads the tokens
+    again, so use it for small runs."""
     prompts: list[str] = field(default_factory=list)
     """Texts that the model continues greedily at each validation. `samples.jsonl`, W&B and TensorBoard show the
     result. There is no KV cache, so every replica runs `prompt_tokens` forward passes of one sequence for each

@@ -97,16 +97,16 @@ class Statistics:
     later."""
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` -> values to average, of any shape."""
+    """Maps names of `MEANS` to values to average, of any shape."""
     counts: dict[str, torch.Tensor | int] = field(default_factory=dict)
-    """name of `MEANS` -> divisor of the sum, 0-d, if it is not the number of counted values."""
+    """Maps names of `MEANS` to the divisor of the sum, 0-d, if it is not the number of counted values."""
     vectors: dict[str, Vector] = field(default_factory=dict)
     """name of `VECTORS` -> its entries."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `EXTREMES` -> values, of any shape."""
+    """Maps names of `EXTREMES` to values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values, True for values that count. Without an entry
-    all count."""
+    """Maps names of `MEANS` or `EXTREMES` to bools, expandable to the values, which say what values count. Without an
+    entry all values count."""
 
     def join(self, others: Statistics) -> None:
         self.means |= others.means

@@ -58,8 +58,8 @@ def decode_select(
 ) -> None:
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
 
-    The selection is exact for the scores of this call, which differ from the reference only by rounding. They remain in
-    `cache.workspace.scores`.
+    The selection is exact for the scores of this call, which differ from the reference only by rounding. The scores
+    remain in `cache.workspace.scores`.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
