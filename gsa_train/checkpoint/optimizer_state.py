@@ -47,7 +47,7 @@ def has_average(saved: Saved) -> bool:
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
-    """Returns a dict id of a parameter -> its entry in the model's sharded state dict."""
+    """Returns a dict from the id of each parameter to its entry in the model's sharded state dict."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {id(each.data): each for each in nested_values(sharded)}
 

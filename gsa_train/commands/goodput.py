@@ -47,7 +47,7 @@ OPTIONS = {
     "down_seconds": ("--down-seconds", "from there to the begin of the next ones"),
     "extra_share": ("--extra-share", "validation and the like: seconds for each second of steps"),
 }
-"""Field of Parts -> option, meaning."""
+"""Maps fields of Parts to (option, meaning)."""
 
 
 @as_command()

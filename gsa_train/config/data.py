@@ -74,5 +74,5 @@ class DataConfig:
 
     @property
     def validation_folders(self) -> dict[str, str]:
-        """Return name -> folder of the validation sets in their order."""
+        """Return a dict from the names of the validation sets to their folders, in their order."""
         return self.validation_sets or {"validation": self.validation_dir}

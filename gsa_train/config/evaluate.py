@@ -19,7 +19,7 @@ class EvaluateConfig:
     max_blocks: int = 64
     """Number of sequences of each validation set that are scored."""
     split_by_source: bool = False
-    """Score the documents of these sequences again, packed by `meta.redpajama_set_name`, for a perplexity per
+    """Score the documents of the validation sequences again, packed by `meta.redpajama_set_name`, for a perplexity per
     source."""
     ngram_baselines: bool = False
     """At the end, score unigram and bigram models of the tokens on which the run has trained. This reads the tokens

@@ -28,7 +28,7 @@ Built = TypeVar("Built")
 
 
 MOST_YAML_BYTES = 1 << 22
-"""PyYAML takes a minute to read such a file."""
+"""Limit for the size of a YAML file. PyYAML takes a minute to read a file of this size."""
 MOST_DIGITS = 18
 """Limit for integers, because torch's seeds and sizes have 64 bits."""
 
@@ -240,7 +240,8 @@ def _has_comment(text: str) -> bool:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Returns field -> type. Cached, because Python compiles each annotation again at every call."""
+    """Returns a dict from fields to types. It is cached, because Python compiles each annotation again at every
+    call."""
     return typing.get_type_hints(cls)
 
 

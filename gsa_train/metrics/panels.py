@@ -19,7 +19,7 @@ SECTIONS = {
     "system": "System",
     "data": "Data",
 }
-"""Prefix of the tags -> title."""
+"""Maps prefixes of tags to titles."""
 
 
 @dataclass(frozen=True)

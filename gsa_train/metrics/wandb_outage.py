@@ -38,7 +38,7 @@ REFUSED_RECORDS = "filestream: fatal error"
 """Line in W&B's log if the server has refused records, as with a revoked key. W&B then stops sending, and its `finish`
 raises nothing."""
 SERVICE, SERVICE_END_SECONDS = "wandb-core", 5.0
-"""W&B's process, a child of this one, and how long it may take to end."""
+"""Name of W&B's process, a child of this process, and how long it may take to end."""
 MARK = ".wandb.synced"
 """Suffix of the file by which `wandb sync` marks and skips sent records."""
 

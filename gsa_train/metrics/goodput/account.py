@@ -64,7 +64,7 @@ class Account:
     productive_seconds: float
     """Time of the steps whose result the run still has."""
     lost_seconds: dict[str, float]
-    """Category in LOSSES -> seconds."""
+    """Maps categories in LOSSES to seconds."""
     starts: list[StartAccount]
     steps: int
     """Number of training steps whose time is known, including repeated steps."""
@@ -101,7 +101,7 @@ class _FirstStep:
 class _Phase:
     steps: int = 0
     seconds: float = 0.0
-    """Time of these steps."""
+    """Time of the `steps` steps, which excludes first steps."""
     first_steps: list[_FirstStep] = field(default_factory=list)
 
     @property

@@ -37,7 +37,7 @@ class LayerWatch:
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history
-        """Statistic -> one list of a value per layer for each of the last logged steps."""
+        """Maps each statistic to lists of its values by layer, one list for each of the last logged steps."""
 
     def look(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the jumps in a logged step's record: signal, layer (from 0; None for the whole model), value and
