@@ -155,9 +155,9 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Returns the bytes per query and key: partial gradients of the keys for a tile of queries, and of the queries for
-    a segment of keys. Sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). The
-    estimate assumes Hopper, where bf16 has the stacked kernels."""
+    """Returns the bytes of partial gradients per query and key. Keys have a partial gradient for each tile of queries,
+    and queries for each segment of keys. Sizes are padded to powers of two (chunk_launches of
+    gsa_kernels/loss/triton_launch.py). The estimate assumes Hopper, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))
     if tile.stacked:

@@ -4,8 +4,8 @@ This module computes the gradients of gathered keys without atomics. First, a ke
 partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
 `add_partials_by_key` adds them in that order, so results repeat bit for bit.
 
-Tile i of sequence b has the number b * T + i, with T tiles per sequence. A range of tiles at a time limits the memory
-of the partial rows.
+Tile i of sequence b has the number b * T + i, with T tiles per sequence. Processing one range of tiles at a time limits
+the memory of the partial rows.
 """
 
 from dataclasses import dataclass
