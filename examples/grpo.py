@@ -12,8 +12,9 @@ A model with a chat template gets each sum as a question, after `--shots` solved
     python examples/grpo.py sparse_135m --out grpo_135m --attention gsa --sft-steps 0 --steps 100 --lr 6e-5 \
         --largest 9 --shots 48
 
-The last line is JSON: the mean reward in the first and last steps, speed, and memory. `log_prob_changes` has the mean
-and largest change of a sampled token's log-probability from generation to scoring, with and without replay.
+The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory.
+`log_prob_changes` has the mean and largest change of a sampled token's log-probability from generation to scoring, with
+and without replay.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class Sums:
 
 
 def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]:
-    """Return the reward of each completion: 1 for the right number and nothing else."""
+    """Return the reward of each completion: 1 if it is the right number and nothing else, otherwise 0."""
     return [float(text.strip() == str(right)) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -154,7 +155,7 @@ def main() -> None:
 
     model.generate = timed_generate
     begun = time.perf_counter()
-    with replayed_selections(model):  # the keys that generation selected, also where the tokens are scored
+    with replayed_selections(model):  # scoring uses the keys that generation selected
         trainer.train()
     training = time.perf_counter() - begun - generating
     model.generate = generate

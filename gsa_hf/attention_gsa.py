@@ -143,9 +143,9 @@ class GSAAttention(nn.Module):
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
-            selection: the selection that an earlier layer shares: bool [B, L, Lk], or the kernels' type; in a layer
-                with an indexer, the keys that replace the indexer's choice, or None
-            kernel_pass: the tokens' places, if kernels run
+            selection: without an indexer, the selection of the earlier layer that this layer shares: bool [B, L, Lk],
+                or the kernels' type. With an indexer, None, or the keys that replace the indexer's choice.
+            kernel_pass: the tokens' places in the cache; None without kernels
 
         Returns:
             the output [B, L, d], the probabilities (only with "eager"), the selection, and the indexer loss

@@ -39,7 +39,7 @@ RENAMED = {
     "index_temperature": "indexer_temperature",
     "index_local_window": "local_window",
 }
-"""Name before -> name now, which is the name in training. Names that transformers has for other models stay its own."""
+"""Maps the earlier names of fields to their present names, which training also uses."""
 REMOVED = {
     "selection_query": "first",
     "index_block_query": "first",
@@ -48,7 +48,7 @@ REMOVED = {
     "indexer_pool": 1,
     "index_pool": 1,
 }
-"""Removed field -> its default, the only value that still loads."""
+"""Maps each removed field to its old default, the only value with which a configuration still loads."""
 
 
 @strict
@@ -99,7 +99,7 @@ class GSAConfig(PreTrainedConfig):
         norm_topk_prob (`bool`, *optional*, defaults to `True`):
             Whether the scores of a token's experts are divided by their sum. Only `True` is supported.
         routed_scaling_factor (`float`, *optional*, defaults to 1.0):
-            Factor of the expert weights.
+            Factor that multiplies the expert weights.
         router_bias (`bool`, *optional*, defaults to `False`):
             Whether each expert has a bias, which is added to its score for the choice of experts, not for the weights.
         layer_types (`list[str]`, *optional*):

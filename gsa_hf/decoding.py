@@ -251,8 +251,8 @@ class FusedDecoder:
         return formats.AngleTable(values, self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Returns cosines and sines [B, channels] of the tokens' positions, for heads and the indexer; the table of
-        all positions if a kernel reads from it."""
+        """Return cosines and sines [B, channels] of the tokens' positions, for heads and the indexer. Return a table of
+        all positions instead if a kernel looks up the angles."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()
         found = self._angles_of((self.lengths - 1)[:, None], h)

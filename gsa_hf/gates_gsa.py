@@ -15,9 +15,9 @@ FORM = {
     "gate_activation": "sigmoid",
     "gate_input": "query_dependent",
 }
-"""Field of the configuration -> its value for the gates of the GSA paper."""
+"""Maps fields of the configuration to their values for the gates of the GSA paper."""
 BESIDE = {"key_gate": False, "query_gate": False, "projection_gate": False, "output_transform": "none"}
-"""Field of a feature that the GSA paper lacks -> its value without the feature."""
+"""Maps the field of each feature that the GSA paper lacks to its value without the feature."""
 
 
 class GSAGateBias(nn.Module):

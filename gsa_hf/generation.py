@@ -25,14 +25,15 @@ from .modeling_gsa import GSAForCausalLM
 logger = logging.getLogger(__name__)
 
 ROOM_SLOTS = 256
-"""The number of slots of a cache is a multiple of this, so that the next prompts usually fit the existing graph."""
+"""The number of slots of a cache is a multiple of this number, so that the CUDA graph usually fits the next prompts,
+too."""
 
 LOOK_STEPS = 16
 """Number of steps between checks for ended sequences. Each check synchronizes with the device."""
 
 
 NO_TOKENS = torch.LongTensor()
-"""A placeholder for the prompts, which the logits warpers ignore."""
+"""Stands for the prompts in calls of transformers' logits warpers, which ignore them."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,6 @@ class Generator:
             decoder.open(batch, -(-slots // ROOM_SLOTS) * ROOM_SLOTS)
 
     def _stepper(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function from tokens to logits."""
         decoder = self.decoder
         if isinstance(decoder, ModelDecoder):
             return decoder.step

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
-"""Activation without head weights -> the logit that gives constant weights 1. The sigmoid of 64 rounds to 1."""
+"""Maps each activation without head weights to a logit that makes all weights 1. The sigmoid of 64 rounds to 1."""
 
 
 class IndexedTokens(NamedTuple):
@@ -21,7 +21,7 @@ class IndexedTokens(NamedTuple):
     keys: torch.Tensor
     """[B, L or Lk, DI]"""
     weights: torch.Tensor
-    """[B, L, HI], head weights before their bias and sigmoid; constant if the indexer has no head weights"""
+    """[B, L, HI], logits of the head weights without their bias; constant if the indexer has no head weights"""
 
 
 class GSAIndexer(nn.Module):

@@ -17,7 +17,7 @@ class LayerWeights(NamedTuple):
 
     norm: torch.Tensor
     joined: torch.Tensor
-    """[rows, d], all projections of the normalised hidden state; `Sizes.parts` has the rows of each"""
+    """[rows, d], all projections of the normalised hidden state; `Sizes.parts` has each projection's number of rows"""
     bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     """Holds the sizes of one layer."""
 
     parts: tuple[int, ...]
-    """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and padding"""
+    """Numbers of rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and padding"""
     head_dim: int
     index_head_dim: int
     row: int

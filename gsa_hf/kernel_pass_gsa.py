@@ -59,17 +59,18 @@ class KernelPass:
     memory: KernelMemory
     length: int
     past: int
-    """Number of slots filled before; -1 in decoding, where a static cache has the number only on the device"""
+    """Number of slots filled before this pass; -1 in decoding, where a static cache has this number only on the
+    device"""
     lengths: torch.Tensor
-    """int32 [B], tokens of each sequence with the new tokens, without padding"""
+    """int32 [B], number of tokens of each sequence, with the new tokens and without padding"""
     starts: torch.Tensor | None = None
-    """int32 [B], padding on the left of each sequence"""
+    """int32 [B], number of padding tokens on the left of each sequence"""
     decodes: bool = False
     """Whether the pass has one token of each sequence, for the decoding kernels"""
     order: torch.Tensor | None = None
     """int64 [B, L], the slots with left padding moved to the end, so that each sequence starts at 0"""
     document_starts: torch.Tensor | None = None
-    """int32 [B, L], the start of each slot's document in this order, for the kernels' `Geometry`"""
+    """int32 [B, L], where the document of each slot starts in `order`, for the kernels' `Geometry`"""
     counted: torch.Tensor | float = 0.0
     """Number of queries that count in the indexer loss"""
 
@@ -157,7 +158,6 @@ def make_kernel_pass(
 
 
 def _check_groups(config: Any) -> None:
-    """Raise ValueError for groups of keys that the kernels do not have."""
     if config.key_group_size == 1:
         return
     sizes = kernel_module("limits").KEY_GROUP_SIZES

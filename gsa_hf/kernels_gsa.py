@@ -23,8 +23,9 @@ class KernelCall:
     rows: torch.Tensor | None
     """[B, Lk, DI], the indexer's keys in the cache"""
     selection: Any
-    """The selection of an earlier layer. In a layer with an indexer, None or keys, bool [B, L, Lk], that replace the
-    indexer's choice. The call sets the selection of such a layer, or None for all causal keys."""
+    """Without an indexer, the selection of an earlier layer. With an indexer, None, or the keys, bool [B, L, Lk], that
+    replace the indexer's choice. The call then sets this field to the layer's selection, or to None for all causal
+    keys."""
     gate_logits: torch.Tensor | None
     """[B, L, H, D]"""
     learns: bool

@@ -23,16 +23,16 @@ from .modeling_gsa import GSAModel
 
 @dataclass
 class _Generation:
-    """Holds the forward passes of one call of `generate`. `join` makes one pass of them."""
+    """Holds what the forward passes of one call of `generate` selected. `join` concatenates the passes."""
 
     tokens: list[torch.Tensor] = field(default_factory=list)
     """int64 [B, L] of each pass"""
     causal_keys: torch.Tensor | None = None
     """bool [B, Lk], the causal keys of the last token"""
     selections: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Layer with an indexer -> bool [B, L, Lk] of each pass"""
+    """Maps the number of a layer with an indexer to its selections, bool [B, L, Lk] for each pass"""
     joined: torch.Tensor | None = None
-    """bool [layers with an indexer, B, L, Lk]"""
+    """The concatenated selections, bool [layers with an indexer, B, L, Lk]"""
     sequences: list[list[int]] = field(default_factory=list)
     """The tokens of each sequence without padding"""
 
@@ -52,8 +52,8 @@ class _Generation:
         self.sequences = [tokens[real].tolist() for tokens, real in rows]
 
     def find(self, tokens: list[int]) -> int | None:
-        """Return the row whose sequence begins with these tokens. The last one may be missing, because `generate` makes
-        no pass with it."""
+        """Return the row whose sequence begins with these tokens. The last of these tokens may be missing from the
+        sequence, because `generate` makes no pass with it."""
         for row, known in enumerate(self.sequences):
             if len(known) >= len(tokens) - 1 and known[: len(tokens)] == tokens[: len(known)]:
                 return row
@@ -74,7 +74,8 @@ class _Replay:
         self.records = False
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Begin the record of a pass with a cache, or add `selections` to the arguments of a pass without one."""
+        """Begin to record a forward pass with a cache. Add the recorded `selections` to the arguments of a pass without
+        a cache."""
         tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
         if tokens is None:
             raise ValueError(
@@ -130,8 +131,8 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
 
     Args:
         model: contains a `GSAModel`, perhaps in adapters
-        generations: number of latest `generate` calls whose selections are kept: a bool for each pair of tokens in each
-            layer with an indexer
+        generations: number of latest `generate` calls whose selections are kept. A selection has a bool for each pair
+            of tokens in each layer with an indexer.
 
     Raises:
         ValueError: the model has no `GSAModel`; in a pass, tokens that `model.generate` did not generate

@@ -38,9 +38,9 @@ class Parts(NamedTuple):
 
 
 def parts(selects: bool, gated: bool) -> Parts:
-    """Return the order of the sections. The next kernel needs the sections in `front`.
+    """Return the order of the sections. The next kernel needs only the sections in `front`.
 
-    The gate G1 can come late, because the product with W_O applies G1.
+    The gate G1 can come last, because only the product with W_O needs G1.
 
     Args:
         selects: whether the layer selects in this step

@@ -10,11 +10,11 @@ class TokenOrder(NamedTuple):
     """Numbers the tokens of each sequence from 0. Padding may be anywhere between tokens."""
 
     slots: torch.Tensor
-    """int64 [B, Lk], of each number; padding comes last"""
+    """int64 [B, Lk], the slot of the token with each number; the slots of padding come last"""
     numbers: torch.Tensor
-    """int64 [B, Lk], of each slot; padding has the number of the token in front of it"""
+    """int64 [B, Lk], the number of each slot's token; padding has the number of the token before it"""
     real: torch.Tensor
-    """bool [B, Lk], no padding"""
+    """bool [B, Lk], whether a slot holds a token instead of padding"""
 
     def slots_of(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.slots.gather(1, numbers.clamp(min=0))
@@ -24,7 +24,7 @@ def token_order(visible: torch.Tensor, slots: torch.Tensor) -> TokenOrder:
     """
     Args:
         visible: bool [B, L, Lk], the keys that each query may see
-        slots: int64 [L], of the tokens of this forward pass
+        slots: int64 [L], the slots of this forward pass's tokens
     """
     # With a cache a row is one document, whose last token is not padding. Otherwise padding does not see itself.
     whole = visible.shape[-1] == len(slots)
@@ -39,12 +39,12 @@ def token_numbers(
     cache: Cache | None,
     layer_idx: int = 0,
 ) -> torch.Tensor:
-    """Returns the numbers of the tokens x [B, L, d] of this forward pass: int64 [B or 1, L].
+    """Return the numbers of the tokens x [B, L, d] of this forward pass: int64 [B or 1, L].
 
     Args:
         visible: bool [B, 1, L, Lk], the keys that each query may see; or None
-        padding: without `visible`, [B, slots], 0 where there is padding; other masks count as none
-        layer_idx: a layer that has not seen these tokens yet
+        padding: [B, slots], 0 at padding; read only if `visible` is None. Masks of other shapes are ignored.
+        layer_idx: a layer whose cache does not have these tokens yet
     """
     length = x.shape[1]
     slots = torch.arange(length, device=x.device) + (0 if cache is None else cache.get_seq_length(layer_idx))

@@ -12,7 +12,7 @@ from gsa_train.config import PhaseConfig
 
 Schedule = Callable[[float, PhaseConfig], float]
 """Maps a step of the phase after its learning-rate warm-up, counted from 0 at the phase's start, to the learning
-rate. In a batch ramp all steps are fractions of full batches (`in_full_batches`, phases.py)."""
+rate. In a batch ramp steps are counted in full batches, so they may be fractions (`in_full_batches`, phases.py)."""
 
 
 def progress(step: float, phase: PhaseConfig) -> float:
@@ -58,7 +58,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "1-sqrt": lambda share: 1.0 - math.sqrt(share),
     "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
 }
-"""Height between `min_lr` (0) and `lr` (1) as a function of the finished share of the decay."""
+"""Maps the finished share of the decay to the height of the rate between `min_lr` (0) and `lr` (1)."""
 
 SCHEDULES: dict[str, Schedule] = {
     "cosine": cosine,

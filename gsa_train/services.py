@@ -14,15 +14,15 @@ from gsa_train.config import PhaseConfig
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The actions of one step, in order of execution. Steps are counted from 1."""
+    """Lists the actions of one step, in order of execution. Steps are counted from 1."""
 
     step: int
     trains: bool
-    """False: the step's batch is read and skipped."""
+    """Whether the step trains. If False, its batch is read and skipped."""
     left_out_through: int | None
     """At the first of consecutive skipped steps, the last of these steps, for the log. Otherwise None."""
     logs: bool
-    """Measure the attention and write a metrics record."""
+    """Whether to measure the attention and write a metrics record."""
     validates: bool
     scores_tasks: bool
     saves: bool

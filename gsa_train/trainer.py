@@ -152,7 +152,6 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
 
 
 def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
-    """Read a step's batch without training, and increment the step."""
     with phase.clock.paused(), run.services.goodput.clock.during("other"):
         run.data.batches.next_step(run.state.step)
         run.state.step += 1

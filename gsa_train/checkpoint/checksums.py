@@ -74,7 +74,6 @@ def _power_of_bytes(count: int) -> int:
 
 
 def _product(first: int, second: int) -> int:
-    """Returns the product modulo the polynomial."""
     result = 0
     for power in range(31, -1, -1):  # from x^0 on
         if first >> power & 1:

@@ -50,7 +50,8 @@ CLASSES = {
         "WriteItemType",
     },
 }
-"""Module -> names allowed in a metadata file of torch 2.11 to 2.13: records of text and numbers."""
+"""Maps modules to the names that a metadata file of torch 2.11 to 2.13 may ask for. All are records of text and
+numbers."""
 REMEDY = "No code in it was run. Copy the checkpoint from its source again, and load only checkpoints that you trust"
 
 
@@ -187,7 +188,7 @@ class _Reader(ParallelReader):
 
     _metadata: Metadata | None = None
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # so torch asks for no rank's own
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch then reads no rank's metadata
         if self._metadata is None:
             self._metadata = self._first_read()
             if self._metadata.storage_meta is not None:

@@ -76,9 +76,9 @@ class RunState:
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
     validation_due: bool = False
-    """The run was stopped during the validation at this step, and resumes with the validation."""
+    """The validation of this step was interrupted by a stop. A restart repeats the validation first."""
     tasks_due: bool = False
-    """The run was stopped during the tasks at this step, and resumes with the tasks."""
+    """The tasks of this step are not scored yet. A restart scores them first."""
     task_clock: dict[str, Any] = field(default_factory=dict)
     """gsa_train.validation.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)
@@ -252,7 +252,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
 
 
 def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Returns name on disk -> shape of the whole tensor, for all tensors except the optimizer state."""
+    """Returns a dict from names on disk to shapes of whole tensors, without the optimizer state."""
     return {
         name: tuple(tensor.global_shape)
         for name, tensor in _saved_tensors(checkpoint).items()
@@ -266,7 +266,7 @@ def _saved_tensors(checkpoint: Path) -> Saved:
 
 
 def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[str, tuple[int, ...]]:
-    """Returns name on disk -> shape for the weights of the whole model, over all ranks. Collective."""
+    """Returns a dict from names on disk to shapes, for the weights of the whole model on all ranks. Collective."""
     chunks = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
     apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
     tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
@@ -292,7 +292,7 @@ def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: b
 def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool = True) -> dict[str, Any]:
     """
     Args:
-        shared: replicas want the same tensors, so each reads a part for all.
+        shared: whether replicas want equal tensors. Each replica then reads a part for all replicas.
     """
     strategy, has_experts = TorchDistLoadShardedStrategy(), model.mcore_config.moe.experts > 0
     how = shared_by_replicas(strategy, model.parallel.groups, has_experts) if shared else strategy

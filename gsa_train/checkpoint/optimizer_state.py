@@ -29,7 +29,7 @@ SAVED_MAIN_WEIGHT = "fp32_param"
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 Saved: TypeAlias = Mapping[str, ShardedTensor]
-"""Name -> tensor of a checkpoint, without data."""
+"""Maps names to the tensors of a checkpoint, without data."""
 
 
 def main_weight_key(name: str, saved: Collection[str]) -> str | None:
@@ -47,7 +47,7 @@ def has_average(saved: Saved) -> bool:
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
-    """Returns a dict id of a parameter -> its entry in the model's sharded state dict."""
+    """Returns a dict from the id of each parameter to its entry in the model's sharded state dict."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {id(each.data): each for each in nested_values(sharded)}
 
@@ -176,7 +176,7 @@ def _boxes_of(
                 global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
                 axis_fragmentations=None,  # The boxes form no grid.
                 prepend_axis_num=0,
-                # Its last entry is the data-parallel rank.
+                # The last entry of a replica_id is the data-parallel rank.
                 replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),
             )
             at += size

@@ -133,7 +133,7 @@ class ParallelReader(FileSystemReader):
 
 class _ThreadMemory(threading.local):
     """Holds one thread's read buffer, which is reused and grows to the largest part. Allocating a buffer takes longer
-    than reading. The system clears new memory page by page, and threads of a process wait for each other."""
+    than reading."""
 
     buffer = bytearray()
 

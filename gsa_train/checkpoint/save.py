@@ -49,7 +49,7 @@ LONGEST_SAVE = timedelta(hours=2)
 """Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Bytes of a rank's file, and limits of its number of files. Several threads write faster than one, but a thousand
+"""Bytes of a file, and limits for the number of files of a rank. Several threads write faster than one, but a thousand
 ranks must not write too many files."""
 
 
@@ -381,8 +381,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns approximately the tensors that this rank writes. A tensor with copies on several ranks belongs to one
-    of them by its index, so no communication is needed."""
+    """Returns approximately the tensors that this rank writes. If several ranks hold a copy of a tensor, the tensor's
+    index decides which rank counts it, so no communication is needed."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

@@ -27,7 +27,7 @@ class Copies:
 
     def __init__(self, of_gpu: Sequence[Pair], of_host: Sequence[Pair], thread: ThreadPoolExecutor) -> None:
         self._sources: list[torch.Tensor] = [source for _, source in (*of_gpu, *of_host)]
-        """References kept until the update, even if the optimizer is freed."""
+        """References to the source tensors. They are kept until the update, even if the optimizer is freed."""
         self._filled = _copy_on_gpu(of_gpu) if of_gpu else None
         self._in_thread: Future[None] | None = thread.submit(_copy_all, of_host) if of_host else None
         self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None

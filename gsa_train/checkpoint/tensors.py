@@ -74,7 +74,7 @@ class CheckpointTensors:
         self.kinds = {
             name: kind for name, kind in self.all_kinds.items() if not name.startswith("optimizer.")
         }
-        """Name -> shape and dtype, without the optimizer's tensors."""
+        """Maps names of tensors to shape and dtype, without the optimizer's tensors."""
 
     def read(self, name: str) -> torch.Tensor:
         """Assemble the whole tensor from its parts.

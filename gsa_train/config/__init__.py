@@ -122,8 +122,6 @@ _SAVED_DUMPER: type[yaml.SafeDumper] | type[yaml.CSafeDumper] = getattr(yaml, "C
 def saved_sections(config_yaml: str) -> Any:
     """Read the text of `config_to_yaml` as dictionaries.
 
-    A start reads several such texts. libyaml is much faster than PyYAML's own parser, which gives the same result.
-
     Raises:
         yaml.YAMLError: the text is damaged.
     """

@@ -174,7 +174,6 @@ def _check_format(data: DataConfig) -> list[str]:
 
 
 def _check_order(data: DataConfig) -> list[str]:
-    """Check the weights of sources, and packing."""
     lines = []
     for name, weight in data.source_weights.items():
         if not 0 <= weight <= LARGEST_SOURCE_WEIGHT:  # written so that NaN fails

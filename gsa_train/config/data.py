@@ -13,7 +13,8 @@ class DataConfig:
     `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. It may instead hold
     megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens` also writes."""
     validation_dir: str = "data/sample/validation"
-    """The same for validation: one set, named `validation`. It is not read if `validation_sets` names any set."""
+    """Folder or address of the validation text, in the formats of `train_dir`. The set's name is `validation`. It is
+    not read if `validation_sets` names any set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
     """Several validation sets, `name: folder`, which replace `validation_dir`. Each is scored separately. A name has
     letters, digits and _. `validation_loss`, the statistics of attention and the n-gram baselines use the first
@@ -73,5 +74,5 @@ class DataConfig:
 
     @property
     def validation_folders(self) -> dict[str, str]:
-        """Return name -> folder of the validation sets in their order."""
+        """Return a dict from the names of the validation sets to their folders, in their order."""
         return self.validation_sets or {"validation": self.validation_dir}

@@ -19,11 +19,11 @@ class EvaluateConfig:
     max_blocks: int = 64
     """Number of sequences of each validation set that are scored."""
     split_by_source: bool = False
-    """Score the documents of these sequences again, packed by `meta.redpajama_set_name`, for a perplexity per
+    """Score the documents of the validation sequences again, packed by `meta.redpajama_set_name`, for a perplexity per
     source."""
     ngram_baselines: bool = False
-    """At the end, score unigram and bigram models of the same training tokens. This reads the tokens again, so use it
-    for small runs."""
+    """At the end, score unigram and bigram models of the tokens on which the run has trained. This reads the tokens
+    again, so use it for small runs."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that are scored between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`).
     Scores are `eval/...` in W&B and TensorBoard."""

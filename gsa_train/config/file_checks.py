@@ -103,7 +103,7 @@ def task_problems(field: str, task: str) -> list[str]:
 
 
 def validation_fields(data: DataConfig) -> dict[str, str]:
-    """Return field -> folder of the validation sets."""
+    """Return a dict from the fields that name validation sets to their folders."""
     if not data.validation_sets:
         return {"data.validation_dir": data.validation_dir}
     return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}

@@ -12,11 +12,12 @@ FORM = {
     "gate_activation": "sigmoid",
     "gate_input": "query_dependent",
 }
-"""Field of `gsa` -> its value for the paper's gates."""
+"""Maps fields of `gsa` to their values for the paper's gates."""
 ON_HEADS = ("value", "output", "key", "query")
-"""G2, G1, G3 and G4, in the order of their rows in the layer's matrix. `value` stands for the field `value_gate`."""
+"""Gates on heads (G2, G1, G3, G4), in the order of their rows in the layer's gate projection. `value` stands for the
+field `value_gate`."""
 POSITIONS = (*ON_HEADS, "projection")
-"""ON_HEADS, and G5, which acts on the output projection and has a separate module."""
+"""All gates: ON_HEADS, and G5, which acts on the output projection and has a separate module."""
 COMPATIBLE_WITH_FUSED = ("value", "output", "projection")
 """Gates that allow the fused kernel for split and rotary embedding. The kernel applies G2 and splits off G1's logits.
 G5 acts after attention."""

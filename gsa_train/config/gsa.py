@@ -22,11 +22,11 @@ class GSAConfig:
     output_gate: bool = True
     """G1: O * sigmoid(h W + b), after attention, elementwise and head-specific (eq. 10)."""
     key_gate: bool = False
-    """G3: the same gate on K, before its rotary embedding. Positions and forms of gates follow arXiv 2505.06708."""
+    """G3: K * sigmoid(h W + b), before K's rotary embedding. Positions and forms of gates follow arXiv 2505.06708."""
     query_gate: bool = False
-    """G4: the same gate on Q, before its rotary embedding."""
+    """G4: Q * sigmoid(h W + b), before Q's rotary embedding."""
     projection_gate: bool = False
-    """G5: the same gate on the output of W_O, before the residual connection."""
+    """G5: multiply the output of W_O by sigmoid(h W + b), before the residual connection."""
     gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
     """`elementwise`: each channel of a head has a gate. `headwise`: all channels of a head share one gate."""
     gate_sharing: Literal["head_specific", "head_shared"] = "head_specific"
@@ -89,12 +89,12 @@ class GSAConfig:
     `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """Kernel for dense attention without an indexer loss, if the fused kernels are in use: our kernel (`triton`),
-    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
-    others may not repeat bit for bit. `auto` is `triton`."""
+    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. Other
+    kernels may not repeat bit for bit. `auto` is `triton`."""
 
     @property
     def most_selected_keys(self) -> int:
-        """The largest selection of a query that leaves keys out."""
+        """Return the largest number of keys that a query selects if it leaves keys out."""
         return self.k_max + self.local_window
 
 
@@ -103,7 +103,7 @@ class Scores:
     activation: Literal["sigmoid", "relu"]
     """Activation of the products of queries and keys. `sigmoid` is also applied to the head weights."""
     head_weight_logit: float | None = None
-    """The logit of all queries and heads if the head weights are not a projection."""
+    """Constant logit of all head weights if they are not a projection, else None."""
 
     @property
     def learns_head_weights(self) -> bool:

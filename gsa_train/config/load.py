@@ -28,7 +28,7 @@ Built = TypeVar("Built")
 
 
 MOST_YAML_BYTES = 1 << 22
-"""PyYAML takes a minute to read such a file."""
+"""Limit for the size of a YAML file. PyYAML takes a minute to read a file of this size."""
 MOST_DIGITS = 18
 """Limit for integers, because torch's seeds and sizes have 64 bits."""
 
@@ -115,8 +115,8 @@ SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "c
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the config's file. A bare name such as `demo` means the project's config of that name, unless a file has
-    the name."""
+    """Return the config's file. A bare name such as `demo` means the project's config of that name, unless a file of
+    this name exists."""
     bare = Path(path).name == str(path) and not Path(path).exists()
     named = [folder / f"{path}.yaml" for folder in SHIPPED if bare]
     return next((file for file in named if file.is_file()), Path(path))
@@ -240,7 +240,8 @@ def _has_comment(text: str) -> bool:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Returns field -> type. Cached, because Python compiles each annotation again at every call."""
+    """Returns a dict from fields to types. It is cached, because Python compiles each annotation again at every
+    call."""
     return typing.get_type_hints(cls)
 
 
@@ -309,7 +310,6 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
 
 
 def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
-    """Build values of one type."""
     try:
         if not isinstance(value, list):
             raise ValidationError("not a list")
@@ -373,7 +373,6 @@ def _typed(hint: Any, value: object) -> Any:
 
 
 def _integer(value: object) -> int | None:
-    """Return the integer that the text means, or None."""
     try:
         return int(str(value))
     except ValueError:
@@ -381,7 +380,6 @@ def _integer(value: object) -> int | None:
 
 
 def _wrong_in_words(value: object, hint: Any) -> str:
-    """Return why `_typed` refused the value."""
     if value is None:
         return "no value"
     if hint is int and _integer(value) is not None:

@@ -45,7 +45,7 @@ class MoEConfig:
     the sum of (share of the choices x mean score), which is 1 if the loads are even. A coefficient c of transformers
     (`router_aux_loss_coef`) corresponds to c x `top_k` / layers."""
     bias_update_rate: float = 1e-3
-    """Amount by which an update moves each bias of `aux_free`. DeepSeek-V3 has the same value."""
+    """Amount by which an update moves each bias of `aux_free`. The default is DeepSeek-V3's value."""
     z_loss_coeff: float = 1e-3
     """Coefficient of the mean squared log-sum-exp of the router's logits, which each layer adds to the loss. ST-MoE
     has 1e-3. 0: none."""
@@ -210,7 +210,6 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
 
 
 def _check_not_with(config: Config) -> list[str]:
-    """Check for features that experts do not support."""
     experts, lines = f"moe.experts = {config.moe.experts}", []
     if config.parallel.strategy == "deepspeed":
         wrong = f"DeepSpeed's ZeRO reduces all gradients over the same ranks, but with {experts} experts have others"

@@ -32,8 +32,9 @@ class MonitorConfig:
     """Smallest rise of the loss, in nats, that can be a spike, even if the loss varied little before."""
     grad_norm_min_ratio: float = 4.0
     """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. At 4.5 the
-    squared gradient equals 20 usual steps, which AdamW's second moment averages at beta 2 = 0.95. If `train.grad_clip`
-    scales the gradient down, a large norm alone is a spike only from the square of this factor on, or if it lasts."""
+    squared gradient equals 20 usual squared gradients, the number that AdamW's second moment averages at beta 2 = 0.95.
+    If `train.grad_clip` scales the gradient down, a large norm alone is a spike only from the square of this factor on,
+    or if it lasts."""
     patience_steps: int = 3
     """Spiking steps in a row before `stop` acts. The updates of these steps are left out."""
     max_skips_in_a_row: int = 50

@@ -58,10 +58,10 @@ OTHER_NAMES = {
     "logging.every_steps": "log_interval log_freq",
     "run.name": "wandb_exp_name",
 }
-"""Field -> its names elsewhere, between spaces."""
+"""Maps each field to its names in other frameworks, separated by spaces."""
 
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
-"""Name elsewhere -> our field. A field of a phase is a field of the first phase."""
+"""Maps names in other frameworks to our fields. A field of `phases` is shown for the first phase."""
 
 REMOVED: dict[str, tuple[object, ...] | None] = {
     "gsa.selection_query": ("first",),
@@ -79,10 +79,10 @@ REMOVED: dict[str, tuple[object, ...] | None] = {
     "monitor.rewind_skip_after_steps": None,
     "monitor.max_rewinds": None,
 }
-"""Removed field -> the values with which a config still loads, so that earlier runs and checkpoints stay usable. None:
-any value."""
+"""Maps each removed field to the values with which a config still loads, so that earlier runs and checkpoints stay
+usable. None allows any value."""
 REMOVED_AFTER = "removed after release studies-0.1"
-"""What is wrong with another value."""
+"""The reason in the error for a removed field with another value."""
 
 RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
-"""(field, earlier value) -> its name now. The configs of earlier runs have the earlier value."""
+"""Maps (field, earlier value) to the value's present name. The configs of earlier runs have the earlier value."""

@@ -31,11 +31,11 @@ class ParallelConfig:
     of micro-batches of a step must be a multiple of `pipeline`."""
     pipeline_layers: list[int] = field(default_factory=list)
     """Layers of each model chunk in the order of the model, pipeline x virtual_pipeline numbers. Chunk i belongs to
-    stage i % pipeline. Empty: all chunks have the same number. The first chunk also holds the embedding, and the last
-    chunk the output layer and the loss."""
+    stage i % pipeline. Empty: all chunks have the same number of layers. The first chunk also holds the embedding, and
+    the last chunk the output layer and the loss."""
     expert: int = 1
-    """Expert-parallel ranks (`moe`). Each holds experts / expert of every layer's experts. They are neighbours among
-    the tensor x context x data ranks of a stage, and exchange tokens."""
+    """Expert-parallel ranks (`moe`). Each rank holds `moe.experts` / `expert` experts of every layer. These ranks are
+    neighbours among the tensor x context x data ranks of a stage, and exchange tokens."""
     expert_tensor: int = 1
     """Ranks that split the width of each expert: 1, or `tensor`. With 1 each expert is whole, even if `tensor` splits
     everything else."""
@@ -188,7 +188,6 @@ def _check_sizes(config: Config, world_size: int) -> list[str]:
 
 
 def _check_strategy(config: Config) -> list[str]:
-    """Check what DeepSpeed's ZeRO supports."""
     parallel = config.parallel
     lines = []
     if parallel.strategy == "megatron":
@@ -225,7 +224,6 @@ def _check_strategy(config: Config) -> list[str]:
 
 
 def _check_instances(config: Config, world_size: int) -> list[str]:
-    """Check that optimizer instances divide the ranks evenly."""
     parallel, field = config.parallel, "parallel.optimizer_instances"
     instances = parallel.optimizer_instances
     if instances < 2:

@@ -15,4 +15,4 @@ class ProfileConfig:
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that trace, each into its own files. Empty: all."""
     memory_snapshot: bool = False
-    """Also record every allocation on the CUDA device in these steps, with its Python stack."""
+    """Also record every allocation on the CUDA device in the traced steps, with its Python stack."""

@@ -21,7 +21,7 @@ from gsa_train.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Config:
-    """Holds the sections. The file of its name describes each."""
+    """Holds the sections of a config. A section's fields are described in the file of its name."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

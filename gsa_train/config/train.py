@@ -43,8 +43,8 @@ class TrainConfig:
     """Run the forward and backward pass of a micro-batch as a CUDA graph, so that the host's launches do not limit the
     speed. The bits stay the same. Logged steps, validation and phases that train only the indexer run without a graph,
     and need the memory of a pass in addition to the graph's memory. With `parallel.overlap_grad_reduce` the last
-    micro-batch of a step also runs without it. Tensor, context, pipeline and expert parallelism
-    and recomputation are excluded."""
+    micro-batch of a step also runs without a graph. Tensor, context, pipeline and expert parallelism and recomputation
+    are excluded."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, attention after its projections
     (`selective`), or whole layers (`full`)."""
@@ -93,7 +93,8 @@ class TrainConfig:
 
 
 def check_muon(config: Config) -> list[str]:
-    """Return what excludes Muon, or its settings of another optimizer, a line each."""
+    """Return a line for each setting with which Muon cannot run. With another optimizer, return a line for each changed
+    setting of Muon."""
     train = config.train
     if train.optimizer != "muon":
         names = ("muon_momentum", "muon_num_ns_steps", "muon_update_rms")
@@ -159,7 +160,7 @@ def check_graphs(config: Config, replicas: int) -> list[str]:
 
 
 Reason = tuple[str, str]
-"""What is wrong, and what else to set."""
+"""(what excludes the graph, what to set instead)."""
 
 
 def _of_layout(config: Config) -> list[Reason]:

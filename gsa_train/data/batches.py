@@ -52,7 +52,7 @@ class MicroBatch:
     labels: torch.Tensor
     """int64 [B, L]"""
     document_ids: torch.Tensor | None
-    """int32 [B, L], or None when attention crosses documents"""
+    """int32 [B, L], the document of each token; None if attention crosses documents"""
     loss_mask: torch.Tensor
     """float32 [B, L]: 0 where nothing is to be predicted"""
 
@@ -374,7 +374,7 @@ def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, s
 def gather_outcomes(
     outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
 ) -> dict[int, Mapping[str, Any]]:
-    """Returns a dict rank -> what it found, for the ranks that looked. Collective. Raises the first error on every
+    """Returns a dict from each rank that looked to what this rank found. Collective. Raises the first error on every
     rank, so that no rank waits for a rank that has failed."""
     outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
     dist.all_gather_object(outcomes, outcome)

@@ -2,8 +2,8 @@
 
 With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. A single work
 queue makes sure that the collective is scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses more than
-one queue, with two exceptions (its training/arguments.py). Blackwell and later GPUs no longer need a single queue.
-Weights gathered layer by layer need several.
+one queue, with two exceptions (its training/arguments.py). Blackwell and later GPUs do not need a single queue.
+All-gathers of weights layer by layer need several queues.
 
 CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when the program first asks for devices, as in `torch.cuda.is_available()`.
 Launchers therefore set the variable before they import torch.

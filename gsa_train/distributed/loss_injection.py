@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Scale = float | torch.Tensor
-"""A number, or a 0-d tensor on the device if only the device knows how many rows count in a step."""
+"""Gradient with respect to a loss: a number, or a 0-d tensor if only the device knows how many rows count in a step."""
 
 
 class _InjectLoss(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Hold the differences between megatron-core 0.16.1 and 0.19.2, the two supported versions.
 
-megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. Other files call the functions below. Their
-overrides of megatron-core's methods accept the arguments that 0.19 adds.
+megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. Overrides of megatron-core's methods in other files
+accept the arguments that 0.19 adds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main_grads(optimizer: Any) -> list[torch.Tensor]:
 def replace_readers(
     reader: Callable[..., Any], planner: type, read_common: Callable[[Path], dict[str, Any]]
 ) -> None:
-    """Replace the readers that unpickle files. megatron-core has no argument for them, except for the reader of the
+    """Replace the readers that unpickle files. megatron-core has no argument for readers, except for the reader of the
     common file in 0.16 (`load_sharded`)."""
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner

@@ -8,7 +8,7 @@ import torch
 
 
 class ToHost:
-    """An asynchronous copy of a tensor to the host, read later."""
+    """Copies a tensor to the host asynchronously. `read` waits for the copy and returns it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Queue the copy on a GPU. A CPU tensor is not copied."""

@@ -33,7 +33,7 @@ TITLES = {
     "log_written": "A log is written again",
     "log_lost": "A log is written again, without some records",
 }
-"""Event -> title of its alert."""
+"""Maps events to the titles of their alerts."""
 ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged", "hang", "log_failed"})
 
 

@@ -74,7 +74,7 @@ class LostRecords:
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
-        """Consecutive lost records, up to the last record."""
+        """Number of consecutive lost records, up to the last record."""
         self._first_step = self._last_step = 0
 
     def add(self, record: Mapping[str, Any], error: OSError | None = None) -> None:

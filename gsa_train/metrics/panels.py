@@ -19,7 +19,7 @@ SECTIONS = {
     "system": "System",
     "data": "Data",
 }
-"""Prefix of the tags -> title."""
+"""Maps prefixes of tags to titles."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ PANELS = (
     Panel("data", "packing: share of tokens, documents", ("packing_filler_share", "packing_cut_share")),
 )
 PICTURES = frozenset(["head_first_token_attention", "expert_loads"])
-"""Keys of lists by layer of lists by head or expert. These are hundreds of numbers, too many for curves."""
+"""Keys of nested lists, by layer and then by head or expert. They have hundreds of numbers, too many for curves."""
 
 
 BEST = {
@@ -145,7 +145,7 @@ BEST = {
     "slowest_rank_ratio": "max",
     "data_wait": "max",
 }
-"""What a table of runs shows in addition to the last value."""
+"""Whether a table of runs shows a metric's minimum or maximum, in addition to the last value."""
 
 _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
     "lr": "train",

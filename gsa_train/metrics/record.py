@@ -64,7 +64,7 @@ class Interval:
     """Sum over all ranks."""
     seconds: float
     wait_seconds: float
-    """Part of `seconds` that this process waited for text."""
+    """Seconds, included in `seconds`, that this process waited for text."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Measured:
 
     interval: Interval = Interval(0, 0, 0.0, 0.0)
     worked: Worked = field(default_factory=lambda: Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0)))
-    """Result of its WorkTime."""
+    """Result of this rank's WorkTime."""
     data_totals: Mapping[str, int] = field(default_factory=dict)
     """Result of `data_totals`, with the same names on every rank."""
     data_checksum: int = 0
     """CRC-32 of this rank's share of the step's text."""
     causal_keys: torch.Tensor | None = None
-    """0-d, mean over this replica's queries (all replicas have the same number). All ranks have a value, or all have
-    None."""
+    """0-d, number of causal keys, mean over this replica's queries (all replicas have the same number of queries). All
+    ranks have a value, or all have None."""
     update_norm: torch.Tensor | None = None
-    """0-d, the same on every rank. All ranks have a value, or all have None."""
+    """0-d, norm of the weights' change, the same on every rank. All ranks have a value, or all have None."""
     z_loss_sum: torch.Tensor | None = None
     """0-d: this rank's share of the summed z-loss."""
 
@@ -95,7 +95,7 @@ class LoggedStep:
     """Counted from 1."""
     phase: PhaseConfig
     lrs: Mapping[str, float]
-    """Parameter group -> learning rate."""
+    """Maps parameter groups to learning rates."""
     grad_norm: float
     tokens: int
     """Tokens trained on so far, in the whole run."""
@@ -104,14 +104,14 @@ class LoggedStep:
 @dataclass(frozen=True)
 class Reduced:
     layers: dict[str, list[float | None]]
-    """Statistic -> value by layer; None if a layer recorded nothing."""
+    """Maps each statistic to its values by layer; None for a layer that recorded nothing."""
     loss: float
     causal_keys: float | None
-    """Mean over the queries of all replicas; None for a validation."""
+    """Number of causal keys, mean over the queries of all replicas; None for a validation."""
     update_norm: float | None
-    """None for a validation."""
+    """Norm of the weights' change; None for a validation."""
     z_loss: float | None
-    """None for a validation, and without a z-loss."""
+    """Mean z-loss per token; None for a validation, and without a z-loss."""
     data_wait: float
     """Share of the interval spent waiting for text; maximum over the ranks."""
     data_totals: dict[str, int]
@@ -121,7 +121,8 @@ class Reduced:
     work_seconds: list[float]
     """Compute time by rank."""
     part_seconds: dict[str, float]
-    """Seconds of the interval waiting for text and in work_time.STEP_PARTS; maximum over the ranks."""
+    """Seconds of the interval spent waiting for text, and in each part of work_time.STEP_PARTS; maximum over the
+    ranks."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Maximum over the ranks; None on CPUs."""

@@ -17,7 +17,7 @@ LATEST_TIME = 1e11
 TEXTS = frozenset(
     "phase event validation_set signal action reason file checkpoint_name checkpoint_error prompt text".split()  # noqa: SIM905
 )
-"""Keys whose strings are never numbers. A model writes the last two, in samples."""
+"""Keys whose strings are never numbers. The model itself writes the values of `prompt` and `text`, in samples."""
 NUMBERS = frozenset(key for panel in PANELS for key in panel.keys) | {"tokens", "step_seconds"}
 """Keys of numbers that are drawn or used in calculations."""
 COMPARED = frozenset(["value", "threshold"])
@@ -26,7 +26,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "spike": ("signal", "value", "threshold", "action"),
     "skipped_batches": ("last_step",),
 }
-"""Event -> its keys, without step and phase."""
+"""Maps an event to the keys that its record needs, in addition to step and phase."""
 
 
 def fault_of_record(record: Record) -> str:
@@ -61,7 +61,8 @@ def is_step(value: Any) -> bool:
 
 
 def of_other_lengths(records: list[Record]) -> list[Record]:
-    """Returns records in which a list by layer has an unusual length, as after a comma in place of a point."""
+    """Returns records in which a list by layer has an unusual length, as after a flipped bit that turns a decimal point
+    into a comma."""
     lengths: dict[str, Counter[int]] = {}
     for record in records:
         for name, value in record.items():

@@ -11,9 +11,9 @@ Other events have records with the key `event`:
 - `validation`: results. Sets after the first have their name in their keys (`validation_<name>_loss`); `*_by_source`
   are dicts source -> value;
 - `tasks`: scores, where `eval_<score>` are dicts task -> value;
-- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, a checkpoint found damaged.
-  `step` is the step of the checkpoint. They are logged up to `logging.every_steps` steps later;
-- `log_failed`, `log_written` (not in the file concerned): a file cannot be written, or can be written again;
+- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, or a checkpoint found damaged.
+  `step` is the step of the checkpoint. The record is logged up to `logging.every_steps` steps later;
+- `log_failed`, `log_written` (logged to the other sinks): a file cannot be written, or can be written again;
 - `log_lost`: the records that a file lacks (lost_records.py).
 
 `metrics.jsonl` is strict JSON with one object per line. Floats read back bit-equal. JSON has no NaN, so a number that
@@ -39,13 +39,12 @@ from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 logger = logging.getLogger(__name__)
 
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
-"""Keys without a curve in TensorBoard and W&B: step and time, which both have themselves, and a checksum, which is
-only compared. PICTURES have no curves either."""
-
+"""Keys without a curve in TensorBoard and W&B, in addition to PICTURES. Both tools store step and time themselves. The
+checksum is only for comparison."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
-"""A lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are checked
-value by value."""
+"""Matches a lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are
+checked value by value."""
 _LONGEST_INTEGER = 20
 """Largest number of digits."""
 
@@ -84,7 +83,8 @@ def values_in_words(record: Record, without: Collection[str]) -> list[str]:
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:
-    """Returns a dict prefix of a set's keys -> the set's name for a validation record, the first set first."""
+    """For a validation record, returns a dict from the prefix of each set's keys to the set's name, with the first set
+    first."""
     if record.get("event") != "validation":
         return {}
     first = {"validation": record.get("validation_set", "validation")}
@@ -109,8 +109,8 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
 def _read_lines(
     path: Path, fault_of: Callable[[Record], str] | None = None
 ) -> tuple[list[tuple[str, Record]], str]:
-    """Returns (line, its object) of the intact lines, and the faults of the others, or "". A last line that a kill or
-    a full disk cut off is dropped."""
+    """Returns (line, object) for each intact line, and the first fault of other lines with the number of further
+    faults, or "". A last line that a kill or a full disk cut off is dropped."""
     lines = [line for line in path.read_bytes().split(b"\n") if line]
     parsed: list[tuple[str, Record]] = []
     wrong: list[str] = []

@@ -73,7 +73,7 @@ class Sinks:
     ):
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
-        """Saved in every checkpoint, so that a restart continues the same W&B run."""
+        """Id of the W&B run. Every checkpoint has it, so that a restart continues the same W&B run."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
         self._tensorboard = tensorboard
         self._wandb = wandb

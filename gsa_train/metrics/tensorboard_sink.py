@@ -25,7 +25,7 @@ class TensorBoardSink:
         self._folder = folder
         self._lost = LostRecords("tensorboard")
         self._resume_step = resume_step
-        """For the first file, until it exists."""
+        """Hides later steps when the first file is opened. None once the file exists."""
         self._writer: SummaryWriter | None = None
         with contextlib.suppress(OSError):  # The first record tries again, and reports the error.
             self._open()

@@ -33,13 +33,12 @@ INIT_SECONDS = 30.0
 FINISH_SECONDS = 30.0
 """Limit for sending the last records at the end."""
 RETRIES = 10_000
-"""Retries of sending records during an outage, at most a minute apart, for a week. W&B's default ends after two
-hours."""
+"""Retries of sending records during an outage, at most a minute apart, for a week."""
 REFUSED_RECORDS = "filestream: fatal error"
 """Line in W&B's log if the server has refused records, as with a revoked key. W&B then stops sending, and its `finish`
 raises nothing."""
 SERVICE, SERVICE_END_SECONDS = "wandb-core", 5.0
-"""W&B's process, a child of this one, and how long it may take to end."""
+"""Name of W&B's process, a child of this process, and how long it may take to end."""
 MARK = ".wandb.synced"
 """Suffix of the file by which `wandb sync` marks and skips sent records."""
 
@@ -121,7 +120,7 @@ def finish(run: Run, exit_code: int) -> str | None:
 
 def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
     """Whether `run.finish` returns in time. W&B does not always keep its own limit, because its service may not answer
-    if the server hangs. This call then ends the service, and so everything that waits for it."""
+    if the server hangs. This function then ends the service, so no call waits for the service any more."""
     import wandb
 
     done: Future[None] = Future()

@@ -50,11 +50,11 @@ class Projected(NamedTuple):
     output_gate: torch.Tensor | None
     """Logits of G1 [B, L, n_kv, n_h / n_kv, d_k]; None without this gate."""
     document_ids: torch.Tensor | None
-    """int32, all tokens of the sequence; None for one document per sequence."""
+    """int32, the document of each token of the whole sequence; None for one document per sequence."""
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     head_weight_logits: torch.Tensor | None = None
-    """See `IndexerProjections`; None if the indexer does not run."""
+    """Fields of `IndexerProjections`; None if the indexer does not run."""
 
     @property
     def indexed(self) -> IndexerProjections | None:
@@ -67,7 +67,7 @@ class Projected(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A chunk's queries with all keys up to its end."""
+    """Holds a chunk's queries, and all keys up to the end of the chunk."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -82,7 +82,7 @@ class LossInputs:
     indexer: AppliedIndexer
     rows: RowSample
     on_rows: Callable[[torch.Tensor], None] | None
-    """Callback with each query's KL if attention's backward pass computes it; None if it is not logged."""
+    """Receives each query's KL if attention's backward pass computes the loss; None if the KL is not logged."""
 
 
 class AttentionOverChunks:
@@ -155,7 +155,8 @@ class AttentionOverChunks:
         return selections
 
     def _log_format(self, selection: Selection, query_start: int) -> None:
-        """Log which attention kernel the selection of these queries goes to, when that changes."""
+        """Log which attention kernel reads the selection of these queries, if this kernel differs from the last one
+        logged."""
         kernel = "gathered" if selection.format == "key_lists" else "masked"
         if kernel == self._formats.get(query_start):
             return
@@ -365,7 +366,6 @@ class AttentionOverChunks:
         return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
-        """Return the positions and documents of a chunk's queries."""
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
         gsa = self.gsa
         return Geometry(starts, chunk.start, gsa.local_window, gsa.key_group_size)

@@ -15,16 +15,16 @@ class AttentionPass:
     """All layers and micro-batches of a step or validation share these settings, except `will_recompute`."""
 
     sparse: bool = False
-    """Attend to the selected keys; False: to all causal keys of the document."""
+    """Whether queries attend to the selected keys. If False, they attend to all causal keys of the document."""
     trains_indexer: bool = False
-    """Compute the indexer loss and its gradients."""
+    """Whether to compute the indexer loss and its gradients."""
     base_has_graph: bool = True
-    """False in the indexer warm-up. The base then runs without a graph, and each layer runs its indexer's backward
-    pass at once."""
+    """Whether the base model runs with an autograd graph. In the indexer warm-up it runs without a graph, and each
+    layer runs its indexer's backward pass at once."""
     evaluating: bool = False
-    """Validation: there are no gradients, and moving averages keep their values."""
+    """Whether this is a validation, in which there are no gradients and moving averages keep their values."""
     measuring: bool = False
-    """This step or validation is logged, so the attention statistics are recorded (probes/stats.py)."""
+    """Whether this step or validation is logged, and therefore records attention statistics (probes/stats.py)."""
     batch_share: float = 1.0
     """Sequences of this step divided by `train.global_batch_size`; below 1 in a batch ramp."""
     kl_grad_scale: float | torch.Tensor = 0.0
@@ -32,10 +32,11 @@ class AttentionPass:
     row_fraction: float = 1.0
     """Fraction of queries in the indexer loss (`gsa.indexer_loss_row_fraction`); validation uses all."""
     row_draw: int = 0
-    """Draw of these queries in the first micro-batch (`RowSample`). Later micro-batches take the draws that follow."""
+    """Number of the draw (`RowSample`) that chooses the queries of the indexer loss in the first micro-batch. Each
+    later micro-batch takes the next draw."""
     will_recompute: bool = False
-    """Recomputation runs a forward pass without a graph, then another with a graph in the backward pass. The first run
-    has no records, samples or indexer loss."""
+    """Whether this is the first of two runs of a recomputed layer, without a graph. The backward pass runs the layer
+    again with a graph. The first run has no records, samples or indexer loss."""
 
     @property
     def uses_indexer(self) -> bool:

@@ -14,7 +14,8 @@ from gsa_train.config import Config
 from gsa_train.distributed.parallel import DeviceError
 
 DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] -> [B, L, n_h, d_k]; each sequence is one document."""
+"""Maps q [B, L, n_h, d_k], and k and v [B, L, n_kv, d_k], to the output [B, L, n_h, d_k]. Each sequence is one
+document."""
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash_sdpa": SDPBackend.FLASH_ATTENTION}
 

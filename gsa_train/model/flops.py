@@ -84,7 +84,6 @@ def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
 
 
 def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Count the gate weights of a layer, without biases."""
     depends = gsa.gate_input == "query_dependent"
     return depends * model.hidden_size * sum(_gate_rows(model, gsa))
 
@@ -123,7 +122,8 @@ class FlopsPerToken:
     kl_target: float
     """Target of the indexer loss (head-averaged probabilities): Q K^T over the attended keys of the loss's queries."""
     dense_equivalent: float
-    """The same model with dense attention, no indexer, and all parameters trained. The total does not include it."""
+    """For comparison, the operations of this model with dense attention, no indexer, and all parameters trained. Not
+    part of the total."""
 
     @property
     def total(self) -> float:

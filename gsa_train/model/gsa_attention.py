@@ -54,11 +54,11 @@ class AttentionContext:
     runtime: AttentionRuntime
     implementation: Implementation
     dense_attention: str
-    """Name of the dense attention with `triton` (dense_attention.py)."""
+    """Which dense attention runs if the implementation is `triton` (dense_attention.py)."""
     recompute_core: bool
-    """Recompute attention after its projections in the backward pass, instead of keeping its L x L tensors."""
+    """Whether the backward pass recomputes attention after its projections, instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
-    """Shared by all indexers (rotary.py); None without `gsa.indexer_rope`."""
+    """The rotary embedding that all indexers share (rotary.py); None without `gsa.indexer_rope`."""
 
 
 class GSASelfAttention(MegatronModule):
@@ -91,7 +91,8 @@ class GSASelfAttention(MegatronModule):
         self.layer = layer_number - 1
         """Index in the whole model, from 0."""
         self.leads_group = self.layer % self.gsa.selection_reuse == 0
-        """False: this layer uses the selection of an earlier layer."""
+        """Whether this layer is the first of a group that shares one selection. Other layers use the first layer's
+        selection."""
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.local_kv_heads = config.num_query_groups // pg_collection.tp.size()
         d, d_k = config.hidden_size, config.kv_channels

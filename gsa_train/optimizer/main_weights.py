@@ -24,7 +24,7 @@ class MainWeights:
     trained: list[torch.nn.Parameter]
     """Trained parameters of this rank's model."""
     parts: list[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]
-    """Parameter, first element, flat fp32 tensors by kind."""
+    """(parameter, its first element on this rank, flat fp32 tensors by kind) of each shard that this rank keeps."""
     groups: list[dist.ProcessGroup | None]
     """`PhaseOptimizer.state_group_of` for each entry of `trained`."""
     kinds: list[tuple[str, ...]]

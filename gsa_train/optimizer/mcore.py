@@ -1,5 +1,5 @@
 """Implement a phase's optimizer for `parallel.strategy: megatron`. megatron-core's data-parallel wrapper and sharding
-surround torch's optimizer (build.py). zero.py implements `parallel.strategy: deepspeed`.
+surround torch's optimizer (build.py).
 
 Each phase builds its own optimizer and closes it at the end. A frozen base therefore needs no gradient buffers or
 optimizer state, and the sparse phase starts with fresh state.
@@ -318,7 +318,7 @@ def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
 
 def _group_overrides(phase: PhaseConfig, kind: OptimizerKind) -> dict[ParamKey, ParamGroupOverride]:
     """Return overrides of megatron-core's parameter groups: no weight decay on vectors, learning-rate multipliers, and
-    own groups of matrices if the optimizer updates them as such."""
+    separate groups for matrices if the optimizer updates them as matrices."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):

@@ -4,8 +4,8 @@
     factor = min(1, train.qk_clip / m)
 
 Attention computes the log-sum-exp anyway. It exceeds a query's largest logit by at most ln(keys). As in Kimi K2,
-query and key weights of a head are multiplied by sqrt(factor). In grouped-query attention several heads share a key,
-as they share the rotary key in Kimi K2. Then the query weights get the whole factor, and no other head changes.
+query and key weights of a head are multiplied by sqrt(factor). In grouped-query attention several heads share a key.
+Only the query weights of a head are then multiplied, by the whole factor, so no other head changes.
 """
 
 from __future__ import annotations

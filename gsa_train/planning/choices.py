@@ -16,7 +16,7 @@ TABLES: dict[str, Mapping[str, object]] = {
     "objective": OBJECTIVES,
     "optimizer": OPTIMIZERS,
 }
-"""Field of `train` -> its table. The tables do not load torch."""
+"""Maps fields of `train` to the tables of their names. The tables do not load torch."""
 
 
 def unknown_choices(config: Config) -> list[str]:

@@ -39,7 +39,7 @@ class Breakdown:
 
     wall: float
     parts: dict[str, float]
-    """Trace span -> time, without communication."""
+    """Maps trace spans to time, without communication."""
     exposed_communication: float
     """Time in which only NCCL kernels run."""
     overlapped_communication: float

@@ -92,8 +92,8 @@ def is_frozen(age: Age, timeout_seconds: float) -> bool:
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """Returns the longest limit of the ranks' activities, because the other ranks wait for the slowest activity. If a
-    process whose activity is not SILENT sends no heartbeat within its step limit, the step limit applies."""
+    """Returns the limit for all ranks, which is the step limit if all ranks are in a step, else `longest_seconds`. If a
+    process whose activity is not SILENT sends no heartbeat within its step limit, that step limit applies."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages

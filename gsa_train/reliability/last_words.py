@@ -83,7 +83,7 @@ def end_launcher() -> None:
 
 
 def _end_file(of_any_rank: bool = False) -> list[Path]:
-    """Returns the files of the exit code on the main rank of a submitted job, and an empty list elsewhere."""
+    """Returns a list with the file for the exit code on the main rank of a submitted job, else an empty list."""
     folder = os.environ.get(SUBMISSION)
     is_asked = of_any_rank or os.environ.get("RANK", "0") == "0"
     return [Path(folder) / "exit_code"] if folder and is_asked else []

@@ -41,7 +41,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     """Validate, then write and print summary.json. Collective.
 
     Raises:
-        Stopped: a stop was requested during the validation; the next start runs this again.
+        Stopped: a stop was requested during the validation; the next start runs the validation again.
         NotFinite: the validation loss is not finite.
         RunFolderError: summary.json cannot be written. Raised on all ranks, after they left the process group.
     """

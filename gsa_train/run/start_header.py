@@ -38,7 +38,7 @@ def start_header(
     Args:
         wandb: where the W&B run is; empty without W&B.
         kernels: where compiled kernels are; empty if none are compiled.
-        done: steps and tokens before this start; the batch size may have changed.
+        done: steps and tokens before this start. Tokens do not follow from steps if the batch size has changed.
     """
     model, train, data = config.model, config.train, config.data
     choices = choices_of(train)

@@ -32,11 +32,12 @@ class TrainState:
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    """Tokens trained on."""
+    """Number of tokens trained on."""
     validation_due: bool = False
-    """True if the run was stopped during the validation of this step."""
+    """True until the validation of this step, if one is due, has ended."""
     tasks_due: bool = False
-    """True if the run was stopped before or during the scoring of tasks at this step."""
+    """True until the tasks of this step, if they are due, are scored. A checkpoint in between makes a restart score
+    them."""
     task_clock: TaskClock = field(default_factory=TaskClock)
     monitor: MonitorState = field(default_factory=MonitorState)
     """State of the monitor at the newest checkpoint or at the end of the previous phase."""

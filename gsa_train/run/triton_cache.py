@@ -1,7 +1,7 @@
 """Write compiled Triton kernels to disk so that a crash leaves no partial file and a full disk does not end the run.
 
-Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`. Paths and contents are the same.
-Several ranks may write the same kernel at once. Each file is replaced atomically, with the same content.
+Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`. Paths and contents stay the same.
+Several ranks may write one kernel at the same time, so each file is replaced atomically.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ NEW = tuple(
     f".self_attention.{part}."
     for part in ("indexer", "variance", "linear_gate", "head_gate", "projection_gate")
 )
-"""Name parts of weights that a dense checkpoint lacks and a sparse model may initialize itself."""
+"""Parts of the names of weights that a dense checkpoint lacks, and that a sparse model may initialize itself."""
 
 MEANING = {
     "model": (

@@ -17,7 +17,8 @@ from gsa_train.reliability.last_words import SUBMISSION as SUBMISSION
 from gsa_train.reliability.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
-"""File of the run folder: id of the job that opened the folder last, time (Unix seconds), checksum of both lines."""
+"""File of the run folder: a line each for the id of the job that opened the folder last, the time (Unix seconds), and
+the checksum of these two lines."""
 
 logger = logging.getLogger(__name__)
 

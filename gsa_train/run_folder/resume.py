@@ -44,7 +44,8 @@ class Start:
     phase_index: int = 0
     """Index of the first phase to train."""
     inside_phase: bool = False
-    """True if the checkpoint was written in that phase, or that phase keeps the optimizer: its state is loaded, too."""
+    """True if the optimizer's state is also loaded. The first phase to train then either wrote the checkpoint, or keeps
+    the optimizer."""
     same_run: bool = False
     """True if the checkpoint belongs to this run folder, whose metrics and W&B run continue."""
     damaged: tuple[tuple[str, str], ...] = ()

@@ -17,8 +17,8 @@ from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.starts import run_id_of
 
 OWN_OF_A_NODE = ("data.train_dir", "data.validation_dir", "data.validation_sets", "data.tokenizer")
-"""Prefixes of fields that may differ, because they are paths of copies. Their contents are compared when they are
-opened."""
+"""Prefixes of fields that may differ, because the paths may name copies on each node. The contents of these files are
+compared when the files are opened."""
 MOST_NAMED = 4
 """Largest number of fields in the message."""
 SEEN_AFTER_SECONDS = 90.0

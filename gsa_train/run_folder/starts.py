@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 SOURCE = Path(__file__).resolve().parents[2]
-"""The checkout, or the folder in which the package is installed."""
+"""Folder of the source: the checkout, or the folder in which the package is installed."""
 
 
 def new_run_id() -> str:

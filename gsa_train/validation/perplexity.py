@@ -23,8 +23,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
-"""Most micro-batches per replica and call of the pipeline schedule, rounded down to whole groups. A long validation
-can thus be stopped within seconds."""
+"""Largest number of micro-batches per replica in a call of the pipeline schedule, rounded down to whole groups. A long
+validation can thus be stopped within seconds."""
 
 SCORES = ("loss", "perplexity", "bits_per_byte")
 

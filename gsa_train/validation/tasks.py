@@ -117,7 +117,7 @@ class PackedRequests:
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
     owners: NDArray[np.int64]
-    """[n, L], for each label: the number of the request whose continuation it is in, else NOBODY"""
+    """[n, L], for each label the number of the request to whose continuation the label belongs, or NOBODY"""
 
 
 def pack_requests(
@@ -127,7 +127,7 @@ def pack_requests(
     another document.
 
     Args:
-        unit: requests begin at its multiples
+        unit: each request begins at a multiple of this number of tokens
     """
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []

@@ -8,12 +8,12 @@ up to rounding. `limits.py` lists what the kernels support. `types.py` explains 
 Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the base budget. The query selects that
 number of causal keys, but which keys is unspecified. If it selects a key with a NaN score, its KL and the loss are NaN.
 With infinite inputs only the size and the causality of the selection are guaranteed. The results of all other queries
-change at most in the last bits, as the next paragraph describes.
+change at most in the last bits.
 
 The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. With a
-packed mask this holds bit for bit. With key lists the limits.TILE_QUERIES neighbouring queries of a tile share one
-list of keys, and sums follow its order. The last bits (1e-7 of a value in fp32) then depend on the keys that the
-neighbours select, including later queries.
+packed mask this holds bit for bit. With key lists, a tile of limits.TILE_QUERIES neighbouring queries shares one list
+of keys, and sums follow the order of this list. The last bits (1e-7 of a value in fp32) then depend on the keys that
+the neighbours select, including later queries.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def select(
     Args:
         indexer: queries [B, L, HI, DI]; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
-        kernel: the attention kernel that will read the selection. `masked`: packed mask. `gathered`: key lists (for
-            each tile of queries, the keys that any of them selects). `auto` with the reference: packed mask. `auto`
-            with Triton: key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask below
-            limits.MEASURED_FROM_TOKENS keys. In between `auto` measures the density of the selection and compares it
-            with a limit. Key lists synchronise the host with the device: their length depends on the data.
+        kernel: the attention kernel that will read the selection. `masked` reads a packed mask. `gathered` reads key
+            lists (for each tile of queries, the keys that any of them selects). `auto` gives a packed mask with the
+            reference. With Triton, `auto` gives key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask
+            below limits.MEASURED_FROM_TOKENS keys. In between, the measured density of the selection decides. Key lists
+            synchronise the host with the device, because their length depends on the data.
         with_log_sum: also return `Selection.log_sum`, which saves the indexer loss one pass; needs a packed mask and
             key_group_size 1
 
@@ -127,7 +127,7 @@ def indexer_loss(
         q, k: all heads
         lse: log-sum-exp of the attention over the same keys
         selection: the selected keys; None: all causal keys of the document (indexer warm-up)
-        rows: which rows to compute
+        rows: the queries (rows) over which the KL is summed
 
     Returns:
         loss: fp32, 0-d
@@ -242,7 +242,6 @@ def _operations(implementation: Implementation) -> ModuleType:
 
 
 def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
-    """Check that the indexer has one row per query."""
     batch, num_rows = indexer.queries.shape[:2]
     check_shape("indexer.keys", indexer.keys, "[B, Lk, DI]", (batch, None, None))
     length = indexer.keys.shape[1] - geometry.query_start

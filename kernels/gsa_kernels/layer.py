@@ -126,8 +126,8 @@ class GatedSparseAttention(nn.Module):
     ) -> LayerOutput:
         """Run `forward` in training and also return the indexer loss. `dense` is the indexer warm-up.
 
-        The arguments are the same as in `forward`. The module does not store the loss. Recomputation
-        (`torch.utils.checkpoint`) may therefore call this method twice.
+        `forward` explains the arguments. The module does not store the loss. Recomputation (`torch.utils.checkpoint`)
+        may therefore call this method twice.
         """
         self._check(x, attention)
         heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)

@@ -116,7 +116,6 @@ def attend_with_cache(
 
 
 def _check_fit(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
-    """Check that the cache can hold the new tokens."""
     keys = cache.decode.k
     if len(heads.k) != len(keys):
         raise ValueError(f"x has {len(heads.k)} sequences and the cache {len(keys)}; pass as many")

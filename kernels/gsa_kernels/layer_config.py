@@ -53,7 +53,7 @@ class GSAConfig:
     k_min: int = 256
     k_max: int = 4096
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    """How the budget follows from k_base (eq. 8), as `BudgetRule` explains."""
+    """How a query's budget follows from k_base (eq. 8). `BudgetRule` has the formulas."""
     dense_below: int = 0
     """Queries with fewer causal keys attend to all of them, whatever their budget; 0: none."""
     variance_ema_decay: float = 0.99

@@ -15,8 +15,8 @@ from typing import Literal
 
 
 HEAD_SIZES = (32, 64, 128, 256)
-"""D of attention's q, k and v. Tiles in Triton have D columns, so D is a power of two. With D = 512 the gradients of 64
-keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
+"""Head sizes D of attention's q, k and v. Tiles in Triton have D columns, so D is a power of two. With D = 512 the
+gradients of 64 keys and values would fill all registers of a multiprocessor (attention/triton_backward_keys.py)."""
 
 HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
 """Largest shared memory of a program on sm_90, and on sm_86, sm_89 and sm_120. The A100 (sm_80) has 163 KiB. Heads of
@@ -26,32 +26,37 @@ INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
 
 INDEXER_HEADS = range(1, 9)
-"""HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
+"""Numbers of indexer heads HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
 
 INDEXER_HEAD_SIZES = range(16, 129)
-"""DI. Matrix products need at least 16 columns. 128 columns fill the shared memory (indexer/triton_scores.py)."""
+"""Sizes DI of an indexer head. Matrix products need at least 16 columns. 128 columns fill the shared memory
+(indexer/triton_scores.py)."""
 
 DECODE_INDEXER_HEADS = range(1, 17)
-"""HI in decoding, where a tile holds the heads of only one query (decode/triton_score.py)."""
+"""Numbers of indexer heads in decoding, where a tile holds the heads of only one query (decode/triton_score.py)."""
 
 TILE_QUERIES = 32
 """Queries whose selections share a list of keys: one query per bit of an int32 (key_lists/triton_build.py)."""
 
 KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Neighbouring keys that are selected together: divisors of the tiles of keys in the kernels that compute scores."""
+"""Numbers of neighbouring keys that are selected together. They divide the tiles of keys in the kernels that compute
+scores."""
 
 STRETCH_ROWS = 128
-"""Queries of a stretch, which an estimate of the indexer loss takes or skips as a whole. Tensor-parallel ranks also
-divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss kernels (sampling.py)."""
+"""Number of neighbouring queries in a stretch, which an estimate of the indexer loss takes or skips as a whole.
+Tensor-parallel ranks also divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss
+kernels (sampling.py)."""
 
 ROW_PRODUCT_ROWS = range(1, 17)
-"""Numbers of rows B of `row_product`. 16 columns are the narrowest matrix product (row_product/triton_product.py)."""
+"""Numbers B of rows of x in `row_product`. The narrowest matrix product has room for 16 rows of x
+(row_product/triton_product.py)."""
 
 ROW_PRODUCT_FASTER_ROWS = 1
 """Largest B for which decoding of sparse models uses `row_product`. For larger B and dense models cuBLAS is faster."""
 
 ROW_PRODUCT_COLUMNS = range(16, 8193, 8)
-"""Input columns K of `row_product`. A program holds whole rows in registers and loads 8 columns at a time."""
+"""Numbers K of columns of x in `row_product`. A program holds whole rows of the weight in registers and loads 8 columns
+at a time."""
 
 
 # ---- choice of the format of a selection
@@ -59,7 +64,7 @@ ROW_PRODUCT_COLUMNS = range(16, 8193, 8)
 
 PACKED_MASK_MAX_TOKENS = 32768
 """Longest sequence that is selected as a packed mask, which has a bit for each pair of tokens. Longer sequences are
-selected as key lists, chunk by chunk, so that memory does not grow with the square of the length."""
+selected as key lists, so that memory does not grow with the square of the length."""
 
 MEASURED_FROM_TOKENS = 16384
 """Shortest sequence for which `kernel="auto"` measures the density of a selection and takes the faster format. Shorter
@@ -67,8 +72,7 @@ sequences always get the packed mask, because budgets of thousands of keys reach
 
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
-attention over key lists is faster than attention under a packed mask. Only the work over lists grows with their length.
-benchmarks/bench_long.py measures the lists."""
+attention over key lists is faster than attention under a packed mask (benchmarks/bench_long.py)."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
@@ -83,8 +87,8 @@ def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
 
 
 REGISTER_KEYS = 32768
-"""Longest rows that are selected in registers, with 256 KiB per program (selection/op.py). Only these rows can also
-return the log-sum that saves the indexer loss a pass over the keys."""
+"""Longest rows (the scores of one query) that are selected in registers, with 256 KiB per program (selection/op.py).
+Only these rows can also return the log-sum that saves the indexer loss a pass over the keys."""
 
 GROUP_KEYS = 8
 """Keys per group in rows above REGISTER_KEYS, which compare group maxima first (selection/triton_select_long.py)."""
@@ -99,10 +103,11 @@ CANDIDATE_SAMPLE_STRIDE = 32
 """Stride of the sampled keys, from which the lowest useful score of a row is estimated."""
 
 CANDIDATE_SLACK = 0.0625
-"""Tolerance of the estimate: the relative excess of sampled keys that it accepts (selection/triton_guess.py)."""
+"""Relative excess of sampled keys above the wanted number that the estimate of the threshold accepts
+(selection/triton_guess.py)."""
 
 CANDIDATE_BYTES = 8
-"""Size of a candidate: a score and a position."""
+"""Size of a candidate, which is a score and a position."""
 
 
 def candidate_room(most_keys: int) -> int:
@@ -124,8 +129,8 @@ SCORED_KEYS = {2: 512, 4: 256}
 
 
 FUSED_LOSS_HEADS = 4
-"""Query heads whose probabilities attention's backward pass sums. The loss then adds these sums. The number of query
-heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
+"""Number of query heads whose probabilities attention's backward pass adds up. The loss then adds these sums. The
+number of query heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
 
 STACKED_MAX_WIDTH = 256
 """Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""

@@ -227,8 +227,9 @@ def _temperature(indexer: Indexer) -> float | torch.Tensor:
 def _taken_rows(
     num_rows: int, selection: Selection | None, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the sampled rows, int64 (None: all rows), and the factor for their sum. The kernels over key lists sample
-    whole tiles. The kernels over packed masks sample stretches of rows (`sample_rows`)."""
+    """Return the sampled rows, int64 (None: all rows), and the factor that scales their sum to an estimate for all
+    rows. The kernels over key lists sample whole tiles. The kernels over packed masks sample stretches of rows
+    (`sample_rows`)."""
     rank, size = rows.share
     by_lists = selection is not None and selection.key_lists is not None
     if not by_lists:

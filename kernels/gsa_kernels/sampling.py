@@ -71,7 +71,7 @@ def sampled_one_of(num_rows: int, fraction: float) -> int:
 
 
 def systematic(num_units: int, fraction: float, draw: int | None) -> tuple[int, int]:
-    """Return the first sampled unit and the distance to the next. All units have the same probability."""
+    """Return the first sampled unit and the distance to the next sampled unit. All units have the same probability."""
     factor = min(stretches_per_sampled(fraction), num_units)
     return (draw or 0) % factor, factor
 

@@ -1,4 +1,5 @@
-"""Converts exp and log to the hardware's exp2 and log2. `.value` is the host's number."""
+"""Define the factors by which kernels replace exp and log by the hardware's exp2 and log2. `.value` is the number on
+the host."""
 
 import triton.language as tl
 

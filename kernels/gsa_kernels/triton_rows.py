@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map a row's number in a chunk to its row in the sequence. The chunk consists of stretches of STRETCH rows that
-    start every SPACING rows from row_start on."""
+    """Map the number of a row in a chunk to the row's number in the sequence. The chunk consists of stretches of
+    STRETCH rows, which start every SPACING rows from row_start on."""
     if SPACING == STRETCH:  # noqa: SIM108 (known at compile time)
         row = row_start + number
     else:
@@ -17,8 +17,8 @@ def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
 
 @triton.jit
 def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map the chunk's rows number .. number + COUNT - 1 to rows of the sequence. `number` is a multiple of COUNT.
-    STRETCH is a multiple of COUNT or divides COUNT."""
+    """Map the rows number .. number + COUNT - 1 of the chunk to their numbers in the sequence. `number` is a multiple
+    of COUNT. STRETCH is a multiple of COUNT or divides COUNT."""
     if STRETCH % COUNT == 0:  # neighbours
         rows = row_of(number, row_start, STRETCH, SPACING) + tl.arange(0, COUNT)
     else:
@@ -34,7 +34,7 @@ def last_row_of(tile, row_start, num_rows, BM: tl.constexpr, STRETCH: tl.constex
 
 @triton.jit
 def number_of(row, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Return the number of the chunk's first row at or after `row` >= `row_start`."""
+    """Return the number within the chunk of its first row at or after `row`, a row of the sequence >= `row_start`."""
     number = row - row_start
     if SPACING != STRETCH:
         number = number // SPACING * STRETCH + tl.minimum(number % SPACING, STRETCH)

@@ -63,7 +63,7 @@ class Account:
     productive_seconds: float
     """Time of the steps whose result the run still has."""
     lost_seconds: dict[str, float]
-    """Category in LOSSES -> seconds."""
+    """Maps categories in LOSSES to seconds."""
     starts: list[StartAccount]
     steps: int
     """Number of training steps whose time is known, including repeated steps."""
@@ -98,7 +98,7 @@ class _FirstStep:
 class _Phase:
     steps: int = 0
     seconds: float = 0.0
-    """Time of these steps."""
+    """Time of the `steps` steps, which excludes first steps."""
     first_steps: list[_FirstStep] = field(default_factory=list)
 
     @property
@@ -205,7 +205,6 @@ class Accounting:
         self._kept.append(_Stretch(line["step"] - steps, line["step"], training))
 
     def _go_back(self, step: int) -> None:
-        """Count the steps after `step` as repeated."""
         self._starts[-1].repeated_steps += max(0, self._step - step)
         while self._kept and self._kept[-1].last > step:
             stretch = self._kept.pop()

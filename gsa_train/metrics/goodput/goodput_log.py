@@ -146,7 +146,7 @@ class GoodputNotes(Service):
     goodput: GoodputLog
     message: Callable[[str], None]
     held_seconds: Callable[[], float]
-    """Returns the seconds since its last call in which updates waited for a checkpoint's copies."""
+    """Returns how many seconds updates have waited for a checkpoint's copies since its last call."""
     straggler_ratio: float
     _phase: str = ""
     _is_first: bool = True

@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 FILE = "goodput.jsonl"
 """Lines of gsa_train.metrics.goodput.account. Lines are never removed."""
 ALIVE = "alive.json"
-"""Content for a `lost` line of the newest process, rewritten every few seconds."""
+"""File with the content for a `lost` line of the newest process, rewritten every few seconds."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "start": ("began",),
     "steps": (),
     "end": (),
     "lost": ("progress",),
 }
-"""Kind of a line -> its timestamps in addition to `time`, in Unix seconds, and `step`."""
+"""Maps each kind of line to the timestamps (Unix seconds) that the line has in addition to `time` and `step`."""
 ALIVE_BYTES = 1024
 """Size of alive.json, padded with spaces. A single write replaces the content, so that the file stays intact after a
 kill."""

@@ -28,7 +28,7 @@ NAMES = {
     "down": "down",
     "other": "other",
 }
-"""Category of lost time -> its name in texts."""
+"""Maps each category of lost time to its name in texts."""
 MOST_NAMED = 4
 """Largest number of losses, or ranks, named in a console line."""
 

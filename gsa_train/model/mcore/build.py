@@ -51,7 +51,7 @@ class Model:
     """Routers of this stage's MoE layers."""
     runtime: AttentionRuntime
     num_indexers: int
-    """Layers of the whole model that have an indexer."""
+    """Number of layers of the whole model that have an indexer."""
     work_time: WorkTime
     """Time that this rank works in training steps."""
     parallel: Parallel

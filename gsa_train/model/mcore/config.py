@@ -23,13 +23,13 @@ class GSATransformerConfig(TransformerConfig):
     gsa: GSAConfig = field(default_factory=GSAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     fused_ops: bool = False
-    """Use fused kernels for elementwise operations and cross-entropy."""
+    """Whether to use fused kernels for elementwise operations and cross-entropy."""
     rotary_base: float = 10000.0
-    """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
+    """Base of the rotary embedding of Q and K, and of the indexer if `gsa.indexer_rope` is on."""
     yarn: YarnScaling | None = None
-    """For Q, K and the indexer. The indexer uses its frequencies without the attention factor."""
+    """YaRN's scaling for Q, K and the indexer. The indexer uses the scaled frequencies without the attention factor."""
     rotary_percent: float = 1.0
-    """For Q and K."""
+    """Share of a head's channels that are rotated in Q and K."""
     sandwich_norm: bool = False
     """`model.sandwich_norm`"""
     linears: LinearLayers = field(default_factory=lambda: megatron(TrainConfig()))
@@ -153,7 +153,6 @@ def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
 
 
 def _pipeline_layout(config: Config) -> list[list[str]] | None:
-    """List the layers of each model chunk in megatron-core's layout format."""
     if config.parallel.pipeline == 1:
         return None
     chunks = [["decoder"] * layers for layers in chunk_layers(config)]

@@ -1,8 +1,7 @@
 """Sample initial weights that are independent of the layout.
 
 Each full parameter is sampled from a generator seeded by the run's seed and the parameter's global name, then cut to
-this rank's shard. megatron-core instead gives every pipeline stage the same random stream, so its weights change with
-the layout.
+this rank's shard.
 """
 
 from __future__ import annotations

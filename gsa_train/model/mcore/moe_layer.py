@@ -93,7 +93,7 @@ class MixtureOfExperts(MegatronModule):
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
     def set_layer_number(self, number: int) -> None:
-        """Called by megatron-core, with numbers from 1."""
+        """Set the layer's number. megatron-core calls this method with numbers from 1."""
         self.router.layer = number - 1
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

@@ -39,8 +39,9 @@ class Routing(NamedTuple):
 class RouterContext:
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of a full
-    global batch) (`AttentionPass.batch_share`)."""
+    """Factor of the gradient of a loss that is summed over tokens: the number of ranks over which gradients are
+    averaged, divided by the number of tokens of a full global batch. In a batch ramp `AttentionPass.batch_share`
+    corrects it."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
     """Maps this rank's choices, bool [L, B, E], to the number of earlier tokens of the whole sequence that chose each
     expert, int64 [L, B, E]. Collective. Called only with a capacity."""

@@ -23,11 +23,11 @@ from gsa_train.model.moe.routing import expert_counts
 @dataclass(frozen=True)
 class ExpertRanks:
     group: dist.ProcessGroup
-    """Ordered by expert-parallel rank, then by expert-tensor-parallel rank."""
+    """Ranks that exchange tokens, ordered by expert-parallel rank, then by expert-tensor-parallel rank."""
     expert_rank: int
     expert_size: int
     copies: int
-    """Expert-tensor-parallel ranks, each with a shard of its experts' width."""
+    """Number of expert-tensor-parallel ranks, which each have a shard of every expert's width."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class _Rows:
     """Describes N rows of this rank's choices, in sending order."""
 
     choices: torch.Tensor
-    """int64 [N]: the choice of each row, token * k + j."""
+    """int64 [N]: the choice that each row sends, numbered token * k + j for the token's j-th expert."""
     of_choice: torch.Tensor
-    """int64 [T k, copies]: rows of each choice; N if it is dropped."""
+    """int64 [T k, copies]: numbers of the rows that send each choice; N if the choice is dropped."""
     dropped: bool
     """Whether choices may be dropped."""
 
@@ -50,9 +50,10 @@ class Exchange:
     top_k: int
     rows: _Rows
     tokens_per_expert: torch.Tensor
-    """int64 [E / expert ranks]: rows that each of this rank's experts receives."""
+    """int64 [E / expert ranks]: number of rows that each of this rank's experts receives."""
     sent: list[int] | None
-    """Rows to each rank of the group. This and the next three fields are None if the group has one rank."""
+    """Number of rows sent to each rank of the group. `sent`, `received`, `by_expert` and `by_rank` are None if the
+    group has one rank."""
     received: list[int] | None
     by_expert: torch.Tensor | None
     """int64: permutation that sorts the received rows by expert."""

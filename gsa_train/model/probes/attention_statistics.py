@@ -111,11 +111,12 @@ def _reference_recall(
 
 class TopKeyOverlap(NamedTuple):
     of_heads: torch.Tensor
-    """Share of each of these heads' top keys that the selection holds, [B, T, n_h]."""
+    """Share of each head's top keys (by attention probability) that the selection holds, for this rank's heads, [B, T,
+    n_h]."""
     of_mean: torch.Tensor
-    """The same for the mean probability over the heads of all ranks, [B, T, 1]."""
+    """Share of the top keys by the mean probability over the heads of all ranks that the selection holds, [B, T, 1]."""
     recall_of_mean: torch.Tensor
-    """Share of the mean probability on the selection, [B, T, 1]."""
+    """Part of this mean probability (over the heads of all ranks) that falls on the selection, [B, T, 1]."""
 
 
 @torch.no_grad()

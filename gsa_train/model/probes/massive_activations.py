@@ -20,7 +20,7 @@ class Largest(NamedTuple):
     value: torch.Tensor
     """Absolute value."""
     token: torch.Tensor
-    """l B + b for token l of sequence b."""
+    """Index of the token in [L, B]: l B + b for token l of sequence b."""
     dimension: torch.Tensor
 
 

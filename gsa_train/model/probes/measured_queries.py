@@ -29,7 +29,7 @@ class SparseQueries:
     """Holds the few queries (`QuerySample.sparse`) that are compared with all their keys."""
 
     positions: torch.Tensor
-    """int64 [T], in the sequence."""
+    """int64 [T], positions of the queries in the sequence."""
     starts: torch.Tensor
     """int [B, T]: first positions of the queries' documents."""
     num_keys: int
@@ -47,12 +47,12 @@ class SparseQueries:
 
     @cached_property
     def in_first_document(self) -> torch.Tensor:
-        """bool [B, T]: the sequence's first token is one of their causal keys."""
+        """bool [B, T]: the sequence's first token is one of the query's causal keys."""
         return self.starts == 0
 
     @cached_property
     def causal(self) -> torch.Tensor:
-        """bool [B, T, L_k]: their causal keys."""
+        """bool [B, T, L_k]: the causal keys of each query."""
         keys = torch.arange(self.num_keys, device=self.starts.device)
         causal = causal_mask(self.num_keys, query_positions=self.positions)
         return causal & (keys >= self.starts[..., None])
@@ -148,7 +148,8 @@ class MeasuredQueries:
 
     @cached_property
     def pairs_in_one_document(self) -> torch.Tensor:
-        """bool [B, P]: the pair is in one document, so the second query has one causal key more."""
+        """bool [B, P]: whether both queries of a pair of neighbours are in one document. The second query then has one
+        causal key more than the first query."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
         return visible[:, pairs + 1] - visible[:, pairs] == 1
 

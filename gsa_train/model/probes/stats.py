@@ -97,16 +97,16 @@ class Statistics:
     later."""
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` -> values to average, of any shape."""
+    """Maps names of `MEANS` to values to average, of any shape."""
     counts: dict[str, torch.Tensor | int] = field(default_factory=dict)
-    """name of `MEANS` -> divisor of the sum, 0-d, if it is not the number of counted values."""
+    """Maps names of `MEANS` to the divisor of the sum, 0-d, if it is not the number of counted values."""
     vectors: dict[str, Vector] = field(default_factory=dict)
     """name of `VECTORS` -> its entries."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `EXTREMES` -> values, of any shape."""
+    """Maps names of `EXTREMES` to values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values, True for values that count. Without an entry
-    all count."""
+    """Maps names of `MEANS` or `EXTREMES` to bools, expandable to the values, which say what values count. Without an
+    entry all values count."""
 
     def join(self, others: Statistics) -> None:
         self.means |= others.means
@@ -135,7 +135,7 @@ class StatsCopy(NamedTuple):
 
 class LayerStats:
     """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers. Added
-    values are kept (deferred.py). All layers are reduced together, when the values are read or exceed a limit.
+    values are kept (deferred.py), and reduced for all layers together when they are read or exceed a size limit.
     Separate reductions would need several kernel launches per layer and statistic."""
 
     def __init__(
@@ -160,9 +160,9 @@ class LayerStats:
             self._labels += [f"{name}/{label}" for label in labels]
         self._sums = table(len(MEANS), num_layers)
         self._own_counts = [[0] * num_layers for _ in MEANS]
-        """Counts known to the host."""
+        """Counts that the host knows. The total is the sum of these counts and `_counts`."""
         self._counts = table(len(MEANS), num_layers)
-        """Counts known to the device; the total is the sum of both."""
+        """Counts that only the device knows."""
         self._extremes = table(len(EXTREMES), num_layers, start=-math.inf)
         self._vectors = table(num_layers, 2, len(self._labels))
         self._places = table(num_layers, start=-1.0)
@@ -315,9 +315,9 @@ class LayerStats:
         Calls `send` and waits for the result.
 
         Returns:
-            A dict name -> value per layer, the reduced sums (the device's first), and the reduced maxima. The dict
-            lacks names that no layer recorded, and has None for a layer without a record. An entry of a vector is
-            `vector/label`.
+            A dict name -> value per layer, the reduced sums (`device_sums`, then `host_sums`), and the reduced maxima.
+            The dict lacks names that no layer recorded, and has None for a layer without a record. An entry of a vector
+            is `vector/label`.
         """
         layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
         return layers, sums, maxima

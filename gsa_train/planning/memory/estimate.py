@@ -242,8 +242,8 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
 
 
 def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Returns the peak, in addition to what the stage keeps, of its last mixture of experts or last dense layer. The
-    memory that later layers keep is subtracted, because it is not allocated yet."""
+    """Returns the peak bytes of the stage's last mixture of experts or last dense layer, in addition to what the stage
+    keeps. The memory that later layers keep is subtracted, because it is not allocated yet."""
     held, found = stage_layers(config, stage), []
     for mixture in (False, True):
         of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]

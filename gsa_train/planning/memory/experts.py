@@ -41,7 +41,7 @@ def matrix_elements(config: Config, sizes: Sizes) -> float:
 
 
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns a dict name and shape -> bytes that the layer keeps, without its input norm."""
+    """Returns a dict from name and shape to bytes, for the tensors that the layer keeps without its input norm."""
     return {
         **_kept_by_router(config, sizes),
         **_kept_by_exchange(config, sizes),
@@ -89,7 +89,7 @@ def _kept_by_shared(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns a dict name -> bytes in addition to what is kept."""
+    """Returns a dict from moments to bytes in addition to what the layer keeps."""
     rows, width = (
         routed_rows(config, sizes),
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
@@ -118,7 +118,7 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns a dict name -> bytes of a forward pass that keeps nothing."""
+    """Returns a dict from moments to bytes, for a forward pass that keeps nothing."""
     rows, width = (
         routed_rows(config, sizes),
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,

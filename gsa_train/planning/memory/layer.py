@@ -11,7 +11,7 @@ from gsa_train.planning.memory.selection import selection_bytes
 from gsa_train.planning.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels
 
 Tensors = dict[str, float]
-"""Name and shape -> bytes."""
+"""Maps name and shape of a tensor to its bytes."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""List the moments of a step at which memory may peak, and the memory that each uses in addition to what is kept.
+"""List the moments of a step at which memory may peak, and the memory that each moment uses in addition to what layers
+keep.
 
 Bytes are relative to the memory that the stage's layers keep for the micro-batches in flight. A part of this memory
 that is not yet allocated, or already freed, counts as negative bytes. Only the last layer of a stage matters, because
@@ -24,7 +25,7 @@ from gsa_train.planning.memory.sizes import Sizes, fuses_heads, has_graph, uses_
 def layer_moments(
     config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
 ) -> dict[str, float]:
-    """Returns a dict name -> bytes of the layers' own work."""
+    """Returns a dict moment -> bytes, for the moments at which a layer runs."""
     if not has_graph(config, phase):
         return _without_graph(config, phase, sizes, layer, mixture)
     moments = mixture_moments(config, sizes) if mixture else _feed_forward_backward(config, sizes)
@@ -78,7 +79,8 @@ def _indexed(config: Config, sizes: Sizes) -> float:
 
 
 def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> float:
-    """Returns the bytes from the gradient of linear_proj's input to the gradients of Q, K, V and the gates' logits."""
+    """Returns the bytes of attention's backward pass, from the gradient of linear_proj's input to the gradients of Q,
+    K, V and the gates' logits."""
     gsa = config.gsa
     output = sizes.bytes(sizes.query)  # gradient of the gated output [B, L, q]
     attended = output if gsa.output_gate else 0.0  # gradient of the output before G1

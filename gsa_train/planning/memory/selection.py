@@ -34,9 +34,9 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """Returns the additional bytes while these queries' key lists are built, some queries at a time. They are
-    scores of queries with few keys, two packed masks, and candidates of queries without a list yet. All lists before
-    they are joined replace the candidates if they are larger."""
+    """Returns the additional bytes while these queries' key lists are built, chunk by chunk. These are the scores of
+    queries with few keys, two packed masks, and the larger of two numbers: the candidates of queries without a list
+    yet, or all lists before they are joined."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
@@ -98,7 +98,8 @@ def _key_parts(config: Config, sizes: Sizes) -> float:
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Returns the bytes of the indexer loss for one chunk of queries: target and partial gradients of a row chunk."""
+    """Returns the bytes of the indexer loss for one chunk of queries. They include target and partial gradients of
+    those queries that the loss computes at a time."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
@@ -154,9 +155,9 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Returns the bytes per query and key: partial gradients of the keys for a tile of queries, and of the queries for
-    a segment of keys. Sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). The
-    estimate assumes Hopper, where bf16 has the stacked kernels."""
+    """Returns the bytes of partial gradients per query and key. Keys have a partial gradient for each tile of queries,
+    and queries for each segment of keys. Sizes are padded to powers of two (chunk_launches of
+    gsa_kernels/loss/triton_launch.py). The estimate assumes Hopper, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))
     if tile.stacked:
@@ -174,8 +175,8 @@ def gathered_heads(sizes: Sizes) -> float:
 
 
 def _list_entries(config: Config) -> float:
-    """Returns the list entries of a rank's queries, for the context-parallel rank with most. A tile's entries are the
-    keys that its queries may select, at most its causal keys."""
+    """Returns the list entries of a rank's queries, for the context-parallel rank with most entries. A tile's entries
+    are the keys that its queries may select, at most its causal keys."""
     most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:

@@ -35,9 +35,9 @@ class Sizes:
     gates: float
     """Columns of the projection for the gates on heads, or of the module that replaces it."""
     gates_gather: bool
-    """Whether this projection gathers the input of all projections."""
+    """Whether the gates' projection gathers the tokens of all ranks for all projections with this input."""
     projection_gate: float
-    """Columns of G5's projection. A rank has 1 / shards of its tokens."""
+    """Columns of G5's projection, which processes 1 / shards of the tokens on a rank."""
     ffn: float
     """f."""
     heads: float
@@ -51,7 +51,7 @@ class Sizes:
     pairs: float
     """Pairs of a query and a key up to the end of the query's chunk, in all B sequences."""
     pairs_of_chunk: float
-    """Pairs of one chunk, which may be the last chunk of the sequence."""
+    """Pairs of a query and a key for one chunk, counted as for the last chunk of the sequence."""
 
     def bytes(self, columns: float) -> float:
         return self.value * self.tokens * columns

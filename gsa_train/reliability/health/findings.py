@@ -90,8 +90,8 @@ class Exchange:
 
 
 def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
-    """Returns the nodes with bad devices, each once. If all of several nodes are bad, returns none. The cause is then
-    the driver or the check, and the job would exclude one node after another."""
+    """Returns the nodes with bad devices, each once. If there are several nodes and all are bad, returns none. The
+    cause is then probably the driver or the check, and excluding nodes would not help."""
     named = list(dict.fromkeys(each.node for each in findings if each.faults))
     nodes = {each.node for each in findings}
     return [] if len(named) == len(nodes) > 1 else named

@@ -27,7 +27,7 @@ class Problem:
     b: torch.Tensor
     """[2 x inner + signs, size]"""
     expected: torch.Tensor
-    """[size, size], of the same type, on the same device."""
+    """[size, size], the product a b, in the type and on the device of a."""
     expected_rows: torch.Tensor
     """The first CHECKED_ROWS rows of `expected`, computed on the host."""
 

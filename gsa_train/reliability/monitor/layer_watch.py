@@ -28,7 +28,7 @@ FLOORS = {
     "output_gate_high": 0.01,
     "update_norm": 0.0,
 }
-"""Watched statistic -> constant that is added to it, so that a small change near 0 is not a jump."""
+"""Maps each watched statistic to a constant that is added to its value, so that a small change near 0 is not a jump."""
 
 
 class LayerWatch:
@@ -37,7 +37,7 @@ class LayerWatch:
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history
-        """Statistic -> one list of a value per layer for each of the last logged steps."""
+        """Maps each statistic to lists of its values by layer, one list for each of the last logged steps."""
 
     def look(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the jumps in a logged step's record: signal, layer (from 0; None for the whole model), value and

@@ -25,7 +25,7 @@ from gsa_train.reliability.monitor.layer_watch import LayerWatch
 from gsa_train.reliability.monitor.spikes import Row, SpikeDetector, Verdict
 
 READ_DELAY_STEPS = 2
-"""Delay in steps before a verdict is read. The device lags the host by no more, so a read does not wait."""
+"""Delay in steps before a verdict is read. The device lags the host by at most this delay, so a read does not wait."""
 SPIKE_GAP_STEPS = 10
 SCORE_STEPS, SCORE_SIGMAS = 128, 6.0
 """OLMo-core's SpikeScore: share of steps with a loss or gradient norm SCORE_SIGMAS above the mean of SCORE_STEPS."""

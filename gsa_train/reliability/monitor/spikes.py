@@ -26,13 +26,15 @@ LAGS_STEPS = (8, 32)
 """Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds
 little. The lag of 32 is for lanes with long documents, which make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one
-has harmless causes, such as a rare document."""
+"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one of
+the two often has harmless causes, such as a rare document."""
 ALONE = 2.0
-"""Factor on the rise that the norm's logarithm may have if the gradient is clipped: by default 16 times the usual norm.
-In recorded runs text caused less than this, and a wrong exponent bit causes more."""
+"""If the gradient is clipped, the limit for the rise of the norm's logarithm is multiplied by this factor. By default
+the limit is then 16 times the usual norm. In recorded runs text caused less than this, and a wrong exponent bit causes
+more."""
 FOLLOWS_STEPS = 10
-"""Steps, including its own, in which a large gradient may affect the loss: AdamW's momentum lasts 1 / (1 - beta 1)."""
+"""Number of steps, from the step of a large gradient on, in which this gradient may affect the loss. AdamW's momentum
+lasts 1 / (1 - beta 1) steps."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 
@@ -47,10 +49,11 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     loss: float
-    """Nats per scored token of the global batch."""
+    """Loss in nats per scored token of the global batch."""
     grad_norm: float
     loss_limit: float
-    """The limit that the loss exceeds, else the limit of a single step; infinite while the history is too short."""
+    """The limit that the loss exceeds. If the loss exceeds none, the limit of a single step. Infinite while the history
+    is too short."""
     grad_norm_limit: float
     loss_spikes: bool
     grad_norm_spikes: bool
@@ -148,9 +151,10 @@ class SpikeDetector:
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Returns median + max(sigmas * deviation, least rise).
 
-        The median is over the window or over the last 32 steps, whichever is smaller. It therefore follows a falling
-        loss, and stays low while a loss rises slowly. The deviation is the median absolute deviation of changes over
-        8 or over 32 steps, whichever is larger. Neither a trend nor an earlier spike increases this deviation.
+        The median is the smaller of two: the median of the window, and the median of the last 32 steps. It follows a
+        falling loss, and stays low while a loss rises slowly. The deviation is the larger of two median absolute
+        deviations: of changes over 8 steps, and of changes over 32 steps. Neither a trend nor an earlier
+        spike increases this deviation.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
         spread = torch.zeros_like(level)

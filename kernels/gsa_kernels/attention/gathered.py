@@ -25,9 +25,8 @@ def gathered_attention(
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
     The work grows with the length of the lists, because each tile of queries gathers every listed key once. No S_t may
-    be empty. The function does not check that the listed keys are causal and in the query's document. Query head h
-    reads key-value head h // (H / Hkv). The function is deterministic, and differentiable in q, k, v and gate_logits.
-    The last dimension of each tensor must be contiguous.
+    be empty. The function does not check that the listed keys are causal and in the query's document. The function is
+    deterministic, and differentiable in q, k, v and gate_logits. The last dimension of each tensor must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32

@@ -66,7 +66,7 @@ def checked_inputs(
 
     Args:
         query_start: None if the queries may be at any positions
-        integers: the packed mask and the document starts by name; each may be None
+        integers: integer tensors by argument name (packed mask, document starts); each may be None
 
     Raises:
         ValueError: the kernels do not support an input; the message names the argument and the remedy.

@@ -43,7 +43,7 @@ def backward_rows(
 
     Returns:
         gradient of the ungated output [B, L, H, D], gradient of gate_logits [B, L, Hkv, H / Hkv, D] or None,
-        delta and lse * log2(e), fp32 [B, H, L]
+        delta (the sum over channels of output times its gradient) and lse * log2(e), fp32 [B, H, L]
     """
     batch, length, heads, head_size = out.shape
     gated = gate_logits is not None

@@ -2,10 +2,10 @@
 
 Each program owns a tile of queries and writes its gradient of q. For each key in the tile's list the program also
 writes a partial row, which is the tile's contribution to dV and dK of this key. `add_partials_by_key` sums the partial
-rows of each key in the order of the tiles, so results are deterministic. Scratch memory holds one range of tiles.
-
-If lists are long, scratch memory may hold fewer tiles than the device has multiprocessors. Several programs then share
-a tile, and each takes a segment of the tile's list. A second kernel adds their gradients of q in a fixed order.
+rows of each key in the order of the tiles, so results are deterministic. Scratch memory holds the partial rows of one
+range of tiles at a time. If lists are long, a range may have fewer tiles than the device has multiprocessors. Several
+programs then share a tile, and each takes a segment of the tile's list. A second kernel adds their gradients of q in a
+fixed order.
 """
 
 import torch
@@ -29,8 +29,8 @@ def count_segments(programs: int, wanted: int, keys: int) -> int:
     The time is proportional to the launch's number of waves, times the number of keys per program.
 
     Args:
-        programs: programs of the launch if each has a whole list
-        wanted: programs that run at the same time
+        programs: number of programs of the launch if each has a whole list
+        wanted: number of programs that the device runs at the same time
         keys: approximate length of a list
     """
     if programs >= wanted:
@@ -112,7 +112,7 @@ def _launch(
     """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: number of the first head's part; the parts of a key-value head have consecutive numbers
+        part: number of the first key-value head's part. Parts are counted over all key-value heads, head by head.
         grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale

@@ -28,10 +28,10 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     tma: bool = True
-    """Load tiles by the bulk copy engine where strides and alignment allow it."""
+    """Whether to load tiles by TMA where strides and alignment allow it."""
 
     registers: int | None = None
-    """Limit per thread, if two programs must share a multiprocessor."""
+    """Largest number of registers of a thread, set if two programs must share a multiprocessor."""
 
 
 def count_multiprocessors(device: torch.device) -> int:
@@ -133,7 +133,7 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
-    """Expand WIDTH / 32 words per row to bool [ROWS, WIDTH]: column c is bit c % 32 of word c // 32.
+    """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
     In the register layout of a product, bits 1 and 2 of a thread's column numbers come from its lane. The other bits
     are known at compile time. The shift of a word therefore has two parts. The first part is one instruction. The

@@ -1,8 +1,8 @@
 """Runs `enter_token` (see entry_reference.py) in one launch, between the joined projection and the selection of
 decoding.
 
-This module serves several sequences, or layers with norms of q and k. Otherwise joined.py runs and fuses the product.
-On Hopper the launch starts before the previous kernel ends (row_product/op.py).
+This module serves several sequences, or layers with norms of q and k. For one sequence without these norms, joined.py
+fuses the product, too. On Hopper the launch starts before the previous kernel ends (row_product/op.py).
 """
 
 import torch

@@ -8,12 +8,12 @@ from gsa_kernels.row_product.reference import Norm, row_product
 
 
 class EntrySizes(NamedTuple):
-    """Holds the numbers of columns of the joined projection, in their order, and the head sizes."""
+    """Holds the numbers of columns of each section of the joined projection, in order, and the head sizes."""
 
     q: int
     """H * D"""
     k: int
-    """Hkv * D, the same for v."""
+    """Hkv * D columns for k, and the same number for v."""
     value_gate: int
     """Hkv * D, or 0 without gate G2."""
     gate: int
@@ -41,7 +41,7 @@ class Angles(NamedTuple):
     """[B, channels]"""
     sin: torch.Tensor
     index_cos: torch.Tensor | None = None
-    """[B, channels] of the indexer; None: the indexer has no RoPE."""
+    """[B, channels], cosines of the indexer; None if the indexer has no RoPE."""
     index_sin: torch.Tensor | None = None
 
 
@@ -52,10 +52,10 @@ class AngleTable(NamedTuple):
     """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p for q and k, then
     for the indexer. Both channels of a pair have equal angles. A sequence's length is the row of its new token."""
     lengths: torch.Tensor
-    """int32 [B], including the new token; at most the number of positions."""
+    """int32 [B], tokens of each sequence, including the new token; at most the number of positions."""
     channels: int
     index_channels: int
-    """0: the indexer is not rotated."""
+    """Rotated channels of an indexer head; 0 if the indexer has no RoPE."""
 
     @property
     def width(self) -> int:
@@ -72,7 +72,7 @@ class JoinedProduct(NamedTuple):
     """Holds all weights that a layer multiplies with its normalised input, and the norm."""
 
     weight: torch.Tensor
-    """[N, d], with rows in the order of EntrySizes's columns; N may be larger."""
+    """[N, d], with rows in the order of the columns in `EntrySizes`. N may exceed the number of these columns."""
     norm: Norm
     bias: torch.Tensor | None = None
     """[N]"""

@@ -1,8 +1,8 @@
 """Runs `enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
 
 On Hopper the launch starts before the previous kernel ends (row_product/op.py). Several launches may share the rows of
-the weight. The first launch then computes what selection needs. The other launches run beside kernels that leave memory
-bandwidth unused.
+the weight. The first launch then computes what selection needs. The other launches run at the same time as kernels that
+leave memory bandwidth unused.
 """
 
 import torch
@@ -41,7 +41,7 @@ def enter_row(
     Intermediate values are not rounded.
 
     Args:
-        part: what to compute; the rest of the result is not changed
+        part: the sections of the result to compute; the other sections are not changed
 
     Raises:
         ValueError: the kernel does not support a shape, size or dtype.

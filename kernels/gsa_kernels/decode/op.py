@@ -5,9 +5,10 @@ passes `out`, nothing is allocated. A CUDA graph can therefore capture a call an
 device tensor, grows. The grids cover the whole cache. `decode_top_k` and `decode_attention` define the results, which
 are deterministic.
 
-On Hopper each kernel starts before the previous kernel ends, and waits for its end (rules in row_product/op.py). The
-scores kernel does so only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait. With
-`cache.settled`, the scores kernel also reads the indexer's keys then, except each sequence's newest.
+On Hopper each kernel starts before the previous kernel ends, and later waits for that end (rules in row_product/op.py).
+The scores kernel starts early only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait.
+With `cache.settled`, the scores kernel also reads the indexer's keys before its wait, except each sequence's newest
+key.
 """
 
 from collections.abc import Mapping
@@ -57,8 +58,8 @@ def decode_select(
 ) -> None:
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
 
-    The selection is exact for the scores of this call, which differ from the reference only by rounding. They remain in
-    `cache.workspace.scores`.
+    The selection is exact for the scores of this call, which differ from the reference only by rounding. The scores
+    remain in `cache.workspace.scores`.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
@@ -102,8 +103,8 @@ def decode_select(
     _check_cache(queries, cache, {"variance_ema": variance_ema})
 
     chained = can_chain(queries)
-    # The floor of the scores is made for k_max. For a short sequence, all of whose keys are selected, it may be too
-    # high, which costs time alone.
+    # The floor of the scores is made for k_max. It may be too high for a short sequence that selects all keys. This
+    # only costs time.
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=min(rule.k_max, max_length))
     with launching_on(queries, "the query"):
         score_keys(indexer, cache, rule.k_max, workspace, chained, key_group_size)
@@ -144,7 +145,7 @@ def _attend(
     out: torch.Tensor | None,
     behind_selection: bool,
 ) -> torch.Tensor:
-    """Run `decode_attend`. behind_selection: the previous kernel is the selection's, not the caller's."""
+    """Run `decode_attend`. `behind_selection` says that the previous kernel is the selection's, not the caller's."""
     k, v, workspace = cache.k, cache.v, _workspace(cache)
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape
@@ -183,7 +184,6 @@ def _attend(
 
 
 def _check_floats(tensors: dict[str, torch.Tensor]) -> None:
-    """Check that all tensors have the dtype of the first."""
     first = next(iter(tensors))
     wanted = tensors[first].dtype
     check_kernel_dtype(first, tensors[first])
@@ -207,7 +207,6 @@ def _workspace(cache: LayerCache) -> DecodeWorkspace:
 
 
 def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, torch.Tensor]) -> None:
-    """Check the layout of `lengths` and of the selection, and that all tensors are on one device."""
     batch, lengths, indices = first.shape[0], cache.lengths, cache.selection.indices
     check_shape("lengths", lengths, "[B]", (batch,))
     if lengths.dtype != torch.int32 or not lengths.is_contiguous():

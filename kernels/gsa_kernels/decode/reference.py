@@ -23,7 +23,8 @@ class DecodeTopK:
     """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
-    """[B, L_max], the highest of each group of keys. Unspecified from the sequence's length on."""
+    """[B, L_max], indexer scores; with groups, each key has the highest score of its group. Unspecified from the
+    sequence's length on."""
 
     variance: torch.Tensor
     """[B]: population variance of the scores over the sequence's keys."""
@@ -97,7 +98,7 @@ def decode_attention(
         v: [B, L_max, Hkv, D], the cache
         lengths: int [B]
         selected: bool [B, L_max]
-        local_window: keys, the query's own included
+        local_window: number of keys, including the query's own
         output_gate_logits: [B, H, D], G1 before its sigmoid
 
     Returns:

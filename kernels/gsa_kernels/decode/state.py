@@ -10,7 +10,8 @@ from gsa_kernels.limits import next_power_of_2
 from gsa_kernels.types import BudgetRule
 
 CHUNK = 256
-"""Keys that one program scores. It is constant, so that a sequence's variance depends only on its scores."""
+"""Number of keys that one program scores. This number is constant, so that a sequence's variance depends only on its
+scores."""
 
 SPAN = 1024
 """Keys per program of the selection, or half as many if some multiprocessors would have no program."""
@@ -19,11 +20,12 @@ BINS, BINS_PER_OCTAVE = 4096, 128
 """Bins of the histogram of scores."""
 
 SAMPLE = 64
-"""Keys per tile of the scores kernel, and sampled keys that give the floor; a divisor of CHUNK."""
+"""Number of keys in a tile of the scores kernel, and of sampled keys that give the floor. It divides CHUNK."""
 
-_PROGRAMS_PER_SM = 4  # of the attention kernel; measured on an H200 at 16 sequences
+_PROGRAMS_PER_SM = 4  # programs of the attention kernel, measured on an H200 at 16 sequences
 PARTS = 32
-"""Most parts into which a head's keys are cut. Joining more parts takes longer than they save."""
+"""Largest number of parts into which a head's keys are cut. With more parts, joining them takes longer than the parts
+save."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class DecodeSelection:
     """int32 [B, k_cap]: positions, or numbers of groups of keys, ascending in the first `counts` places of a row."""
 
     counts: torch.Tensor
-    """int32 [B]: k_t, or k_t // p, but at most the groups before the query's own."""
+    """int32 [B]: number of indices, which is k_t for keys. For groups of p keys it is k_t // p, but at most the number
+    of groups before the query's own group."""
 
     variance: torch.Tensor
     """fp32 [B]: population variance of the row's scores."""
@@ -48,10 +51,10 @@ class DecodeWorkspace:
     """fp32 [B, columns], columns a multiple of SPAN: the scores that the last selection ranked."""
 
     chunk_moments: torch.Tensor
-    """fp32 [2, B, columns / CHUNK]: mean, and sum of squared deviations from it."""
+    """fp32 [2, B, columns / CHUNK]: mean of each chunk's scores, and sum of squared deviations from this mean."""
 
     histogram: torch.Tensor
-    """int32 [B, BINS], at `bin_slot`: scores in each bin above the floor; 0 between calls."""
+    """int32 [B, BINS]: number of scores in each bin above the floor, at the index `bin_slot`; 0 between calls."""
 
     borderline: torch.Tensor
     """int32 [2, B, columns]: ordered scores and positions of the keys in the bin of the k-th score."""
@@ -60,7 +63,7 @@ class DecodeWorkspace:
     """int32 [B]"""
 
     span_counts: torch.Tensor
-    """int32 [B, 2 columns / SPAN]: keys of a span in higher bins."""
+    """int32 [B, 2 columns / SPAN]: number of each span's keys in bins above the bin of the k-th score."""
 
     plan: torch.Tensor
     """int32 [B, 3]: the floor, the bin of the k-th score, and how many of that bin's keys are selected."""
@@ -69,25 +72,27 @@ class DecodeWorkspace:
     """fp32 [B, Hkv, splits, H / Hkv, D]: attention of one split, not yet divided by its sum."""
 
     partial_stats: torch.Tensor
-    """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
+    """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2) of a split, and its sum of exponentials relative to
+    this logit."""
 
     arrivals: torch.Tensor
-    """int32 [B, Hkv]: splits that have finished, 0 between calls. joined.py also counts in the first element."""
+    """int32 [B, Hkv]: number of splits that have finished, 0 between calls. joined.py also uses the first element as a
+    counter."""
 
     written: torch.Tensor
     """int32 [1]: with `LayerCache.counted`, the number of key-value heads in all sequences whose output is written. The
     caller sets it to 0 before the next call."""
 
     splits: int
-    """Parts into which attention cuts the keys of one key-value head."""
+    """Number of parts into which attention cuts the keys of one key-value head."""
 
 
 @dataclass(frozen=True)
 class LayerCache:
     """Holds what decoding keeps of one layer, except the indexer's keys (`Indexer.keys`, [B, L_max, DI]).
 
-    With `block_table` all three caches are paged: k and v are [pages, N, Hkv, D], and the indexer's keys are
-    [pages, N, DI].
+    With `block_table` all three caches have pages of N tokens: k and v are [pages, N, Hkv, D], and the indexer's keys
+    are [pages, N, DI].
     """
 
     k: torch.Tensor
@@ -101,10 +106,10 @@ class LayerCache:
     Values above L_max count as L_max. Cache entries after a sequence are not read."""
 
     selection: DecodeSelection
-    """For B sequences and at least `most_selected` keys; written by each step that selects."""
+    """Memory for B sequences and at least `most_selected` keys. Each step that selects writes it."""
 
     workspace: DecodeWorkspace | None
-    """Layers that run one after the other may share it. None: for the reference."""
+    """Scratch memory, which layers that run one after the other may share. The reference needs None."""
 
     starts: torch.Tensor | None = None
     """int32 [B]: padding in front of each sequence; None without padding. The token at position p is entry starts + p.
@@ -125,8 +130,9 @@ class LayerCache:
     count (`Awaited`, row_product/triton_product.py)."""
 
     beside: Callable[[], object] | None = None
-    """Launches a caller's kernel that does not need the selection. `decode_select` calls this between its kernels. The
-    caller's kernel runs beside the previous kernel, and waits for it before it ends (row_product/op.py)."""
+    """Launches a caller's kernel that does not need the selection. `decode_select` calls this function between its
+    kernels. The caller's kernel runs at the same time as the kernel before it, and waits for that kernel before it ends
+    itself (row_product/op.py)."""
 
     block_table: torch.Tensor | None = None
     """int32 [B, pages per sequence]; None without pages. Token t of sequence b is row t % N of page
@@ -145,7 +151,7 @@ class LayerCache:
 
 
 def most_selected(rule: BudgetRule, max_length: int) -> int:
-    """Return the number of keys that a selection needs room for."""
+    """Return the largest number of keys that one query can select."""
     return min(rule.most_keys, max_length)
 
 
@@ -173,7 +179,7 @@ def new_workspace(
     """Return scratch memory for up to `batch` sequences of up to `max_length` tokens: 12 bytes per token and sequence.
 
     Args:
-        splits: parts into which the keys of one key-value head are cut; enough to fill the device if None
+        splits: number of parts into which the keys of one key-value head are cut; None: enough parts to fill the device
     """
     for name, value in (("batch", batch), ("max_length", max_length)):
         check_at_least(name, value, 1)
@@ -224,8 +230,9 @@ def default_splits(programs: int, rows: int) -> int:
     """Return `splits` of a workspace, a power of two.
 
     Args:
-        programs: about how many should run; 0 gives two splits, which is little work for the interpreter
-        rows: key-value heads of all sequences
+        programs: number of programs that should run at once, approximately; 0 gives two splits, which suit the
+            interpreter
+        rows: number of key-value heads in all sequences
     """
     if programs == 0:
         return 2

@@ -33,8 +33,8 @@ FLOAT_TILE = Tile(32, 4, 1)
 WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
 """Tiles for heads of 256: eight warps hold 64 keys and values in registers. Longer parts use tiles in two stages."""
 STRIP = 16
-"""Neighbouring slots of one part. Parts take strips in turns, so that the slots of a part do not depend on the number
-of selected keys. Their indices therefore load at the same time as this number."""
+"""Number of slots in a strip, whose slots belong to one part. Parts take strips in turns, so the slots of a part do not
+depend on the number of selected keys. A program can therefore load its indices and this number at the same time."""
 
 
 def attend_to_indices(
@@ -48,8 +48,8 @@ def attend_to_indices(
 ) -> None:
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
-    `chain` tells whether to start before the previous kernel ends, and whether that kernel is the selection's. After
-    the selection, q and the gate are read before the wait, because older kernels wrote them.
+    `chain` tells whether to start before the previous kernel ends, and whether that kernel is the selection's. If that
+    kernel is the selection's, q and the gate are read before the wait, because earlier kernels wrote them.
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape
@@ -105,7 +105,6 @@ def attend_to_indices(
 
 
 def _tile(q: torch.Tensor, part: int) -> Tile:
-    """Return the tile for parts of up to `part` keys."""
     if q.dtype == torch.float32:
         return FLOAT_TILE
     if q.shape[2] > 128:
@@ -173,7 +172,7 @@ def _attend_kernel(
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
     if CHAINED and not AFTER_SELECTION:
         gdc_wait()
-    # Slots are the top-k, masked inside the window, then the window.
+    # The first slots are the top-k, without keys inside the window. Then come the keys of the window.
     lane = tl.arange(0, KEYS)
     slot = (lane // STRIP) * (STRIP * SPLITS) + split * STRIP + lane % STRIP
     dims = tl.arange(0, D)
@@ -311,7 +310,8 @@ def _store_gated(
     D: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """Store acc [ROWS, D] / total [ROWS], times the sigmoid of `gate` [ROWS, D], at out_ptr, the group's first head."""
+    """Store acc [ROWS, D] / total [ROWS], times the sigmoid of `gate` [ROWS, D]. `out_ptr` points to the first of these
+    heads."""
     rows = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, D)[None, :]
     # A sequence without keys gives 0 instead of NaN.

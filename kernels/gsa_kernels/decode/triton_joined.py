@@ -21,13 +21,13 @@ class PairTiling(NamedTuple):
     """Describes how a launch divides the weight."""
 
     pairs: int
-    """Pairs of rows that a program multiplies at a time, a power of two."""
+    """Number of pairs of rows that a program multiplies at a time, a power of two."""
     programs: int
     """Largest number of programs, which take tiles in turns and load the next tile while they multiply."""
 
 
 DEFAULT_TILING = PairTiling(2, 528)
-"""Measured on an H200 for the product alone."""
+"""Chosen by measurements of the product alone on an H200."""
 
 _WARPS, _MOST_REGISTERS = 4, 128
 """Warps per program and registers per thread, so that 528 programs run at once on an H100 or H200."""
@@ -40,18 +40,19 @@ class Part(NamedTuple):
     """Describes which rows of the joined product a launch computes."""
 
     sections: tuple[str, ...]
-    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some."""
+    """Some of HEADS (queries, keys, values, G2), GATE (G1) and INDEX (the indexer). A layer may lack some of these
+    sections."""
 
     into: Entered | None = None
-    """Tensors for the results that attention and selection need; None allocates all of them."""
+    """Tensors into which to write the results that attention and selection need; None allocates all of them."""
 
     beside: bool = False
-    """Run beside the previous kernel, which must let this launch start only after its own wait. The previous kernel
-    must not write x and must not read what this launch writes."""
+    """Whether to run at the same time as the previous kernel. That kernel must let this launch start only after its own
+    wait. It must not write x and must not read what this launch writes."""
 
     waits: bool = True
-    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel must then wait for
-    the previous kernel by a counter (rule 5 of row_product/op.py)."""
+    """If False, with `beside`, this launch never waits for the previous kernel. The next kernel must then wait for the
+    previous kernel by a counter (rule 5 of row_product/op.py)."""
 
     restarts: torch.Tensor | None = None
     """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
@@ -172,8 +173,8 @@ def _pairs_of(
     """Return for each pair of rows: first row, second row, end of the section, table indices of cosine and sine.
 
     The last result tells whether the pair rotates. All results are [TILE]. The first `channels` rows of a head rotate
-    in pairs (i, i + channels / 2). The other rows of the head are paired in the same way. A value and its gate are K
-    rows apart, with K values.
+    in pairs (i, i + channels / 2). The head's other rows form pairs in the same way. If there are K values, the row of
+    a value's gate is K rows after the row of the value.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

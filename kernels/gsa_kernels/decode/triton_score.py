@@ -1,9 +1,9 @@
 """Computes indexer scores of one query per sequence in one pass over the cached keys, with moments and a histogram.
 
-A histogram of all scores is slow, because similar scores share a bin, and a bin is incremented by one at a time. Each
-program therefore first scores the same few keys, spread evenly over the sequence. From them the program derives a floor
-that more than k keys should reach, and then counts only scores above the floor's bin. A floor above the k-th score
-makes the selection slower, but not wrong.
+A histogram of all scores is slow, because many similar scores share a bin, and increments of one bin are serialized.
+Each program therefore first scores the same few keys, spread evenly over the sequence. From these scores the program
+derives a floor that more than k keys should reach. It then counts only scores above the floor's bin. A floor above the
+k-th score makes the selection slower, but not wrong.
 """
 
 import torch
@@ -20,7 +20,7 @@ from gsa_kernels.types import Indexer
 
 _SAMPLES_ABOVE = tl.constexpr(
     6
-)  # more than expected: in random order, fewer than one floor in 10^4 is too high
+)  # keys above the floor beyond the expected number: in random order, fewer than one floor in 10^4 is too high
 _LEAST_HEADS = 8  # the smallest number of columns of a product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more values in registers
@@ -38,9 +38,9 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    The arguments are as in `decode_select`, which has checked them. `chained` lets the next kernel start early. With
-    `cache.in_chain` this kernel also starts before the previous one ends. With a settled cache, all keys but the newest
-    are loaded before the wait.
+    `decode_select` explains the arguments and has checked them. `chained` lets the next kernel start early. With
+    `cache.in_chain` this kernel also starts before the previous kernel ends. With `cache.settled`, all keys except the
+    newest are loaded before the wait.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
@@ -136,7 +136,6 @@ def _score_kernel(
     SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Score CHUNK keys of one sequence in each program."""
     if CHAINED:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
@@ -181,7 +180,7 @@ def _score_kernel(
     # first. The floor is then computed while the program's own keys load, which takes most of the time.
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
     end = length
-    if SETTLED:  # without the newest key, which is handled after the wait
+    if SETTLED:  # the newest key is handled after the wait
         end = length - 1
         sampled = tl.minimum(sampled, tl.maximum(end - 1, 0))
     has_newest = (end >= first) & (end < first + CHUNK)

@@ -7,8 +7,7 @@ of keys. The counts of earlier spans and the list give the place of its first in
 The order of the list depends on timing, but the result does not.
 
 Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
-`LayerCache.beside` launches starts at once. For the selection's own kernels an immediate start is slower
-(docs/kernels.md, Tuning).
+`LayerCache.beside` launches starts at once.
 """
 
 import torch
@@ -27,11 +26,11 @@ _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
 _BINS = tl.constexpr(BINS)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the number of multiprocessors of an H200. If fewer programs run, halving their spans of keys is faster."""
+"""Approximate number of multiprocessors of an H200. If fewer programs would run, each takes half as many keys, which is
+faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
-    """Return the number of keys per program."""
     return SPAN // 2 if batch * triton.cdiv(max_length, SPAN) <= _FEW_PROGRAMS else SPAN
 
 
@@ -47,7 +46,7 @@ def select_indices(
     call.
 
     Args:
-        rule: with limits of at most L_max
+        rule: its k_min and k_max are at most L_max
         chained: start before `score_keys` has ended, and wait for it on the device
         signed: whether scores can be negative
     """
@@ -143,7 +142,8 @@ def bin_above(key, floor, SIGNED: tl.constexpr):
 
 @triton.jit
 def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
-    """Return the place of a bin's count. Neighbouring bins are cache lines apart, so that counting can overlap."""
+    """Return the place of a bin's count. Neighbouring bins are in different cache lines, so that programs can increment
+    them at the same time."""
     return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
 
 
@@ -362,7 +362,7 @@ def _find_cut_in_list(
         # The distance is unsigned, because the distance of two int32 keys may exceed int32.
         distance = (high - low).to(tl.uint32)
         between = (count - count_high).to(tl.float32)
-        # The target is slightly beyond `wanted`, so that the far end moves.
+        # The target is slightly beyond `wanted`, so that the end whose count is further from `wanted` moves.
         beyond = 0.25 * tl.sqrt(between)
         target = tl.where(count - wanted > wanted - count_high, wanted + beyond, wanted - beyond)
         target = tl.minimum(tl.maximum(target, count_high + 0.25), count - 0.25)

@@ -27,13 +27,13 @@ from gsa_kernels.types import FusedLoss, Geometry, Selection
 
 
 class Settings(NamedTuple):
-    """Holds all arguments that are not tensors of the autograd function."""
+    """Holds those arguments of the autograd function that are not tensors."""
 
     loss_scale: torch.Tensor
     """fp32 of one element."""
     activation: Literal["sigmoid", "relu"]
     geometry: Geometry
-    """Without the document starts, which are passed as a tensor."""
+    """The geometry without its document starts, which are passed as a tensor."""
     loss_chunk_bytes: int
     on_rows: Callable[[torch.Tensor], None] | None
 

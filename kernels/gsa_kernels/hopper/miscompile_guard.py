@@ -29,12 +29,12 @@ TYPED_SUM = re.compile(
     re.escape(SUM) + r"[^\n]*<\{axis = (\d+) : i32.*?\}\) : \((tensor<[\dx]+\w+, (#[^\n]*?)>)(?:, tensor|\))",
     re.DOTALL,
 )
-"""Matches axis, type of the first operand, and its layout."""
+"""Matches a `tt.reduce`: its axis, and the type and layout of its first operand."""
 
 STORED_SUM = re.compile(
     r'tt\.elementwise_inline_asm "[^"]*shfl\.sync\.bfly[^"]*".*? : (tensor<8x2x4x(\d+)x\w+, (#[^\n]*?)>),'
 )
-"""Matches type of the first operand, its columns, and its layout."""
+"""Matches the inline assembly of `store_sums`: the type, columns and layout of its first operand."""
 
 Layout = dict[str, list[list[int]]]
 """Gives what each bit of a `register`, `lane` or `warp` number adds to the coordinates."""
@@ -44,7 +44,7 @@ STORED_LAYOUT: Layout = {
     "lane": [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]],
     "warp": [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
 }
-"""Layout of [8, 2, 4, 32] on Hopper, which `store_sums` requires. 16 columns have no last bit."""
+"""Layout of a tensor [8, 2, 4, 32] on Hopper, which `store_sums` requires. With 16 columns the last bit is missing."""
 
 
 def refuse_wrong_sums() -> None:

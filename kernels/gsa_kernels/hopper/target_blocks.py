@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(32)
-"""Queries, and keys, of a block."""
+"""Number of queries of a block, and of keys."""
 
 KEY = tl.constexpr(32)
-"""Distance in elements from one block of keys to the next, per key."""
+"""Elements of a block per key. A block that begins at key s of its row of blocks has the offset s * KEY."""
 
 
 def block_shape(rows: int, keys: int) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 One product of [HEADS * BM, DI] with the keys gives a tile of all heads, [HEADS, BM, BN] (triton_stacks.py). Each thread
 has all heads of its rows, so a score needs no exchange between threads. For each key tile the gradient kernel waits for
-three products. A loop over four heads would wait for sixteen.
+only three products.
 """
 
 # mypy: disable-error-code="assignment"
@@ -43,7 +43,7 @@ def load_stacked_biases(score_bias, HI: tl.constexpr, HEADS: tl.constexpr, BIASE
 
 @triton.jit
 def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute a_j of all heads, [HEADS, BM, BN]."""
+    """Compute the activations a_j of all indexer heads j, [HEADS, BM, BN]."""
     product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     return activate(unstack(product, biases.shape[0]), scale, biases, KIND)
 
@@ -62,8 +62,9 @@ def rounded_product(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def sum_of_heads(weights, a, KIND: tl.constexpr):
-    """Return sum_j weights_j * a_j, [BM, BN], from [HEADS, BM, 1] and [HEADS, BM, BN]. The first head's product is
-    rounded separately. Otherwise the compiler may fuse any product into an addition, which changes the last bit."""
+    """Return sum_j weights_j * a_j over the heads j, [BM, BN], for weights [HEADS, BM, 1] and a [HEADS, BM, BN]. The
+    first head's product is rounded separately. Otherwise the compiler may fuse any product into an addition, which
+    changes the last bit."""
     first = (tl.arange(0, weights.shape[0]) == 0)[:, None, None]
     return tl.sum(tl.where(first, rounded_product(weights, a, KIND), weights * a), 0)
 
@@ -97,8 +98,8 @@ def sum_in_lanes(x):
 def as_held(x):
     """Reorder [D, keys] of a product to [D * keys], so that a thread stores its eight bf16 values at once.
 
-    In each part of 16 dimensions and 16 keys, lane 4 i + l holds dimensions i and i + 8 of keys 2 l, 2 l + 1, 2 l + 8
-    and 2 l + 9.
+    In each part of 16 dimensions and 16 keys, lane 4 i + l (i = 0 .. 7, l = 0 .. 3) holds dimensions i and i + 8 of
+    keys 2 l, 2 l + 1, 2 l + 8 and 2 l + 9.
     """
     dims: tl.constexpr = x.shape[0]
     keys: tl.constexpr = x.shape[1]
@@ -108,7 +109,7 @@ def as_held(x):
 
 @triton.jit
 def held_by_key(x, KEYS: tl.constexpr):
-    """Invert `as_held` for 16 dimensions and transpose: [16 * KEYS] -> [KEYS, 16]."""
+    """Undo `as_held` for a tile of 16 dimensions, and transpose the tile: [16 * KEYS] -> [KEYS, 16]."""
     parts = tl.reshape(x, [KEYS // 16, 8, 4, 2, 2, 2])
     return tl.reshape(tl.permute(parts, [0, 3, 2, 5, 4, 1]), [KEYS, 16])
 
@@ -150,7 +151,7 @@ def expand_attended(
         column = tl.arange(0, BN)
         for i in tl.static_range(BN // 32):
             bits = (tile_words[i][:, None] >> (column & 6)[None, :]) >> (column & 25)[None, :]
-            if i == 0:  # noqa: SIM108 (there is no spread yet)
+            if i == 0:  # noqa: SIM108 (the loaded words have no column axis yet)
                 spread = bits
             else:
                 spread = tl.where((column // 32 == i)[None, :], bits, spread)

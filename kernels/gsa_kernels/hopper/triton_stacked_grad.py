@@ -83,7 +83,7 @@ def stacked_grad_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Grid and segments are as in the first pass.
+    """Compute the KL and all gradients of a chunk. `stacked_stats_kernel` describes grid and segments.
 
     Gradients have the same bits whether the KL is computed or not. To ensure this, the code leaves the compiler no
     choice between one fused instruction and two. With ReLU the KL is always computed and stored.

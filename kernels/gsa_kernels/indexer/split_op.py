@@ -25,7 +25,7 @@ def split_projection(
     All results are contiguous.
 
     Args:
-        together: contiguous; columns of the queries, the key, the weights, then any others, whose gradients are 0
+        together: contiguous; columns of the queries, the key and the weights. Any further columns get gradients of 0.
         cos, sin: fp32 [L, dim / 2], contiguous, without gradient: the rotary embedding of queries and keys, applied in
             fp32 to pairs from the two halves of a head; no rotation if None
     """
@@ -123,7 +123,6 @@ def _copy_kernel(
     BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program copies some tokens of one sequence."""
     sequence = tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     exists = rows < length

@@ -166,8 +166,9 @@ def write_scores(
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
-        key_stride: inputs.indexer.keys[:, s] is some key at s * key_stride <= position < (s + 1) * key_stride
-        wanted: int32 [B, row_stop - row_start]; tiles of rows in which all values are 0 are skipped
+        key_stride: above 1 for sampled keys. keys[:, s] of the indexer is then the key at some position p of the
+            sequence with s * key_stride <= p < (s + 1) * key_stride.
+        wanted: int32 [B, row_stop - row_start], 0 for rows that need no scores. A tile of rows with only 0 is skipped.
     """
     batch, num_rows, _, dim = inputs.indexer.queries.shape
     rows, columns = row_stop - row_start, out.shape[2]

@@ -45,7 +45,8 @@ class KeyLists:
     """Position of the first query. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
-    """`counts` or upper bounds on the host, which determine the sizes of buffers; None for a chunk of the tiles."""
+    """`counts`, or upper bounds on `counts`, on the host, which determine the sizes of buffers. None if the lists are
+    of only a chunk of the tiles."""
 
     @property
     def num_keys(self) -> int:

@@ -14,7 +14,7 @@ from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
 from gsa_kernels.selection.triton_search import count_bits, window_words
 
-_WORDS = 128  # of each row that a program transposes: 4096 keys
+_WORDS = 128  # words of each row that a program transposes: 4096 keys
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class CountedKeys:
     """int32 [B, rows, W], the selection; it must not change before `fill_lists` is enqueued."""
 
     first_diagonal: int
-    """Word i + first_diagonal contains, or follows, the last query's own key in tile i."""
+    """Word i + first_diagonal of a row contains the own key of the last query in tile i, or comes after that key."""
 
     counts: torch.Tensor
     """int32 [B, tiles, pieces]"""
@@ -92,7 +92,7 @@ def count_keys(
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy without waiting. Read the result after an event that is recorded after the copy."""
+    """Copy to the host without waiting. Read the copy after an event that is recorded after the copy."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -163,7 +163,7 @@ def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_word
 
 @triton.jit
 def _union(rows, always_ptr, slot, index, QUERIES: tl.constexpr):
-    """Return per word the bits that are set in any row, or always."""
+    """Return for each word the bits that are set in any row, or that `always` sets."""
     union = rows[0]
     for r in tl.static_range(1, QUERIES):
         union |= rows[r]

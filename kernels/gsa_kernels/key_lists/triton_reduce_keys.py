@@ -4,8 +4,8 @@ This module computes the gradients of gathered keys without atomics. First, a ke
 partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
 `add_partials_by_key` adds them in that order, so results repeat bit for bit.
 
-Tile i of sequence b has the number b * T + i, with T tiles per sequence. A range of tiles at a time limits the memory
-of the partial rows.
+Tile i of sequence b has the number b * T + i, with T tiles per sequence. Processing one range of tiles at a time limits
+the memory of the partial rows.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,15 @@ class KeyHits:
     """Lists the partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
 
     starts: torch.Tensor
-    """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
+    """int32 [B * Lk + 1]: the partial rows of key s of sequence b are the entries of `rows` from starts[b * Lk + s] up
+    to, without, starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [num_rows]: the partial rows of each key in the order of the tiles. The first starts[-1] are used."""
+    """int32 [num_rows]: numbers of the partial rows of each key, in the order of the tiles. Only the first starts[-1]
+    entries are used."""
 
     num_rows: int
-    """Partial rows of all tiles, including those without an entry."""
+    """Number of partial rows of all tiles, including partial rows without an entry."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class TileRows:
     starts: torch.Tensor
     """int64 [last - first]"""
     order: torch.Tensor
-    """int32 [last - first]: the tiles, counted from the first, longest list first."""
+    """int32 [last - first]: the tiles, numbered from `first`, with the longest list first."""
     num_rows: int
     """Partial rows of the range."""
 
@@ -231,7 +233,7 @@ def _add_kernel(
     partials, starts, rows, out, stride_ob, stride_ol, stride_on, length, num_rows,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program sums one key for one of the N."""
+    """One program sums the partial rows of one key, for one of the N members."""
     key = tl.program_id(0)
     number = tl.program_id(1).to(tl.int64)
     partials += number * num_rows * CHANNELS

@@ -100,7 +100,7 @@ def _value_and_gradients(
     The gradients belong to the tensors that `tensors_of` returns for the indexer.
 
     Args:
-        sample: the first tile of the sample, and the distance from one to the next
+        sample: the first sampled tile, and the distance from one sampled tile to the next
     """
     q_idx, k_idx, weight_logits = indexer.queries, indexer.keys, indexer.head_weight_logits
     score_bias, weight_bias, beta = indexer.score_bias, indexer.head_weight_bias, indexer.inverse_temperature

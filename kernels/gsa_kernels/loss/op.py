@@ -46,8 +46,8 @@ class Target:
     """Holds the target of the indexer loss, which is computed in chunks of rows."""
 
     of_rows: TargetRows
-    """The target at any positive scale, called once per chunk without gradients. Values off the attended set are
-    ignored."""
+    """Computes the target of a chunk of rows, at any positive scale. It is called once per chunk without gradients.
+    Values off the attended set are ignored."""
     row_sum: float | None = None
     """Sum of each row over the attended set, if known. For `head_sum_probs_rows` this is the number of heads. A
     relative error of 1e-5 changes the gradients by this amount and the loss by its square. Only the stacked kernels use
@@ -72,7 +72,7 @@ class Attended:
 class Wanted:
     gradients: bool
     value: bool = True
-    """False: the sum and the KL are None; the gradients have the same bits."""
+    """Whether to compute the sum and the KL. If False, both are None, and the gradients do not change by a bit."""
     gradient_scale: torch.Tensor | None = None
     """Factor of the gradients, fp32 with one element; 1 if None."""
 

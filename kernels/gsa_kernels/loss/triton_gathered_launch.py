@@ -16,7 +16,7 @@ from gsa_kernels.loss.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.loss.triton_launch import FP32_WARPS, scratch
 
 _WIDTH = 128 * 64
-"""Elements of the queries of a tile: four heads of 64."""
+"""Number of elements in a tile's queries: 32 rows of four heads of size 64."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class GatheredBlocks:
 
 @dataclass(frozen=True)
 class GatheredInputs:
-    """Holds what every chunk of tiles reads; all contiguous, shapes as in `gathered_indexer_loss`."""
+    """Holds the tensors that every chunk of tiles reads. All are contiguous, with the shapes of
+    `gathered_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -59,10 +60,10 @@ class GatheredOutputs:
     """Holds the results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     row_results: torch.Tensor
-    """[B, R, 1 + 2 HI] fp32: KL; per head d/d beta (to be summed), d/d w_j."""
+    """[B, R, 1 + 2 HI] fp32: the KL, then for each head j its part of the gradient of beta, and the gradient of w_j."""
 
     tile_results: torch.Tensor
-    """[B, T, HI] fp32: d/d b_j, summed over the rows of each tile."""
+    """[B, T, HI] fp32: gradient of the score bias b_j, summed over the rows of each of the T tiles."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None

@@ -39,7 +39,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds what every chunk of rows reads; all contiguous, shapes as in `masked_indexer_loss`."""
+    """Holds the tensors that every chunk of rows reads. All are contiguous, with the shapes of
+    `masked_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -63,20 +64,22 @@ class Outputs:
     """Holds the results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     kl_rows: torch.Tensor | None
-    """[B, R] fp32. None: the KL is not computed, and the gradients have the same bits."""
+    """KL of each row, [B, R] fp32. None if the KL is not computed, which does not change the gradients."""
 
     partial_sums: torch.Tensor
-    """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: KL; per head d/d beta, d/d w_j, d/d b_j. See `totals`."""
+    """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: the KL, then the gradients of beta, w_j and b_j for each head j.
+    `totals` adds them."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
     dw: torch.Tensor | None
 
     adds_keys: bool = True
-    """True: kernels add to dk, which the caller initialises to 0 in fp32. False: the only chunk writes all of dk."""
+    """If True, kernels add to dk, which the caller initialises to 0 in fp32. If False, there is one chunk, which writes
+    all of dk."""
 
     gradient_scale: torch.Tensor | None = None
-    """fp32 with one element: factor of dq, dk and dw, but not of `partial_sums`. 1 if None."""
+    """Factor of dq, dk and dw, but not of `partial_sums`: fp32 with one element; None means 1."""
 
 
 SUMMED_ROWS = 16
@@ -95,7 +98,7 @@ def new_outputs(
     """Allocate the results.
 
     Args:
-        with_value: see `kl_rows`
+        with_value: whether to compute the KL
         sampled: some rows may not be computed; their results are 0
         one_chunk: all rows are in one chunk
     """
@@ -269,7 +272,6 @@ def _allocate(
 def _arguments(
     inputs: Inputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks, memory: Scratch
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of both passes over the keys: tensors, sizes, constants."""
     _, num_rows, heads, dim = inputs.q_idx.shape
     # q_idx replaces a tensor that does not exist; the kernel does not touch it.
     absent = inputs.q_idx
@@ -363,7 +365,8 @@ def _reduction(
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows. A gradient includes `gradient_scale`. It is None if unwanted or without its bias."""
+    """Holds sums over all rows. Gradients are multiplied by `gradient_scale`. A gradient is None if it is not wanted,
+    or if the indexer lacks this bias."""
 
     kl: torch.Tensor | None
     """0-d fp32; None without `kl_rows`"""

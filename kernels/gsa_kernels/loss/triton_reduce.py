@@ -143,7 +143,8 @@ def _reduce_keys(
     STACKED: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Add the row tiles' parts of dk, for BK keys from group * BK on and BD dimensions from part * BD on."""
+    """Add up the parts of dk from all tiles of rows, for BK keys from group * BK on and BD dimensions from part * BD
+    on."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1).to(tl.int64)

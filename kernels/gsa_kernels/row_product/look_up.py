@@ -38,7 +38,6 @@ def look_up(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _look_up_kernel(
     tokens_ptr, weight_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """One program takes BLOCK columns of one token's row."""
     if CHAINED:
         gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)

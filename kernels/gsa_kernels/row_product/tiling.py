@@ -11,10 +11,10 @@ class Tiling:
     warps: int = 4
 
     chunk: int = 128
-    """Columns at a time, if x has several rows."""
+    """Number of columns (a chunk) that a program loads at a time, if x has several rows."""
 
     stages: int = 4
-    """Chunks in flight, if x has several rows."""
+    """Number of chunks in flight, if x has several rows."""
 
 
 def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:

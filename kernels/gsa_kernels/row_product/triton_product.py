@@ -17,7 +17,7 @@ from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_counter import await_count
 from gsa_kernels.selection.triton_search import INT_MAX
 
-_LEAST_COLUMNS = 16  # per piece: the threads of a tile load at least this number at once
+_LEAST_COLUMNS = 16  # in a piece of a row, so that the threads of a tile load at least this number at once
 
 
 class Awaited(NamedTuple):
@@ -31,7 +31,7 @@ class Awaited(NamedTuple):
 
 class Launch(NamedTuple):
     tiling: Tiling | None = None
-    """How the weight's rows are divided; None: chosen by B, K and N."""
+    """How the weight's rows are divided among programs. None: `default_tiling` chooses."""
     awaited: Awaited | None = None
     """The kernel that writes x, if it is not the previous kernel."""
     advances: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -166,7 +166,6 @@ def _one_row_kernel(
     COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program takes TILE rows of the weight."""
     if CHAINED:
         gdc_launch_dependents()
     rows = _wide_enough(tl.program_id(0) * TILE + tl.arange(0, TILE), ROWS, COLUMNS)

@@ -63,7 +63,7 @@ def select_by_candidates(
         outputs: the packed mask must contain zeros before the documents; the kernels write the rest up to the diagonal
 
     Returns:
-        failed: int32 [B, R], 1 for the rows that `select_failed` must select; their rows of the packed mask are 0
+        failed: int32 [B, R], 1 for the rows that `select_failed` must select. The packed mask of these rows is 0.
     """
     inputs = criteria.inputs
     sampled_inputs, sampled = sample

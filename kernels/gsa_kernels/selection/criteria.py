@@ -16,7 +16,7 @@ class Criteria:
     inputs: ScoreInputs
 
     rule: BudgetRule
-    """Its limits are at most Lk, because no row has more keys, and larger limits would only take registers."""
+    """Its k_min and k_max are at most Lk, because no row has more keys, and larger limits would only take registers."""
 
     variance_ema: torch.Tensor
     """fp32, 0-d"""
@@ -30,7 +30,7 @@ class LogSums(NamedTuple):
     inverse_temperature: torch.Tensor
     """beta > 0: fp32, one element."""
     out: torch.Tensor
-    """fp32 [B, R]; -inf for rows without keys."""
+    """The log-sums, fp32 [B, R]; -inf for rows without keys."""
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,4 @@ class Outputs:
     """First row of the packed mask, which may cover only a chunk of rows."""
 
     log_sums: LogSums | None = None
-    """Written on request, and only for rows that are selected in registers."""
+    """The log-sums, if requested. Only rows that are selected in registers get one."""

@@ -38,7 +38,7 @@ def select_key_lists(
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    The arguments are as in `select_keys`. Packed masks exist for only two chunks of rows at a time. The length of the
+    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. The length of the
     lists depends on the data. The host therefore waits for a chunk's counts while the device computes the next chunk.
     """
     with launching_on(indexer.queries, "the indexer"):
@@ -73,7 +73,7 @@ class _Chunk:
     failed: torch.Tensor | None
     """Result of `select_by_candidates` on the device."""
     failed_on_host: torch.Tensor | None
-    """The same tensor on the host, available after the counts."""
+    """The tensor `failed` on the host, available once the counts have reached the host."""
 
     def fill(self) -> FilledLists:
         """Wait for the counts and return the lists, after selecting the rare rows that failed by candidates."""

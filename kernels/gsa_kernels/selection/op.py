@@ -27,7 +27,7 @@ from gsa_kernels.selection.triton_select import select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
-_TILE_MULTIPLE = 64  # in rows, for the first row of another method, so that no tile of rows is split
+_TILE_MULTIPLE = 64  # rows: the method changes only at multiples, so that no tile of rows is split
 _ALL_OF_ONE_SEQUENCE = Geometry()
 
 
@@ -154,7 +154,7 @@ class Selector:
         """Select the rows of a chunk for which `select` returned 1 in `failed`.
 
         Args:
-            failed_on_host: the same as `failed`; saves launches for chunks without failed rows
+            failed_on_host: a copy of `failed` on the host, which saves launches for chunks without failed rows
         """
         columns = score_columns(self.inputs, rows)
         step = self.row_chunk_bytes // (4 * self.inputs.batch * columns)

@@ -22,11 +22,11 @@ from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
 
 _COLUMNS, _MAX_REGISTERS = 32, 128
-"""Keys of a tile, and registers of a thread. Four programs then share a multiprocessor. On an H200 this is the fastest
-combination of 32 or 64 keys with 128, 168 or 255 registers."""
+"""Keys of a tile, and registers of a thread. Four programs then share a multiprocessor."""
 
 _TIED_SPANS = 8
-"""Spans of keys per program for tiles with tied rows. They are rare, and fewer programs skip other tiles faster."""
+"""Spans of keys per program in the kernel for tiles with tied rows. Such tiles are rare, and fewer programs skip the
+other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Smallest finite fp32. Keys that are not causal score -inf, so they are not candidates even without a threshold."""

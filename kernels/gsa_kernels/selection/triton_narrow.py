@@ -19,7 +19,7 @@ from gsa_kernels.selection.triton_search import (
 _SMALLEST_SIZE = 128
 _SIZES = 3
 _KEYS_PER_WARP = 512
-_SPANS = 128  # read at a time: one per thread
+_SPANS = 128  # candidates read at a time, one by each thread
 _MAX_REGISTERS = 64  # per thread, so that several rows share a multiprocessor
 
 
@@ -34,7 +34,7 @@ def narrow_candidates(
     """Turn the bits of candidates into the selection of `rows`, the rows of the chunk.
 
     Args:
-        candidates, outputs: as `write_candidates` leaves them
+        candidates, outputs: results of `write_candidates`
         failed: int32 [B, R], set to 1 for a row with fewer than k_t candidates or more than the list holds. The row's
             packed mask becomes 0, and its budget and variance are not written.
     """

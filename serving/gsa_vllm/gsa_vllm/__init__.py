@@ -1,4 +1,4 @@
-"""A vLLM plug-in that serves Gated Sparse Attention models. vLLM calls `register` in each of its processes."""
+"""Serve Gated Sparse Attention models in vLLM as a plug-in. vLLM calls `register` in each of its processes."""
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""Attention over pages by kernels (kernels.py), or in plain torch, which computes one request after another.
+"""Compute attention over vLLM's pages by kernels (kernels.py), or in plain torch, one request after another.
 
 Letters in shapes are as in pages.py.
 """

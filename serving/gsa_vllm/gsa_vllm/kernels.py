@@ -1,7 +1,7 @@
-"""Attention over pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
+"""Compute attention over vLLM's pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
-The decoding requests are the first of a step, and share their launches. Each other request gathers its keys, and runs
-the kernels of training. B is the number of decoding requests. Other letters are as in pages.py.
+A step begins with its decoding requests, which share their kernel launches. For each other request, the module gathers
+the keys and runs the kernels of training. B is the number of decoding requests. Other letters are as in pages.py.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ def attend(
 
 
 def new_decoding(attention: GSAAttention, keys: PagedCache, metadata: PageMetadata) -> LayerCache:
-    """Return what the layers share to decode, with memory for a selection and for the kernels."""
+    """Return the `LayerCache` that the layers share in decoding, with memory for a selection and for the kernels."""
     k, v = keys.key_and_value()
     batch, kv_heads, size = len(metadata.lengths), *k.shape[2:]
     nothing = new_selection(batch, 1, device=k.device)

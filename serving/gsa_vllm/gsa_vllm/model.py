@@ -1,4 +1,5 @@
-"""GSA models for vLLM: the layers of gsa_hf over vLLM's paged caches. Shapes have T tokens of the step."""
+"""Define GSA models for vLLM, which run the layers of gsa_hf with vLLM's paged caches. Shapes have T tokens of the
+step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -96,8 +97,8 @@ class GSAForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load all parameters and saved buffers. vLLM would not load `variance_ema`, nor notice a missing weight of a
-        linear layer."""
+        """Load all parameters and saved buffers. vLLM's own loader would ignore `variance_ema`, and would not notice a
+        missing weight of a linear layer."""
         places = self.state_dict(keep_vars=True)
         if self.config.tie_word_embeddings:
             places.pop("lm_head.weight")

@@ -1,8 +1,8 @@
-"""The paged caches of a layer, and the places of a step's tokens in them.
+"""Define the paged caches of a layer, and the places of a step's tokens in these caches.
 
-A layer has keys and values in one cache, and indexer keys in another. vLLM puts all caches into one group with one
-block table. Therefore prefix caching, chunked prefill and preemption work for both. Shapes have T tokens of the step, t
-tokens of one request in it, n keys of this request, and N tokens per page.
+A layer has keys and values in one cache, and indexer keys in another cache. vLLM puts all caches into one group with
+one block table, so prefix caching, chunked prefill and preemption work for both caches. Shapes have T tokens of the
+step, t tokens of one request in it, n keys of this request, and N tokens per page.
 """
 
 import os
@@ -49,13 +49,13 @@ class PageMetadata(AttentionMetadata):
     requests: list[Request]
     """all but the first B"""
     slots: torch.Tensor
-    """int64 [T], page * N + row of the step's tokens"""
+    """int64 [T], the slot of each token of the step: page * N + row in the page"""
     lengths: torch.Tensor
-    """int32 [B], number of keys of each decoding request. B is 0 without kernels."""
+    """int32 [B], number of keys of each of the B decoding requests. B is 0 without kernels."""
     block_table: torch.Tensor
     """int32 [B, pages]"""
     decoding: Any = None
-    """what the layers share to decode, a `LayerCache` of gsa_kernels"""
+    """the `LayerCache` of gsa_kernels that the layers share in decoding"""
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -113,7 +113,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
     """Holds rows [heads, width] of tokens in pages. vLLM finds the cache by name, and allocates by specification.
 
     Args:
-        kind: `FullAttentionSpec` for rows of a key and a value of this size, `MLAAttentionSpec` for rows of a key alone
+        kind: `FullAttentionSpec` if a row is a key and a value, `MLAAttentionSpec` if a row is only a key
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.spec = kind(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
         self.name = name
         self.kv_cache = torch.empty(0)
-        """[pages, heads, N, width] after vLLM has bound it"""
+        """the cache, [pages, heads, N, width], which vLLM sets"""
         vllm_config.compilation_config.static_forward_context[name] = self
 
     def get_attn_backend(self) -> type[AttentionBackend]:

@@ -9,7 +9,7 @@ from gsa_hf import GSAConfig
 
 VERSIONS = ("0.31.", "0.32.")
 
-logger = init_logger("vllm.gsa_vllm")  # vLLM shows the loggers below its own
+logger = init_logger("vllm.gsa_vllm")  # vLLM shows only loggers whose names begin with its own
 
 
 def check_version(version: str) -> None:
@@ -21,7 +21,7 @@ def check_version(version: str) -> None:
 
 
 class CheckedConfig(VerifyAndUpdateConfig):
-    """vLLM calls this class when it makes the configuration of a GSA model."""
+    """Checks the configuration of a GSA model when vLLM makes it."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -1,4 +1,4 @@
-"""Settings of vLLM and Triton, before a test imports them."""
+"""Set environment variables of vLLM and Triton before a test imports these packages."""
 
 import os
 
@@ -10,7 +10,8 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-# Triton interprets functions that are defined while the variable is set: its own here, and the kernels in their test.
+# Triton interprets functions that are defined while the variable is set. Here these are Triton's own functions.
+# test_kernels.py sets the variable for the kernels.
 os.environ["TRITON_INTERPRET"] = "1"
 import triton  # noqa: F401
 

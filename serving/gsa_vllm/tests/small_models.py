@@ -1,4 +1,4 @@
-"""Small random models, and what transformers and vLLM compute with them."""
+"""Make small random models, and compute their tokens and log-probabilities by transformers and by vLLM."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

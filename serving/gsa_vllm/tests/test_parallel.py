@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, in processes of their own, compute what transformers computes."""
+"""Tests that two tensor-parallel ranks in separate processes give the tokens of transformers."""
 
 from pathlib import Path
 

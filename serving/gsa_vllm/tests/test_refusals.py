@@ -1,4 +1,4 @@
-"""What the plug-in cannot run is refused in a sentence, before an engine starts."""
+"""Tests that the plug-in refuses unsupported settings with an error message before an engine starts."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""launch/serve.py starts a server that eight clients may use at once, and that survives a client which hangs up."""
+"""Tests that launch/serve.py starts a server for eight simultaneous clients, which survives a client that hangs up."""
 
 import json
 import socket

@@ -26,7 +26,8 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_and_log_probabilities_equal_transformers(name: str, tmp_path: Path) -> None:
-    """vLLM agrees in a batch of mixed lengths with chunked prefill, and again with a warm prefix cache."""
+    """vLLM and transformers agree for prompts of mixed lengths with chunked prefill, and again with a warm prefix
+    cache."""
     folder = save_model(tmp_path, VARIANTS[name])
     tokens, log_probs = by_transformers(folder, MIXED_LENGTHS)
     with engine(folder) as llm:
@@ -50,7 +51,7 @@ def test_a_preempted_request_gets_the_same_tokens(paper: str) -> None:
 
 
 def test_tokens_differ_without_selection(paper: str) -> None:
-    """The control: the models above would not pass if all keys were attended to."""
+    """Without selection the tokens differ, so the test above would notice attention to all keys."""
     with engine(paper, hf_overrides={"dense_below": 10_000}) as llm:
         outputs = by_vllm(llm, MIXED_LENGTHS)
     wanted = by_transformers(paper, MIXED_LENGTHS)[0]

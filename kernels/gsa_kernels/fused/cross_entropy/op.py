@@ -27,8 +27,8 @@ def vocab_parallel_cross_entropy(
             contiguous
         targets: int64 [N] in 0 .. V - 1, the same on every rank
         group: ranks that hold the other parts; None: the vocabulary is whole
-        overwrite_logits: the backward pass overwrites the logits with their gradient. Nothing else, and no second
-            backward pass, may need the logits.
+        overwrite_logits: the backward pass overwrites the logits with their gradient. No other operation and no second
+            backward pass may then need the logits.
 
     Returns:
         fp32 [N]
@@ -102,7 +102,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _over_ranks(
     maximum: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduce the three tensors over the ranks. A target's logit is 0 on ranks that do not hold it."""
+    """Reduce the three results of `row_statistics` over the ranks. A target's logit is 0 on ranks that do not hold
+    it."""
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (maximum - highest).exp(), target_logit])

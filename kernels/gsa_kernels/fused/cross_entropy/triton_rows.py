@@ -81,7 +81,6 @@ def write_gradient(
 def _vocabulary_statistics_kernel(
     logits, targets, maximum, total, target_logit, stride, first_column, columns, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program takes one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest = -float("inf")
@@ -105,7 +104,6 @@ def _vocabulary_gradient_kernel(
     logits, targets, maximum, total, grad, grad_of_log_sums, out, stride, stride_out, first_column, columns,
     LOG_SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program takes a block of one row."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns

@@ -13,7 +13,8 @@ BLOCK, WARPS = 4096, 8
 
 
 def fused_sigmoid_gate(x: torch.Tensor, gate_logits: torch.Tensor) -> torch.Tensor:
-    """Return x * sigmoid(gate_logits), computed in fp32 and differentiable in both. `sigmoid_gate` defines the result.
+    """Return x * sigmoid(gate_logits), computed in fp32 and differentiable in x and gate_logits. `sigmoid_gate` defines
+    the result.
 
     Args:
         x: any shape; bf16 or fp32. Copied if not contiguous.

@@ -18,7 +18,8 @@ def grouped(logits: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:
 
 
 def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
-    """Allocate the gradient of `logits` [B, L, Hkv, G, D], with room for G2 if `logits` is a view of a projection."""
+    """Allocate the gradient of G1's `logits` [B, L, Hkv, G, D], with G query heads per key-value head. If `logits` is a
+    view of the gates' projection, allocate the rows of G2, too."""
     batch, length, kv_heads, group, size = logits.shape
     width = kv_heads * (1 + group) * size
     if logits.stride() != (width, batch * width, (1 + group) * size, size, 1):

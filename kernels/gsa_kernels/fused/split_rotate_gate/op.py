@@ -30,8 +30,10 @@ def fused_split_rotate_gate(
     and sin get no gradients.
 
     Args:
-        qkv: [L, B, Hkv (G + 2) D], contiguous, D one of limits.HEAD_SIZES; bf16 or fp32
-        gate_logits: [L, B, Hkv rows], contiguous, dtype of qkv; None without gates
+        qkv: [L, B, Hkv (G + 2) D] for G query heads per key-value head, contiguous, D one of limits.HEAD_SIZES; bf16 or
+            fp32
+        gate_logits: [L, B, Hkv rows], with the rows that `split_rotate_gate` names, contiguous, dtype of qkv; None
+            without gates
         cos, sin: fp32 [L, D / 2], for the tokens' positions, contiguous
     """
     check_shape("qkv", qkv, "[L, B, Hkv (G + 2) D]", (None, None, None))

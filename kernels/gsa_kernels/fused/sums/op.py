@@ -1,5 +1,4 @@
-"""Adds sums over tensors to existing values in one or two launches, deterministically. torch would need up to three
-launches: a cast to fp64, the sum, and the addition."""
+"""Adds sums over tensors to existing values in one or two launches, deterministically."""
 
 import torch
 import triton
@@ -15,7 +14,8 @@ ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
 """Tile of `add_column_sums`: each thread makes eight loads of 16 bytes in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
-"""Programs that an H200 runs at once, and the most programs per column, whose partial sums fit a thread's registers."""
+"""Number of programs that an H200 runs at once, and largest number of programs per column. One thread's registers hold
+the partial sums of a column."""
 
 
 def add_total(values: torch.Tensor, total: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ ROWS, COLUMNS, WARPS = 8, 256, 4
 def fused_weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return silu(first half) * second half of each row, times its weight. `weighted_swiglu` defines the result.
 
-    The function is differentiable in both and repeats bit for bit.
+    The function is differentiable in x and weights, and repeats bit for bit.
 
     Args:
         x: [N, 2F]; bf16 or fp32. Copied if not contiguous.
