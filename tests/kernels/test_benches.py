@@ -1,16 +1,12 @@
-"""Runs benches at sizes for the interpreter and CPUs: measurements, checks and output. Times are invented."""
+"""Tests what benches read and plant: exports of indexers, and selections of whole models."""
 
-import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cases
-import harness
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
 from gsa_kernels.key_lists.format import mask_from_key_lists
 
@@ -19,7 +15,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the benches small enough for the interpreter. Their checks run, and every time is a second."""
+    """Make the cases small enough for the interpreter."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = cases.Shape("1.7B", 2, 1, 32)
     sizes = {"USUAL": ["1.7B"], "INDEXER_HEADS": 2, "INDEXER_SIZE": 16, "K_BASE": 24, "K_MIN": 8, "K_MAX": 32}
@@ -27,43 +23,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes | {"DEVICE": device, "DTYPE": torch.float32, "SHAPES": {"1.7B": shape}}
     ).items():
         monkeypatch.setattr(cases, name, value)
-    for name in ("cudnn", "flash"):
-        dense = getattr(cases, name)
-        monkeypatch.setattr(cases, name, lambda x, f=dense: replace(f(x), backend=SDPBackend.MATH))
-    monkeypatch.setattr(harness, "require_cuda", lambda: None)
-    monkeypatch.setattr(harness, "capture", lambda run: run)
-    monkeypatch.setattr(harness, "peak_bytes", lambda run: (2**30, run()))
-    second = harness.Timing(1000.0, 1000.0, 1000.0, 1)
-    monkeypatch.setattr(harness, "measure", lambda runs, **_: dict.fromkeys(runs, second))
-
-
-@pytest.mark.usefixtures("tiny")
-def test_bench_kl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_kl
-
-    monkeypatch.setattr(bench_kl, "CHECKED_LENGTH", 40)
-    assert call(monkeypatch, bench_kl, "--out", tmp_path, "--lengths", "40") == 0
-    report = json.loads((tmp_path / "bench_kl.json").read_text())
-    checks = [row for row in report["rows"] if "value_error" in row]
-    assert [row["attended"] for row in checks] == ["all", "sparse"]
-    assert len(report["rows"]) == 4
-
-
-@pytest.mark.usefixtures("tiny")
-def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_long
-
-    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
-    options = ["--out", str(tmp_path), "--lengths", "40", "--ratios", "2"]
-    monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
-    assert bench_long.main() == 0
-    rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
-    check, _, _, token, token_selected, _, groups = rows
-    assert check["relative_error"] < 1e-4
-    assert token["both_kl_ms"] == 3000
-    assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
-    assert (groups["attention"], groups["key_group_size"]) == ("GSA groups of 16 selected", 16)
-    assert groups["forward_reuse_ms"] == 250
 
 
 @pytest.fixture
@@ -106,20 +65,6 @@ def test_an_export_is_read(exports: dict[str, Path]) -> None:
         trained_indexers.read_all([exports["own"], exports["window"]])
     with pytest.raises(ValueError, match=r"shared\.pt: selection_block is 32; use release studies-0\.1"):
         trained_indexers.read_all([exports["shared"]])
-
-
-def test_bench_long_reads_the_export(
-    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import bench_long
-
-    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
-    out = ("--out", tmp_path, "--selection", exports["own"])
-    with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, bench_long, *out, exports["own"])
-    assert call(monkeypatch, bench_long, *out) == 0
-    row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
-    assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
 
 
 def test_a_planted_selection_is_what_the_layers_use() -> None:
