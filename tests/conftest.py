@@ -15,14 +15,8 @@ from torch.utils import collect_env
 # Launchers, Slurm and W&B set these variables, on which no test may depend. Without a W&B key, here or in netrc, no
 # test sends a run to the user's account.
 OF_A_RANK = {
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
 for name in [*os.environ]:
     if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
         del os.environ[name]

@@ -64,11 +64,8 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
     beside = [each for each in others if each in tile]
     elsewhere = [each for each in others if each not in tile]
     rows = {
-        "lse": before["lse"].transpose(1, 2),
-        "out": before["out"],
-        "q": before["q"],
-        "rows": before["rows"],
-    }
+        "lse": before["lse"].transpose(1, 2), "out": before["out"], "q": before["q"], "rows": before["rows"],
+    }  # fmt: skip
     rows_after = rows | {name: after[name] for name in ("out", "q", "rows")}
     rows_after["lse"] = after["lse"].transpose(1, 2)
     for name, values in rows.items():

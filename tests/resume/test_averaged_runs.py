@@ -84,13 +84,7 @@ def test_a_merge_is_the_mean_and_evaluates_exports_and_starts_a_run(tmp_path: Pa
     assert next_run.series("step")[-1] == 10
 
     refused = (
-        tmp_path,
-        "launch/average_weights.py",
-        "--run",
-        run.folder,
-        "--out",
-        tmp_path / "no",
-        "--steps",
-    )
+        tmp_path, "launch/average_weights.py", "--run", run.folder, "--out", tmp_path / "no", "--steps",
+    )  # fmt: skip
     assert "--steps 6: give two or more steps, or --moving" in launch(*refused, 6, expected=2)
     assert "steps that have one: 2, 4, 6, 8, 10" in launch(*refused, 5, 6, expected=2)

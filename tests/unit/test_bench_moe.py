@@ -10,13 +10,9 @@ from whole_steps.megatron_experts import take_megatron_experts, unsupported_by_m
 from whole_steps.megatron_peer import unsupported_by_megatron
 
 SIZES: dict[str, Any] = {
-    "experts": 8,
-    "top_k": 3,
-    "expert_ffn_hidden_size": 16,
-    "shared_expert_ffn_hidden_size": 8,
-    "balance_coeff": 0.3,
-    "z_loss_coeff": 0.1,
-}
+    "experts": 8, "top_k": 3, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_size": 8,
+    "balance_coeff": 0.3, "z_loss_coeff": 0.1,
+}  # fmt: skip
 """Coefficients so large that a wrong loss changes the gradients."""
 
 

@@ -47,11 +47,8 @@ def test_a_run_without_faults_pays_for_its_start_and_its_saves() -> None:
 def test_a_fault_costs_what_no_durable_checkpoint_has(seconds, kept, worked, stalls):
     found = simulate(PARTS, 20, [Life(seconds), FOR_EVER], wall_seconds=seconds + 7 + 10)
     expected = {
-        "productive": kept,
-        "repeated": worked - kept,
-        "stalls": stalls,
-        "start_up": min(seconds, 10) + 10,
-    }
+        "productive": kept, "repeated": worked - kept, "stalls": stalls, "start_up": min(seconds, 10) + 10,
+    }  # fmt: skip
     expected |= {"detection": 3, "down": 4, "faults": 1}
     assert parts_of(found) == {name: value for name, value in expected.items() if value}
 

@@ -25,15 +25,9 @@ from gsa_hf.modeling_gsa import CACHE_ARGUMENT
 from helpers.hf import distinct_tokens
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
 HOSTS = {
     "llama": LlamaConfig(attention_bias=True, head_dim=16, **SIZES),
     "mistral": MistralConfig(sliding_window=None, **SIZES),
@@ -41,14 +35,9 @@ HOSTS = {
     "qwen3": Qwen3Config(head_dim=8, **SIZES),
 }
 INDEX: dict[str, Any] = {
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 8,
-    "k_min": 3,
-    "k_max": 16,
-    "indexer_rope": True,
+    "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8, "k_min": 3, "k_max": 16, "indexer_rope": True,
     "local_window": 4,
-}
+}  # fmt: skip
 
 
 GROUPS = {**INDEX, "key_group_size": 3}

@@ -177,15 +177,10 @@ def test_the_cases_select_and_adapt() -> None:
 # --- between the oracle's weights and the layer's ---------------------------------------------------------
 
 INDEXER = {
-    "w_iq": "query_weight",
-    "w_ik": "key_weight",
-    "w_iw": "head_weight",
-    "b_j": "score_bias",
-    "c_j": "weight_bias",
-    "n_iq": "query_norm_weight",
-    "n_ik": "key_norm_weight",
+    "w_iq": "query_weight", "w_ik": "key_weight", "w_iw": "head_weight", "b_j": "score_bias",
+    "c_j": "weight_bias", "n_iq": "query_norm_weight", "n_ik": "key_norm_weight",
     "log_beta": "log_inverse_temperature",
-}
+}  # fmt: skip
 
 
 def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerOptions:
