@@ -161,18 +161,6 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
             lambda: attend(select(Case("gathered", 16), problem(Case("gathered", 16)), "reference")),
         ),
         "two formats": ("both None", lambda: dataclasses.replace(packed, packed_mask=None)),
-        "the fused loss of lists": (
-            "selection has key lists",
-            lambda: api.sparse_attention_with_loss(
-                q,
-                k,
-                v,
-                chosen(kernel="gathered"),
-                given.geometry,
-                FusedLoss(indexer, 1.0),
-                implementation="triton",
-            ),
-        ),
         "documents as int64": (
             "document_starts has dtype torch.int64",
             lambda: Geometry(torch.zeros(2, 40).long()),
