@@ -66,18 +66,8 @@ def test_a_merge_is_the_mean_and_evaluates_exports_and_starts_a_run(tmp_path: Pa
         assert torch.equal(tensor, (sum(parts) / 3).float().to(tensor.dtype)), name
     launch(tmp_path, "launch/export_hf.py", "--checkpoint", out, "--out", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
-    launch(
-        tmp_path,
-        "launch/evaluate.py",
-        "--checkpoint",
-        out,
-        "--out",
-        tmp_path,
-        "--name",
-        "x",
-        "--max-tokens",
-        99,
-    )
+    few = ("--out", tmp_path, "--name", "x", "--max-tokens", 99)
+    launch(tmp_path, "launch/evaluate.py", "--checkpoint", out, *few)
     model = json.loads((tmp_path / "x" / "results.json").read_text())["model"]
     assert (model["checkpoint"], model["step"], model["dtype"]) == (str(out), 10, "bfloat16")
     next_run = train(tmp_path, *OPTIONS, f"checkpoint.initial_weights={out}", name="from the merge")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import oracle
@@ -187,31 +187,15 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
     m, g = config.model, config.gsa
     # The layer keeps its average, and beta = exp(log beta), in fp32.
     beta = log_beta.float().exp().double() if g.indexer_temperature == "learned" else g.indexer_temperature
-    return LayerOptions(
-        num_heads=m.num_heads,
-        num_kv_heads=m.num_kv_heads,
-        head_dim=m.head_dim,
-        indexer_heads=g.indexer_heads,
-        indexer_dim=g.indexer_dim,
-        k_base=g.k_base,
-        k_min=g.k_min,
-        k_max=g.k_max,
-        dense_below=g.dense_below,
-        attention=case.phase.attention,
-        value_gate=g.value_gate,
-        output_gate=g.output_gate,
-        indexer_activation=g.indexer_activation,
-        indexer_norm=g.indexer_norm,
-        norm_epsilon=m.norm_epsilon,
-        adaptive_k=g.adaptive_k,
-        variance_ema=torch.tensor(case.ema).item(),
-        rope_base=m.rope_base,
-        yarn=Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
-        indexer_rope=g.indexer_rope,
-        local_window=g.local_window,
-        key_group_size=g.key_group_size,
-        inverse_temperature=beta,
-    )
+    named = {**vars(m), **vars(g)}
+    others: dict[str, Any] = {
+        "attention": case.phase.attention,
+        "variance_ema": torch.tensor(case.ema).item(),
+        "yarn": Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
+        "inverse_temperature": beta,
+    }
+    same = {each.name for each in fields(LayerOptions)} - others.keys()
+    return LayerOptions(**{name: named[name] for name in same}, **others)
 
 
 def fused_base(w: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
