@@ -60,7 +60,8 @@ SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 TESTS = Path(__file__).parent
 
 LONGEST = """
-distributed/test_many_layouts.py resume/test_faults.py resume/test_runs_with_spikes.py resume/test_wrong_bits.py
+distributed/test_many_layouts.py resume/test_cool_down.py resume/test_averaged_runs.py
+resume/test_faults.py resume/test_runs_with_spikes.py resume/test_wrong_bits.py
 e2e/test_demo.py resume/test_kills.py resume/test_not_finite.py distributed/test_fused_tensor_parallel.py
 distributed/test_expert_layouts.py e2e/test_wrong_configs.py resume/test_other_layouts.py unit/test_memory_trace.py
 distributed/test_three_way_layouts.py unit/data/test_data_stream.py unit/model/test_fused_steps.py
