@@ -68,13 +68,9 @@ MODEL = (
     "logging.straggler_ratio=1000",  # with four ranks on two cores, the slowest rank is meaningless
 )
 COUNTS = {
-    "rank killed": 10,
-    "torchrun killed": 4,
-    "SIGTERM": 4,
-    "checkpoint damaged": 5,
-    "disk full": 3,
+    "rank killed": 10, "torchrun killed": 4, "SIGTERM": 4, "checkpoint damaged": 5, "disk full": 3,
     "rank frozen": 2,
-}
+}  # fmt: skip
 DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """Free space on the full disk: enough for lines of metrics, but not for a checkpoint."""

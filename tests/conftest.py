@@ -15,14 +15,8 @@ from torch.utils import collect_env
 # Launchers, Slurm and W&B set these variables, on which no test may depend. Without a W&B key, here or in netrc, no
 # test sends a run to the user's account.
 OF_A_RANK = {
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
 for name in [*os.environ]:
     if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
         del os.environ[name]
@@ -66,7 +60,8 @@ SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 TESTS = Path(__file__).parent
 
 LONGEST = """
-distributed/test_many_layouts.py resume/test_faults.py resume/test_runs_with_spikes.py resume/test_wrong_bits.py
+distributed/test_many_layouts.py resume/test_cool_down.py resume/test_averaged_runs.py
+resume/test_faults.py resume/test_runs_with_spikes.py resume/test_wrong_bits.py
 e2e/test_demo.py resume/test_kills.py resume/test_not_finite.py distributed/test_fused_tensor_parallel.py
 distributed/test_expert_layouts.py e2e/test_wrong_configs.py resume/test_other_layouts.py unit/test_memory_trace.py
 distributed/test_three_way_layouts.py unit/data/test_data_stream.py unit/model/test_fused_steps.py

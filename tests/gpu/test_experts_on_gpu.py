@@ -10,11 +10,8 @@ from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from helpers.single_rank import tiny_config, tiny_model
 
 SIZES: dict[str, Any] = {
-    "experts": 16,
-    "top_k": 4,
-    "expert_ffn_hidden_size": 128,
-    "shared_expert_ffn_hidden_size": 128,
-}
+    "experts": 16, "top_k": 4, "expert_ffn_hidden_size": 128, "shared_expert_ffn_hidden_size": 128,
+}  # fmt: skip
 LENGTH, BATCH, WIDTH = 256, 2, 256
 
 

@@ -129,11 +129,8 @@ def test_generate(name: str) -> None:
     mask = torch.ones_like(tokens)
     mask[1, :21] = 0
     options: dict[str, Any] = {
-        "attention_mask": mask,
-        "do_sample": False,
-        "no_repeat_ngram_size": 1,
-        "max_new_tokens": 60,
-    }
+        "attention_mask": mask, "do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 60,
+    }  # fmt: skip
     expected = model.generate(tokens, **options)
     model.set_attn_implementation("gsa")
     assert torch.equal(model.generate(tokens, **options), expected)

@@ -207,11 +207,8 @@ def test_an_update_left_out_leaves_no_trace(trainer: Callable[..., Trainer], sha
 def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: str) -> None:
     """The expected value is Adam's first step in closed form, for gradients clipped to a hundredth."""
     fields = (
-        "train.grad_clip=0.01",
-        "train.adam_epsilon=1e-5",
-        "train.weight_decay=0",
-        "train.precision=fp32",
-    )
+        "train.grad_clip=0.01", "train.adam_epsilon=1e-5", "train.weight_decay=0", "train.precision=fp32",
+    )  # fmt: skip
     one = trainer(config_of("standard_1.7b", *fields, f"parallel.distributed_optimizer={sharded}"))
     before = {name: p.detach().clone() for name, p in one.model.gpt.named_parameters()}
     norm = one.step(0).grad_norm.item()

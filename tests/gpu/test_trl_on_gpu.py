@@ -20,11 +20,8 @@ from helpers.hf_trl import save, trained
 def test_losses_equal_eager(tmp_path: Path, method: str, packed: bool, lora: bool) -> None:
     """Answers have about 120 tokens, and a query selects 32 keys."""
     sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "head_dim": 64,
-        "index_head_dim": 32,
-    }
+        "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "index_head_dim": 32,
+    }  # fmt: skip
     model = tiny_model(**sizes, index_topk=32, adaptive_k="off", indexer_activation="relu", indexer_rope=True)
     save(model, tmp_path)
     losses = {}

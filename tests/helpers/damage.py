@@ -31,13 +31,9 @@ def put(other: Path) -> Damage:
 
 
 DAMAGES: dict[str, Damage] = {
-    "bit in head": flip(0.0),
-    "bit in middle": flip(0.5),
-    "bit in tail": flip(1.0),
-    "cut": cut,
-    "emptied": empty,
-    "deleted": Path.unlink,
-}
+    "bit in head": flip(0.0), "bit in middle": flip(0.5), "bit in tail": flip(1.0), "cut": cut,
+    "emptied": empty, "deleted": Path.unlink,
+}  # fmt: skip
 
 
 def damages_of(path: Path, others: dict[str, Path]) -> dict[str, Damage]:

@@ -13,8 +13,7 @@ batch is trained:
     removed_folder: [step, folder]          before that step rank 0 removes this folder
     full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
     failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
-    raising_saves: [rank, [number, ...]]    this rank's thread raises instead of writing its share, from 0
-    lost_saves: [rank, [number, ...]]       as raising_saves, but the rank cannot tell the others
+    lost_saves: [rank, [number, ...]]       this rank cannot tell the others how these saves ended
     slow: [first, last, rank]               in these steps this rank sleeps for four times its longest step
     held: [[step, rank], ...]               before that step this rank blocks forever, once in a run's life
     frozen: [step, rank]                    before that step this rank sends itself SIGSTOP, once in a run's life
@@ -204,9 +203,7 @@ class Faults:
         """Run in the thread that writes."""
 
         def write(writer: Any, buckets: Any, others: Any, rank: int) -> Any:
-            fails, raises = self._of_save("failing_saves"), self._of_save("raising_saves")
-            if raises:  # as if the system could start no more threads
-                raise RuntimeError("can't start new thread")
+            fails = self._of_save("failing_saves")
             if fails:  # this rank writes nothing else meanwhile
                 _let_files_grow_to(SMALL_FILE_BYTES)
             written = write_share(writer, buckets, others, rank)

@@ -74,13 +74,10 @@ class ForkedRanks:
         # This process hosts the store, as torchrun's agent does. No rank has to find a free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for_all = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-        }
+        }  # fmt: skip
         self._processes = []
         for rank in range(ranks):
             of_rank = {**environment, **mark}

@@ -16,17 +16,10 @@ def main(folder: str) -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     rows = [{"input_ids": row, "labels": row} for row in distinct_tokens(16, 16)]
     options = {
-        "output_dir": folder,
-        "max_steps": 10,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+        "output_dir": folder, "max_steps": 10, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+        "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
     smoothed = Trainer(model, TrainingArguments(label_smoothing_factor=1e-9, **options), train_dataset=rows)
     tokens = distinct_tokens(2, 16)
     loss = smoothed.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})

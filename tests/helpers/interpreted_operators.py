@@ -17,24 +17,12 @@ COMPARISONS = frozenset({np.less, np.less_equal, np.greater, np.greater_equal, n
 BITWISE = frozenset({np.bitwise_and, np.bitwise_or, np.bitwise_xor})
 SHIFTS = frozenset({np.left_shift, np.right_shift})
 AT_ONCE = {
-    "__add__": np.add,
-    "__radd__": np.add,
-    "__sub__": np.subtract,
-    "__rsub__": np.subtract,
-    "__mul__": np.multiply,
-    "__rmul__": np.multiply,
-    "__and__": np.bitwise_and,
-    "__or__": np.bitwise_or,
-    "__xor__": np.bitwise_xor,
-    "__lshift__": np.left_shift,
-    "__rshift__": np.right_shift,
-    "__lt__": np.less,
-    "__le__": np.less_equal,
-    "__gt__": np.greater,
-    "__ge__": np.greater_equal,
-    "__eq__": np.equal,
+    "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__rsub__": np.subtract,
+    "__mul__": np.multiply, "__rmul__": np.multiply, "__and__": np.bitwise_and, "__or__": np.bitwise_or,
+    "__xor__": np.bitwise_xor, "__lshift__": np.left_shift, "__rshift__": np.right_shift, "__lt__": np.less,
+    "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal, "__eq__": np.equal,
     "__ne__": np.not_equal,
-}
+}  # fmt: skip
 """Maps operators of tensors to the operation on their elements."""
 OFFSETS = ("int32", "int64")
 """Types that are added to pointers. With one of each, numpy's result has 64 bits, as in Triton."""

@@ -27,13 +27,9 @@ def request(
 ) -> dict[str, Any]:
     content = {"context": context, "continuation": continuation}
     return {
-        "request_type": "loglikelihood",
-        "doc_id": doc_id,
-        "idx": idx,
-        "label": label,
-        "request": content,
+        "request_type": "loglikelihood", "doc_id": doc_id, "idx": idx, "label": label, "request": content,
         **more,
-    }
+    }  # fmt: skip
 
 
 def choice_requests() -> list[dict[str, Any]]:

@@ -35,13 +35,8 @@ class Problem:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         names = (
-            "queries",
-            "keys",
-            "head_weight_logits",
-            "score_bias",
-            "head_weight_bias",
-            "inverse_temperature",
-        )
+            "queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias", "inverse_temperature",
+        )  # fmt: skip
         found = {name: getattr(self.indexer, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 

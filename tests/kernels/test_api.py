@@ -28,7 +28,7 @@ from api_cases import (
 )
 
 import gsa_kernels
-from gsa_kernels import api, indexer_loss, limits, operations_triton, sampling, sparse_attention, types
+from gsa_kernels import api, indexer_loss, limits, operations_triton, sparse_attention, types
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 
@@ -64,11 +64,8 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
     beside = [each for each in others if each in tile]
     elsewhere = [each for each in others if each not in tile]
     rows = {
-        "lse": before["lse"].transpose(1, 2),
-        "out": before["out"],
-        "q": before["q"],
-        "rows": before["rows"],
-    }
+        "lse": before["lse"].transpose(1, 2), "out": before["out"], "q": before["q"], "rows": before["rows"],
+    }  # fmt: skip
     rows_after = rows | {name: after[name] for name in ("out", "q", "rows")}
     rows_after["lse"] = after["lse"].transpose(1, 2)
     for name, values in rows.items():
@@ -77,20 +74,6 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
         torch.testing.assert_close(values[:, beside], after[:, beside], rtol=1e-5, atol=2e-6)
     if beside:
         assert not torch.equal(rows["out"][:, :query], rows_after["out"][:, :query])
-
-
-def test_the_shares_of_a_loss_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
-    for kernel in ("masked", "gathered"):
-        whole = results(Case(kernel), problem(Case(kernel)), *_chosen(Case(kernel)))
-        shared = [Case(kernel, rows=RowSample(share=(rank, 2))) for rank in (0, 1)]
-        parts = [results(case, problem(case), *_chosen(case)) for case in shared]
-        torch.testing.assert_close(parts[0]["loss"] + parts[1]["loss"], whole["loss"])
-        torch.testing.assert_close(parts[0]["queries"] + parts[1]["queries"], whole["queries"])
-
-
-def _chosen(case: Case) -> tuple[Selection, Implementation]:
-    return select(case, problem(case), "reference"), "reference"
 
 
 @pytest.mark.parametrize("documents", [(), DOCUMENTS], ids=["whole", "documents"])
@@ -178,18 +161,6 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
             lambda: attend(select(Case("gathered", 16), problem(Case("gathered", 16)), "reference")),
         ),
         "two formats": ("both None", lambda: dataclasses.replace(packed, packed_mask=None)),
-        "the fused loss of lists": (
-            "selection has key lists",
-            lambda: api.sparse_attention_with_loss(
-                q,
-                k,
-                v,
-                chosen(kernel="gathered"),
-                given.geometry,
-                FusedLoss(indexer, 1.0),
-                implementation="triton",
-            ),
-        ),
         "documents as int64": (
             "document_starts has dtype torch.int64",
             lambda: Geometry(torch.zeros(2, 40).long()),

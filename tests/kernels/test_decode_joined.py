@@ -63,12 +63,9 @@ def make(
         index_turned,
     )
     given = {
-        "x": 3 * normal(1, hidden),
-        "product": product,
-        "sizes": sizes,
-        "table": table,
+        "x": 3 * normal(1, hidden), "product": product, "sizes": sizes, "table": table,
         "slot": torch.tensor([SLOT], device=DEVICE),
-    }
+    }  # fmt: skip
     index_keys = normal(1, ROOM, index_dim) if index_heads else None
     k, v = normal(1, kv_heads, ROOM, dim), normal(1, kv_heads, ROOM, dim)
     return given, reference.EntryCache(k, v, index_keys)

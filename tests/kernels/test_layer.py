@@ -27,26 +27,14 @@ RULE: dict[str, Any] = {"k_base": 6, "k_min": 2, "k_max": 12}
 DOCUMENTS = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
 STARTS = [[0] * 4 + [4] * 6 + [10] * 3, [0] * 5 + [5] * 8]
 PARAMETERS = {
-    "w_q": "q_proj.weight",
-    "w_k": "k_proj.weight",
-    "w_v": "v_proj.weight",
-    "w_vg": "value_gate.weight",
-    "b_vg": "value_gate.bias",
-    "w_og": "output_gate.weight",
-    "b_og": "output_gate.bias",
-    "w_o": "o_proj.weight",
-    "w_iq": "indexer_query.weight",
-    "w_ik": "indexer_key.weight",
-    "w_iw": "indexer_head_weight.weight",
-    "b_j": "indexer_score_bias",
-    "c_j": "indexer_head_weight_bias",
-}
+    "w_q": "q_proj.weight", "w_k": "k_proj.weight", "w_v": "v_proj.weight", "w_vg": "value_gate.weight",
+    "b_vg": "value_gate.bias", "w_og": "output_gate.weight", "b_og": "output_gate.bias",
+    "w_o": "o_proj.weight", "w_iq": "indexer_query.weight", "w_ik": "indexer_key.weight",
+    "w_iw": "indexer_head_weight.weight", "b_j": "indexer_score_bias", "c_j": "indexer_head_weight_bias",
+}  # fmt: skip
 SPARSE_ONLY: dict[str, Any] = {
-    "value_gate": False,
-    "output_gate": False,
-    "indexer_activation": "relu",
-    "adaptive_k": "off",
-}
+    "value_gate": False, "output_gate": False, "indexer_activation": "relu", "adaptive_k": "off",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,8 @@ from gsa_kernels.layer_config import GSAConfig
 
 BATCH, LENGTH = 2, 45
 SIZES: dict[str, Any] = {
-    "hidden_size": 24,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "indexer_heads": 2,
-    "indexer_dim": 16,
-}
+    "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "indexer_heads": 2, "indexer_dim": 16,
+}  # fmt: skip
 BUDGET: dict[str, Any] = {"k_base": 8, "k_min": 3, "k_max": 16}
 FIELDS: dict[str, dict[str, Any]] = {
     "each": {},

@@ -34,12 +34,9 @@ from gsa_kernels.types import BudgetRule, Geometry, Selection
 
 RULE = BudgetRule(k_base=5, k_min=2, k_max=8)
 RULES = {
-    "inverse": RULE,
-    "direct": replace(RULE, adaptive_k="direct"),
-    "one": BudgetRule(1, 1, 1, "off"),
-    "all": BudgetRule(1000, 1, 1000, "off"),
-    "dense below": replace(RULE, dense_below=44),
-}
+    "inverse": RULE, "direct": replace(RULE, adaptive_k="direct"), "one": BudgetRule(1, 1, 1, "off"),
+    "all": BudgetRule(1000, 1, 1000, "off"), "dense below": replace(RULE, dense_below=44),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -69,11 +69,8 @@ def test_graph_follows_the_lengths(size: int) -> None:
     """One captured graph gives the bits of eager steps, for growing lengths and other queries."""
     window, rule = 8, BudgetRule(k_base=96, k_min=16, k_max=128)
     sizes: dict[str, Any] = {
-        "heads": (8, 2),
-        "indexer": (4, 64),
-        "dtype": torch.bfloat16,
-        "k_max": rule.k_max,
-    }
+        "heads": (8, 2), "indexer": (4, 64), "dtype": torch.bfloat16, "k_max": rule.k_max,
+    }  # fmt: skip
     case, other = (make_case("cuda", [3000, 1021], 3072, **sizes, gate=True) for _ in range(2))
     for cache in (case.cache.k, case.cache.v, case.indexer.keys):
         cache.nan_to_num_(0.5)

@@ -121,14 +121,10 @@ def _scores_in_dtype(case: Case) -> torch.Tensor:
 # selection
 
 RULES = {
-    "inverse": RULE,
-    "direct": replace(RULE, adaptive_k="direct"),
-    "wide": BudgetRule(12, 1, 4000, "direct"),
-    "one": BudgetRule(1, 1, 1, "off"),
-    "seven": BudgetRule(7, 7, 7, "off"),
-    "all": BudgetRule(1000, 1, 1000, "off"),
-    "dense below": replace(RULE, dense_below=30),
-}
+    "inverse": RULE, "direct": replace(RULE, adaptive_k="direct"), "wide": BudgetRule(12, 1, 4000, "direct"),
+    "one": BudgetRule(1, 1, 1, "off"), "seven": BudgetRule(7, 7, 7, "off"),
+    "all": BudgetRule(1000, 1, 1000, "off"), "dense below": replace(RULE, dense_below=30),
+}  # fmt: skip
 
 
 @covered(

@@ -66,31 +66,15 @@ def test_a_merge_is_the_mean_and_evaluates_exports_and_starts_a_run(tmp_path: Pa
         assert torch.equal(tensor, (sum(parts) / 3).float().to(tensor.dtype)), name
     launch(tmp_path, "launch/export_hf.py", "--checkpoint", out, "--out", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
-    launch(
-        tmp_path,
-        "launch/evaluate.py",
-        "--checkpoint",
-        out,
-        "--out",
-        tmp_path,
-        "--name",
-        "x",
-        "--max-tokens",
-        99,
-    )
+    few = ("--out", tmp_path, "--name", "x", "--max-tokens", 99)
+    launch(tmp_path, "launch/evaluate.py", "--checkpoint", out, *few)
     model = json.loads((tmp_path / "x" / "results.json").read_text())["model"]
     assert (model["checkpoint"], model["step"], model["dtype"]) == (str(out), 10, "bfloat16")
     next_run = train(tmp_path, *OPTIONS, f"checkpoint.initial_weights={out}", name="from the merge")
     assert next_run.series("step")[-1] == 10
 
     refused = (
-        tmp_path,
-        "launch/average_weights.py",
-        "--run",
-        run.folder,
-        "--out",
-        tmp_path / "no",
-        "--steps",
-    )
+        tmp_path, "launch/average_weights.py", "--run", run.folder, "--out", tmp_path / "no", "--steps",
+    )  # fmt: skip
     assert "--steps 6: give two or more steps, or --moving" in launch(*refused, 6, expected=2)
     assert "steps that have one: 2, 4, 6, 8, 10" in launch(*refused, 5, 6, expected=2)

@@ -52,12 +52,8 @@ STOPS: dict[str, tuple[tuple[str, ...], int, list[Any], str]] = {
     "fp32 weight of one part": (ZERO, 2, [6, 1, "fp32 weight"], "(rank 1: 1 of 2048 in fp32 weight"),
 }
 DAY = {
-    "gradient",
-    "moment at a save",
-    "fp32 weight at a save",
-    "weight at the last step",
-    "moment of one part",
-}
+    "gradient", "moment at a save", "fp32 weight at a save", "weight at the last step", "moment of one part",
+}  # fmt: skip
 
 
 def folders(run: Run) -> list[str]:

@@ -49,11 +49,8 @@ def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
     """Layout, length and rotary base differ. A restart resumes from the new run's own checkpoint."""
     split = whole_run("tensor x pipeline")
     new = (
-        "train.seq_len_tokens=256",
-        "model.rope_base=20000",
-        "checkpoint.every_steps=2",
-        "parallel.tensor=2",
-    )
+        "train.seq_len_tokens=256", "model.rope_base=20000", "checkpoint.every_steps=2", "parallel.tensor=2",
+    )  # fmt: skip
     options = (*new, f"checkpoint.initial_weights={split.folder}")
     run = start(tmp_path, *options, ranks=2, faults={"held": [[4, 1]]})
     run.wait_until(lambda: (run.checkpoints / "latest").exists())

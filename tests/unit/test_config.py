@@ -199,15 +199,10 @@ def test_all_mistakes_are_reported_at_once(write):
     overrides = ["nonsense", "gsa.k_min=9000", "phases.0.min_lr=1"]
     found = problems_of(write(text), overrides, world_size=3, need_data=False)
     expected = [
-        "nonsense: not of",
-        "model.num_layer = 3: unknown",
-        "model.num_heads = five: not an integer",
-        "train.grad_clip = -1.0: negative",
-        "model.head_dim = 63: odd",
-        "gsa.k_min = 9000: above gsa.k_base",
-        "train.global_batch_size = 8: not a multiple",
-        "phases.0.min_lr = 1.0: above phases.0.lr",
-    ]
+        "nonsense: not of", "model.num_layer = 3: unknown", "model.num_heads = five: not an integer",
+        "train.grad_clip = -1.0: negative", "model.head_dim = 63: odd", "gsa.k_min = 9000: above gsa.k_base",
+        "train.global_batch_size = 8: not a multiple", "phases.0.min_lr = 1.0: above phases.0.lr",
+    ]  # fmt: skip
     assert len(found) == len(expected)
     for start in expected:
         assert sum(problem.startswith(start) for problem in found) == 1, start

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -11,25 +10,10 @@ import pytest
 from gsa_train.metrics.sinks import Sinks
 from gsa_train.reliability.monitor.monitor import NotFinite
 from gsa_train.run import finish
-from gsa_train.run.finish import _goes_on_without
 from gsa_train.run.state import Run
 from gsa_train.run_folder.lock import RunFolderError
 from helpers.single_rank import SPARSE, tiny_config
 from helpers.tiny_run import tiny_run
-
-
-def run_that_hears(messages: list[str]) -> Run:
-    log: Any = SimpleNamespace(message=messages.append)
-    return cast(Run, SimpleNamespace(services=SimpleNamespace(log=log)))
-
-
-def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
-    messages: list[str] = []
-    with _goes_on_without(run_that_hears(messages), "stopped.json"):
-        raise OSError("No space left on device")
-    assert messages == ["stopped.json cannot be written: No space left on device"]
-    with pytest.raises(ValueError, match="a mistake"), _goes_on_without(run_that_hears([]), "stopped.json"):
-        raise ValueError("a mistake")
 
 
 def run_in(folder: Path, **fields: Any) -> tuple[Run, Mock]:

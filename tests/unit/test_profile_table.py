@@ -94,14 +94,9 @@ def gpu_trace() -> EventList:
 
 
 EXPECTED = {
-    "attention": 0.2 + 0.17,
-    "indexer": 0.1,
-    "mlp": 0.05 + 0.1,
-    "optimizer": 0.2,
-    "other": 0.01 + 0.1,
-    "exposed communication": 0.45,
-    "idle": 0.02 + 0.1 + 0.5,
-}
+    "attention": 0.2 + 0.17, "indexer": 0.1, "mlp": 0.05 + 0.1, "optimizer": 0.2, "other": 0.01 + 0.1,
+    "exposed communication": 0.45, "idle": 0.02 + 0.1 + 0.5,
+}  # fmt: skip
 """Milliseconds of both steps, 2.0 together."""
 
 

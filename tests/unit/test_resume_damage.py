@@ -19,6 +19,7 @@ from gsa_train.run.folder import open_run_folder
 from gsa_train.run_folder.job_start import SUBMISSION, note_job_start
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from helpers.checkpoints import write_checkpoint
+from helpers.run_contents import cut
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 STEPS = (2, 4, 6)
@@ -59,12 +60,6 @@ def go_on(config: Config, **arguments: Any) -> Start:
 
 def checkpoints_of(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name / "checkpoints"
-
-
-def cut(folder: Path) -> None:
-    """Truncate a file to half, as a full disk does."""
-    path = folder / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def names_in(folder: Path) -> set[str]:

@@ -100,22 +100,6 @@ def test_warm_up_lowers_the_kl_and_leaves_the_loss() -> None:
     assert all(last < 0.9 * first for first, last in zip(kls[0], kls[-1], strict=True))
 
 
-def test_gradients_of_one_step_do_not_reach_the_next() -> None:
-    model = tiny_model(CONFIG, variance_ema=0.02)
-    optimizer = build_optimizer(model, NO_KL, CONFIG)
-    take_step(model, optimizer, random_batches(CONFIG, seed=9), CONFIG, lr=0.0)
-    take_step(model, optimizer, random_batches(CONFIG), CONFIG, lr=0.0)
-    fresh = tiny_model(CONFIG, variance_ema=0.02)
-    for name, average in fresh.gpt.state_dict().items():
-        if name.endswith("variance.ema"):
-            average.copy_(model.gpt.state_dict()[name])
-    fresh_optimizer = build_optimizer(fresh, NO_KL, CONFIG)
-    for either, its_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
-        take_step(either, its_optimizer, random_batches(CONFIG, seed=4), CONFIG, lr=0.0)
-    for (name, one), other in zip(model.gpt.named_parameters(), fresh.gpt.parameters(), strict=True):
-        assert torch.equal(one.main_grad, other.main_grad), name
-
-
 @BOTH
 def test_evaluation_sums_the_losses_and_leaves_no_trace(phase: PhaseConfig) -> None:
     model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)

@@ -150,12 +150,7 @@ def trained(
         stop_vote=Mock(ask=ask),
         watchdog=MagicMock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
     )
-    return {
-        **left_by(run, records),
-        "messages": messages,
-        "stopped": ended_by,
-        "clock": run.state.task_clock,
-    }
+    return {**left_by(run, records), "messages": messages, "stopped": ended_by, "clock": run.state.task_clock}
 
 
 @pytest.fixture(scope="module")

@@ -37,16 +37,10 @@ from helpers.converted import (
 from helpers.single_rank import DENSE, tiny_config
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "initializer_range": 0.2, "eos_token_id": 2,
+}  # fmt: skip
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 
 

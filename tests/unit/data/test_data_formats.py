@@ -153,12 +153,9 @@ def test_parquet_sources_and_bad_rows(tmp_path: Path) -> None:
     }
     text = pa.Array.from_buffers(pa.string(), len(rows), pa.array([*rows]).buffers())  # perhaps no UTF-8
     meta = [
-        {"redpajama_set_name": "X"},
-        None,
-        {"redpajama_set_name": "Y"},
-        {"redpajama_set_name": None},
+        {"redpajama_set_name": "X"}, None, {"redpajama_set_name": "Y"}, {"redpajama_set_name": None},
         *[None] * 3,
-    ]
+    ]  # fmt: skip
     (tmp_path / "s.parquet").write_bytes(parquet({"text": text, "meta": meta}))
     manifest = build_manifest(str(tmp_path))
     limits = {"max_document_bytes": 49, "max_bad_line_fraction": 0.5}

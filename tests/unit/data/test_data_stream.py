@@ -44,15 +44,6 @@ def lane_reader(manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig) 
 # The order
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 1), (1, 2), (2, 0), (4, 2)])
-def test_order_and_state_do_not_depend_on_ranks_or_workers(
-    corpus, tokenizer, reference, world_size, num_workers
-):
-    run = read_run(corpus, tokenizer, replace(CONFIG, num_workers=num_workers), world_size, steps=12)
-    assert run.samples == reference.samples
-    assert run.state() == reference.state()  # cursors and counters do not include what workers read ahead
-
-
 def test_the_checksum_of_a_step_names_its_text_and_order(corpus: Manifest, tokenizer: Tokenizer) -> None:
     def checksums(world_size: int = 1, **changes: Any) -> list[int]:
         run = Run(corpus, tokenizer, replace(CONFIG, **changes), world_size)

@@ -145,13 +145,9 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exporte
     assert evaluated(monkeypatch, "--run", run_dir, "--step", 3, "--name", "sparser", "gsa.k_base=3") == 0
     assert evaluated(monkeypatch, "--run", run_dir, "--name", "dense", "gsa.attention=dense") == 0
     words = (
-        "--data",
-        f"validation={config.data.validation_dir}",
-        "--max-tokens",
-        BLOCKS * LENGTH,
-        "--context-length",
-        LENGTH,
-    )
+        "--data", f"validation={config.data.validation_dir}", "--max-tokens", BLOCKS * LENGTH,
+        "--context-length", LENGTH,
+    )  # fmt: skip
     place = ("--out", run_dir / "evaluations")
     assert evaluated(monkeypatch, "--hf", exported, "--name", "hf", *place, *words) == 0
     assert files_of_run(run_dir) == before
@@ -171,15 +167,8 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(run, exporte
 def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys):
     """The rest fails by an error in the next text, or by a full disk."""
     good = (
-        "--run",
-        run[2],
-        "--name",
-        "shown",
-        "--data",
-        f"sample={SAMPLE / 'validation'}",
-        "--max-tokens",
-        64,
-    )
+        "--run", run[2], "--name", "shown", "--data", f"sample={SAMPLE / 'validation'}", "--max-tokens", 64,
+    )  # fmt: skip
     folder = run[2] / "evaluations" / "shown"
     assert evaluated(monkeypatch, *good, "--data", SAMPLE / "nowhere") == 2
     failed = capsys.readouterr()

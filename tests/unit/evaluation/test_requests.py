@@ -144,13 +144,9 @@ def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> No
 
 
 SPACED = [
-    ("Answer: ", "x"),
-    ("def f(x):\n    ", " return"),
-    ("Answer:", "x"),
-    ("Answer:", " x"),
-    ("", "x"),
+    ("Answer: ", "x"), ("def f(x):\n    ", " return"), ("Answer:", "x"), ("Answer:", " x"), ("", "x"),
     ("  ", "x"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("context", "continuation"), SPACED)

@@ -14,12 +14,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_eval import ruler_score, ruler_words
 from gsa_eval.commands import evaluate as command
 from gsa_eval.ruler import TASKS, Material, Sample, Setting, samples
-from gsa_eval.ruler_score import (
-    RulerOptions,
-    answer_score,
-    ruler_table,
-    score_ruler,
-)
+from gsa_eval.ruler_score import RulerOptions, answer_score, ruler_table, score_ruler
 from gsa_eval.ruler_words import FIRST, NOUNS
 from helpers.evaluated import SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
 

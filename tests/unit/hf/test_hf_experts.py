@@ -16,23 +16,12 @@ from gsa_hf.experts_gsa import GSASparseMLP
 from gsa_train.config import ModelConfig
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 12,
-    "mlp_only_layers": [0],
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.4,
+    "index_n_heads": 2, "index_head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "mlp_only_layers": [0],
     "routed_scaling_factor": 2.5,
-}
+}  # fmt: skip
 TOKENS = torch.arange(20).view(2, 10)
 
 

@@ -22,11 +22,8 @@ from helpers.hf import distinct_tokens, tiny_model
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU instead")
 
 KERNEL_SIZES: dict[str, Any] = {
-    "head_dim": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "index_head_dim": 16,
-}
+    "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "index_head_dim": 16,
+}  # fmt: skip
 OTHER_GATES: dict[str, Any] = {"key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid"}
 
 

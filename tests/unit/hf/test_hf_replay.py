@@ -17,11 +17,8 @@ from helpers.hf import distinct_tokens, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES: dict[str, Any] = {
-    "head_dim": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "index_head_dim": 16,
-}
+    "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "index_head_dim": 16,
+}  # fmt: skip
 """Sizes that the kernels take"""
 KERNELS: dict[str, Any] = {"marks": pytest.mark.gpu if DEVICE == "cuda" else ()}
 """The kernels run in Triton's interpreter, or on a GPU. Other attention runs on the CPU."""

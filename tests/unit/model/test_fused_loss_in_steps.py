@@ -229,10 +229,3 @@ def test_tensor_parallel_ranks_do_not_fuse_the_loss_and_the_log_names_layers_tha
     assert [record.getMessage() for record in caplog.records].count(said) == 1
     monkeypatch.setattr(over_chunks, "tp_group", SimpleNamespace(size=lambda: 2))
     assert not fuses()
-
-
-def test_kernels_that_do_not_take_the_model_leave_the_loss_in_the_forward_pass(counted_kl: list[int]) -> None:
-    """The model is fp32 by default."""
-    model, config = model_of_kernels(SPARSE, {})
-    token_losses(model, random_batches(config)[0], measuring=True)
-    assert counted_kl == [16]

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels.fused.gates import rows as gate_rows
-from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.triton_scores import score_inputs
 from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig, RopeScalingConfig
@@ -114,24 +112,6 @@ def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch)
         token_losses(model, random_batches(config, attend_across=True)[0], measuring=True)
         found.append(read_stats(model)["sequence_start_attention"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputation also changes where G1's gradient is written, which must not matter."""
-    placed: list[bool] = []
-
-    def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
-        projection = gate_rows.take_projection(gradient)
-        placed.append(projection is not None)
-        return projection
-
-    monkeypatch.setattr(prologue_op, "take_projection", take_projection)
-    once, twice = (one_step({}, SPARSE, fused=True, recompute=mode) for mode in ("none", "selective"))
-    assert placed[: len(placed) // 2] == [True] * (len(placed) // 2) != []
-    assert torch.equal(once[0], twice[0])
-    assert all(torch.equal(once[1][name], twice[1][name]) for name in once[1])
-    assert once[2] == twice[2]
 
 
 # --- `train.fused_ops`: the rest of the layer by fused kernels ------------------------------------------------

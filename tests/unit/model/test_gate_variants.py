@@ -23,12 +23,9 @@ from helpers.single_rank import (
 LENGTH, HEADS, KV_HEADS, D_K, HIDDEN = 11, 4, 2, 4, 12
 NONE = {"value_gate": False, "output_gate": False}
 ONLY = {
-    "G1": {"value_gate": False},
-    "G2": {"output_gate": False},
-    "G3": {**NONE, "key_gate": True},
-    "G4": {**NONE, "query_gate": True},
-    "G5": {**NONE, "projection_gate": True},
-}
+    "G1": {"value_gate": False}, "G2": {"output_gate": False}, "G3": {**NONE, "key_gate": True},
+    "G4": {**NONE, "query_gate": True}, "G5": {**NONE, "projection_gate": True},
+}  # fmt: skip
 ON_HEADS = {"key_gate": True, "query_gate": True}
 ALL = {**ON_HEADS, "projection_gate": True}
 HEADWISE = {"gate_granularity": "headwise"}

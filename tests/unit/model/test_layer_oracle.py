@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import oracle
@@ -177,46 +177,25 @@ def test_the_cases_select_and_adapt() -> None:
 # --- between the oracle's weights and the layer's ---------------------------------------------------------
 
 INDEXER = {
-    "w_iq": "query_weight",
-    "w_ik": "key_weight",
-    "w_iw": "head_weight",
-    "b_j": "score_bias",
-    "c_j": "weight_bias",
-    "n_iq": "query_norm_weight",
-    "n_ik": "key_norm_weight",
+    "w_iq": "query_weight", "w_ik": "key_weight", "w_iw": "head_weight", "b_j": "score_bias",
+    "c_j": "weight_bias", "n_iq": "query_norm_weight", "n_ik": "key_norm_weight",
     "log_beta": "log_inverse_temperature",
-}
+}  # fmt: skip
 
 
 def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerOptions:
     m, g = config.model, config.gsa
     # The layer keeps its average, and beta = exp(log beta), in fp32.
     beta = log_beta.float().exp().double() if g.indexer_temperature == "learned" else g.indexer_temperature
-    return LayerOptions(
-        num_heads=m.num_heads,
-        num_kv_heads=m.num_kv_heads,
-        head_dim=m.head_dim,
-        indexer_heads=g.indexer_heads,
-        indexer_dim=g.indexer_dim,
-        k_base=g.k_base,
-        k_min=g.k_min,
-        k_max=g.k_max,
-        dense_below=g.dense_below,
-        attention=case.phase.attention,
-        value_gate=g.value_gate,
-        output_gate=g.output_gate,
-        indexer_activation=g.indexer_activation,
-        indexer_norm=g.indexer_norm,
-        norm_epsilon=m.norm_epsilon,
-        adaptive_k=g.adaptive_k,
-        variance_ema=torch.tensor(case.ema).item(),
-        rope_base=m.rope_base,
-        yarn=Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
-        indexer_rope=g.indexer_rope,
-        local_window=g.local_window,
-        key_group_size=g.key_group_size,
-        inverse_temperature=beta,
-    )
+    named = {**vars(m), **vars(g)}
+    others: dict[str, Any] = {
+        "attention": case.phase.attention,
+        "variance_ema": torch.tensor(case.ema).item(),
+        "yarn": Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
+        "inverse_temperature": beta,
+    }
+    same = {each.name for each in fields(LayerOptions)} - others.keys()
+    return LayerOptions(**{name: named[name] for name in same}, **others)
 
 
 def fused_base(w: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
