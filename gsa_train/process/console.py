@@ -61,7 +61,7 @@ def take_console() -> None:
         stream = getattr(sys, name)
         is_other = stream is not None and _number(stream) != descriptor
         if not is_other and not isinstance(getattr(stream, "buffer", None), _Console):
-            console = io.TextIOWrapper(
+            console = io.TextIOWrapper(  # type: ignore[type-var]
                 _Console(descriptor),  # type: ignore[arg-type]  # as Python's own unbuffered streams have one
                 encoding=stream.encoding if stream else "utf-8",
                 errors="backslashreplace",

@@ -71,12 +71,10 @@ def test_no_driver_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
 FIRST_TORCH = """
 import os, runpy, sys
 from gsa_train.distributed import cuda_connections
-from gsa_train.process import console
 
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "torch":
-            console.drain_console()
             os.write(1, ("\\n" + os.environ.get(cuda_connections.VARIABLE, "not set")).encode())
             os._exit(0)
 
