@@ -97,14 +97,13 @@ sys.stdin.read()
 
 def test_readers_end_with_a_training_process_that_is_killed() -> None:
     sample = str(Path(__file__).parents[3] / "data" / "sample")
-    process = psutil.Popen(
-        [sys.executable, "-c", KILLED, sample], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    readers = process.children()
-    assert len(readers) == 2
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-c", KILLED, sample]
+    with psutil.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        readers = process.children()
+        assert len(readers) == 2
+        process.kill()
+        process.wait()
     _, alive = psutil.wait_procs(readers, timeout=100)
     for reader in alive:
         reader.kill()
