@@ -44,7 +44,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("    gate_granularity: Literal", '    result_gate: bool = False\n    """G7."""\n')
         ],
         "gsa_train/config/gates.py": [
-            ('"projection")\n"""ON_HEADS', '"result", '),
+            ('"projection")\n"""All gates', '"result", '),
             ('"value", "output", "projection")', '"result", '),
             ('"projection": gsa', '"result": gsa.result_gate * hidden_size,\n        '),
         ],
