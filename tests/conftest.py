@@ -64,6 +64,7 @@ distributed/test_many_layouts.py resume/test_cool_down.py resume/test_averaged_r
 resume/test_faults.py resume/test_runs_with_spikes.py resume/test_wrong_bits.py
 e2e/test_demo.py resume/test_kills.py resume/test_not_finite.py distributed/test_fused_tensor_parallel.py
 distributed/test_expert_layouts.py e2e/test_wrong_configs.py resume/test_other_layouts.py unit/test_memory_trace.py
+unit/test_result_record.py resume/test_refused_starts.py
 distributed/test_three_way_layouts.py unit/data/test_data_stream.py unit/model/test_fused_steps.py
 unit/test_wandb_outage.py unit/test_zero.py kernels/test_nonfinite.py
 e2e/test_notebooks.py unit/data/test_data_memory.py unit/hf/test_generation.py unit/test_spikes.py unit/hf/test_trl.py
