@@ -16,10 +16,12 @@ models have few layers, but their real embedding and head. Each row is saved at 
 call measures only cases that have no row for its device and commit.
 
 `speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
-the host's time to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` names the
-projections that replace the random ones. With `alike` the queries of a tile are similar, so that r is as in a trained
-model. Models named `..._graphs` run with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms`
-and the step of the whole model are extrapolated from two depths. `--layers 24` measures whole models.
+the host's time to launch a step. `mean_k` is the mean number of keys that a query selects. `r` is the union ratio (the
+keys that any of 32 neighbouring queries selects, divided by the keys one query selects). `indexer` says what selects
+the keys. With `own` the model's untrained indexers select. With `alike` planted projections replace the results of the
+indexers (whole_steps/planted_indexer.py), so that r is as in a trained model. Models named `..._graphs` run with
+train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms` and the step of the whole model are
+extrapolated from models of two depths. `--layers 24` measures whole models.
 """
 
 import dataclasses

@@ -60,9 +60,11 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 def attending_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection.
 
-    Packed masks need gradients of K and V, 2 x [B, Lw, kv], their partial sums, and the transposed mask. Key lists need
-    partial gradients of K and V for some tiles and heads, [list entries, 2 d_k], an index for each entry, and sums,
-    fp32 [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
+    sizes.py defines the symbols of the shapes. Packed masks need the gradients of K and V, 2 x [B, Lw, kv], partial
+    sums of these gradients, and the transposed mask. Key lists need partial gradients of K and V, [list entries,
+    2 d_k], for as many key-value heads at a time as GATHERED_GRADIENT_BYTES holds. If one head needs more bytes, its
+    tiles are processed in parts. Key lists also need an index for each entry, and the sums of the partial gradients by
+    key, fp32 [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
     """
     keys = key_gradients(sizes)
     if not gathers(config):

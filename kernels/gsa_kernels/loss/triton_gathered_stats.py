@@ -1,4 +1,9 @@
-"""Runs the first pass over a chunk of tiles: log-sum-exp of the scores and sum of the target over the attended set."""
+"""Runs the first of two passes of the indexer loss over key lists, for a chunk of tiles.
+
+The loss is a KL divergence between the softmax of the indexer's scores and the target (attention's probabilities). For
+each query this pass computes the log-sum-exp of the scores and the sum of the target over the attended keys. The second
+pass (triton_gathered_grad.py) computes the loss and its gradients.
+"""
 
 import triton
 import triton.language as tl

@@ -172,7 +172,7 @@ def test_eos_of_a_tokenizer_json(byte_level: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "BPE"])
 def test_an_eos_of_a_tokenizer_json_that_text_spells(tmp_path: Path, kind: str) -> None:
-    """The library does not split off the special token, because these models treat it as a word, or part of one."""
+    """Text that spells "</s>" gets the special token's id, because the model's own vocabulary holds "</s>"."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<unk>": 0, "</s>": 1, "a": 2}
     model = {
