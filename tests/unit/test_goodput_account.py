@@ -1,10 +1,15 @@
-"""Tests ETTR and lost time of synthetic logs with sums by hand."""
+"""Tests ETTR and lost time of synthetic logs with sums by hand, and launch/goodput.py."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gsa_train.commands import goodput
 from gsa_train.metrics.goodput.account import COMPLETE, INTERRUPTED, LOSSES, STOPPED, Account, Accounting
+from gsa_train.process.exit_codes import REFUSED
 
 Line = dict[str, Any]
 
@@ -150,3 +155,15 @@ def test_a_clock_set_back_between_starts_costs_the_time_between_them_and_no_more
     assert after.wall_seconds == before.wall_seconds - down
     assert after.productive_seconds == before.productive_seconds
     assert lost(after) == {name: value for name, value in lost(before).items() if name != "down"}
+
+
+def test_the_command_shows_the_account_and_refuses_a_folder_without_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["goodput.py", "--run", str(tmp_path)])
+    assert goodput.main() == REFUSED
+    assert f"{tmp_path}: no goodput.jsonl with steps in it" in capsys.readouterr().err
+    (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(each) + "\n" for each in killed_and_resumed()))
+    assert goodput.main() == 0
+    said = re.sub(" +", " ", capsys.readouterr().out)
+    assert f"{tmp_path}: ETTR 35.71% over 1m24s and 2 starts" in said
+    for row in ("productive 30s 35.71%", "steps done again 8.0s 9.52%", "1 0 0.0s 5.0s lost 21 4.0s 6"):
+        assert row in said
