@@ -44,6 +44,13 @@ def evaluated_model(config: Config) -> Model:
     return model
 
 
+@torch.no_grad()
+def log_likelihood(model: Any, tokens: list[int], first: int = 0) -> float:
+    """Sum the log-probabilities of one sequence's labels from a position on, in nats."""
+    logits = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    return sum(float(logits[place, tokens[place + 1]]) for place in range(first, len(tokens) - 1))
+
+
 def save_run(model: Model, config: Config, folder: Path) -> Path:
     tokenizer = Tokenizer(config.data.tokenizer)
     data = {"tokenizer_fingerprint": tokenizer.fingerprint}

@@ -84,7 +84,6 @@ ALL_KEYS = (*QUICK, "gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64")
 TENSOR_X_PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 WHOLE = (*ALL_KEYS, "checkpoint.every_steps=4", "evaluate.max_blocks=15")
 """Saves in the warm-up, in the sparse phase and at the end; the validation text has two sources."""
-WHOLE_SAVED_STEPS = (4, 8)
 
 
 def numbers_of(
