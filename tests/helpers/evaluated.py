@@ -40,6 +40,9 @@ def evaluated_model(config: Config) -> Model:
     with torch.no_grad():
         for parameter in model.gpt.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+        for router in model.routers:  # large enough to change the routing
+            if router.expert_bias is not None:
+                router.expert_bias.copy_(0.3 * torch.randn(router.expert_bias.shape, generator=generator))
     enter_phase(model, config.phases[0])
     return model
 

@@ -182,15 +182,6 @@ def test_what_cannot_be_generated(prompts: list[list[int]], count: int, words: s
         generation.Generator(make_model("dense")).generate(prompts, count)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"temperature": 0.0}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p")],
-)
-def test_wrong_sampling(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        generation.Sampling(**options)
-
-
 def test_fused_steps_want_the_kernels() -> None:
     with pytest.raises(ValueError, match="attn_implementation is 'sdpa' with sparse layers"):
         decoding.FusedDecoder(make_model("sparse"))
