@@ -38,3 +38,16 @@ def test_a_flipped_bit_of_an_expert_is_found_among_its_replicas(tmp_path: Path) 
         record for record in read_records(run.folder / "metrics.jsonl") if record.get("event") == "corruption"
     )
     assert (event["step"], event["ranks"], event["corruption"]) == (8, [0, 2], "weights")
+
+
+@pytest.mark.nightly
+def test_experts_one_by_one_resume_a_run_of_grouped_ones(tmp_path: Path) -> None:
+    """The computation may change, but the checkpoint is the same."""
+    grouped = finished(*TWO_RANKS, ranks=2)
+    checkpoint = grouped.checkpoints / "step_00000008"
+    options = ("moe.experts_impl=sequential", "--resume-from", str(checkpoint))
+    run = start(tmp_path, *TWO_RANKS, *options, ranks=2)
+    run.wait()
+    step_9 = run.steps()[0]
+    assert step_9["step"] == 9
+    assert step_9["loss"] == pytest.approx(grouped.steps()[8]["loss"], rel=1e-5)
