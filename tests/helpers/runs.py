@@ -277,6 +277,13 @@ def run_script(
     return output
 
 
+def results_of(script: str, tmp_path_factory: Any, ranks: int, wanted: Any = None) -> Any:
+    folder = tmp_path_factory.mktemp(script)
+    (folder / "wanted.json").write_text(json.dumps(wanted))
+    run_script([f"tests/helpers/{script}.py", str(folder)], folder / "log", ranks)
+    return json.loads((folder / "results.json").read_text())
+
+
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:
     return start(run_dir, *overrides, ranks=ranks, **options).wait()
 
