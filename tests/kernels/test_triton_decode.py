@@ -130,13 +130,6 @@ def test_floor_above_the_cut(device: str) -> None:
     check_attention(case, out, case.selected(), 0)
 
 
-def test_few_distinct_scores(device: str) -> None:
-    case = make_case(device, [700], 700)
-    levels = torch.randint(0, 3, (1, 700, 1), generator=torch.Generator().manual_seed(1))
-    case.indexer.keys[:] = levels.to(case.indexer.keys) * 0.25
-    check(case, replace(RULE, k_min=15))
-
-
 def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
     """A slot that still has the selection of an earlier, longer sequence attends only to its window."""
     case = make_case(device, [3], 40, k_max=4)
