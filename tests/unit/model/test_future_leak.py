@@ -1,4 +1,4 @@
-"""Tests that no token changes an earlier token or another document, to the last bit, in the whole model."""
+"""Tests that no token changes an earlier one, to the last bit, in the whole model."""
 
 from typing import Any
 
