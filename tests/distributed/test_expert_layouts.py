@@ -1,7 +1,6 @@
 """Tests that mixtures of experts in layouts of four ranks train as one rank does, and resume other layouts'
 checkpoints."""
 
-import json
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from helpers.expert_layouts import BOUNDARIES, CASES, NIGHTLY_BOUNDARIES, RESHARDED, WORLD, train
 from helpers.layout_comparison import TIES, assert_carries_weights_over, assert_goes_on, assert_same, one_rank
-from helpers.runs import run_script
+from helpers.runs import results_of
 from helpers.tiers import cases_of, chosen, with_nightly
 
 pytestmark = pytest.mark.slow
@@ -19,15 +18,12 @@ CLEAR_MARGIN = 3e-5
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("expert_layouts")
     wanted = {
         "trained": chosen(request, test_training_matches_one_rank.__name__),
         "resumed": chosen(request, test_a_checkpoint_goes_on_in_other_layouts.__name__),
         "crossed": chosen(request, test_fp32_weights_go_on_in_the_next_phase.__name__),
     }
-    (folder / "wanted.json").write_text(json.dumps(wanted))
-    run_script(["tests/helpers/expert_layouts.py", str(folder)], folder / "log", ranks=WORLD)
-    return json.loads((folder / "results.json").read_text())
+    return results_of("expert_layouts", tmp_path_factory, WORLD, wanted)
 
 
 def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:

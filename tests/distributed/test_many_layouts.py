@@ -3,7 +3,6 @@
 Each layout trains a tiny model for a few steps. The tests compare every statistic.
 """
 
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from gsa_data.pack import document_ids
 from helpers.layout_cases import BOUNDARIES, CASES, EQUAL, LENGTH, NIGHTLY_BOUNDARIES, RESHARDED, WORLD
 from helpers.layout_comparison import assert_carries_weights_over, assert_goes_on, assert_trains_as_one_rank
 from helpers.many_layouts import blocks
-from helpers.runs import run_script
+from helpers.runs import results_of
 from helpers.single_rank import EOS
 from helpers.tiers import cases_of, chosen, with_nightly
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("many_layouts")
     equal = chosen(request, test_what_only_moves_work_changes_no_bit.__name__)
     trained = {*chosen(request, test_training_matches_one_rank.__name__), *equal, *map(EQUAL.get, equal)}
     wanted = {
@@ -29,9 +27,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "resumed": chosen(request, test_a_checkpoint_goes_on_in_other_layouts.__name__),
         "crossed": chosen(request, test_fp32_weights_go_on_in_the_next_phase.__name__),
     }
-    (folder / "wanted.json").write_text(json.dumps(wanted))
-    run_script(["tests/helpers/many_layouts.py", str(folder)], folder / "log", ranks=WORLD)
-    return json.loads((folder / "results.json").read_text())
+    return results_of("many_layouts", tmp_path_factory, WORLD, wanted)
 
 
 @pytest.mark.parametrize("name", cases_of(CASES))

@@ -1,12 +1,11 @@
 """Tests that layouts of eight ranks with three kinds of parallelism equal one rank."""
 
-import json
 from typing import Any
 
 import pytest
 
 from helpers.layout_comparison import assert_trains_as_one_rank
-from helpers.runs import run_script
+from helpers.runs import results_of
 from helpers.three_way_layouts import CASES, WORLD
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -21,9 +20,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("three_way_layouts")
-    run_script(["tests/helpers/three_way_layouts.py", str(folder)], folder / "log", ranks=WORLD)
-    return json.loads((folder / "results.json").read_text())
+    return results_of("three_way_layouts", tmp_path_factory, WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -94,22 +94,6 @@ def config_of(name: str, **train: Any) -> Config:
     )
 
 
-def random_model(config: Config) -> Model:
-    """Create a model whose biases and norms all differ from their initial values, so that a conversion that
-    loses one fails."""
-    model = tiny_model(config, variance_ema=0.02)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.gpt.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-        for router in model.routers:  # large enough to change the routing
-            if router.expert_bias is not None:
-                router.expert_bias.copy_(0.3 * torch.randn(router.expert_bias.shape, generator=generator))
-    enter_phase(model, config.phases[0])
-    return model
-
-
 def save(model: Model, config: Config, folder: Path) -> Path:
     """Write a checkpoint with a copy of the tokenizer, as in a run."""
     tokenizer = Tokenizer(TOKENIZER)
@@ -140,11 +124,11 @@ def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def model_with_weights_of(folder: Path, config: Config) -> Model:
+def model_with_weights_of(folder: Path, config: Config, tokenizer: Tokenizer | None = None) -> Model:
     """Load weights as a run with `checkpoint.initial_weights` does."""
     checkpoint = dataclasses.replace(config.checkpoint, initial_weights=str(folder))
     config = dataclasses.replace(config, checkpoint=checkpoint)
     model = tiny_model(config)
-    tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None)
+    tokenizer = tokenizer or Tokenizer(config.data.tokenizer, config.data.eos_token or None)
     load_initial_weights(config, find_initial_weights(config, single_rank()), model, tokenizer, single_rank())
     return model

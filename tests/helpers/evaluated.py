@@ -40,8 +40,18 @@ def evaluated_model(config: Config) -> Model:
     with torch.no_grad():
         for parameter in model.gpt.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+        for router in model.routers:  # large enough to change the routing
+            if router.expert_bias is not None:
+                router.expert_bias.copy_(0.3 * torch.randn(router.expert_bias.shape, generator=generator))
     enter_phase(model, config.phases[0])
     return model
+
+
+@torch.no_grad()
+def log_likelihood(model: Any, tokens: list[int], first: int = 0) -> float:
+    """Sum the log-probabilities of one sequence's labels from a position on, in nats."""
+    logits = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    return sum(float(logits[place, tokens[place + 1]]) for place in range(first, len(tokens) - 1))
 
 
 def save_run(model: Model, config: Config, folder: Path) -> Path:

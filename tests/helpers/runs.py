@@ -84,7 +84,6 @@ ALL_KEYS = (*QUICK, "gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64")
 TENSOR_X_PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 WHOLE = (*ALL_KEYS, "checkpoint.every_steps=4", "evaluate.max_blocks=15")
 """Saves in the warm-up, in the sparse phase and at the end; the validation text has two sources."""
-WHOLE_SAVED_STEPS = (4, 8)
 
 
 def numbers_of(
@@ -276,6 +275,13 @@ def run_script(
     output = log.read_text()
     check_code(forked, code, expected, output)
     return output
+
+
+def results_of(script: str, tmp_path_factory: Any, ranks: int, wanted: Any = None) -> Any:
+    folder = tmp_path_factory.mktemp(script)
+    (folder / "wanted.json").write_text(json.dumps(wanted))
+    run_script([f"tests/helpers/{script}.py", str(folder)], folder / "log", ranks)
+    return json.loads((folder / "results.json").read_text())
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:

@@ -23,13 +23,21 @@ from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 # --- SwiGLU -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 74), (1, 1030), (5, 2)])
-def test_swiglu(device, shape):
+@pytest.mark.parametrize(
+    ("fused", "reference", "shape"),
+    [
+        *((fused_swiglu, swiglu, shape) for shape in ((3, 2, 74), (1, 1030), (5, 2))),
+        *((fused_sigmoid_gate, sigmoid_gate, shape) for shape in ((2, 5, 3, 32), (1, BLOCK + 3), (7,))),
+    ],
+)
+def test_swiglu_and_sigmoid_gate(device, fused, reference, shape):
     for dtype in DTYPES:
-        x = (torch.randn(shape, device=device) * 3).to(dtype)
-        x.view(-1)[:2] = torch.tensor([30.0, -30.0])
-        grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device)
-        compare(fused_swiglu, swiglu, [x], [grad])
+        inputs = [
+            (torch.randn(shape, device=device) * 3).to(dtype)
+            for _ in range(1 + (fused is fused_sigmoid_gate))
+        ]
+        inputs[-1].view(-1)[:2] = torch.tensor([30.0, -30.0])
+        compare(fused, reference, inputs, [torch.randn_like(reference(*inputs), dtype=torch.float32)])
 
 
 @pytest.mark.parametrize(("rows", "width"), [(3, 74), (21, 300), (8, 256), (1, 1)])
@@ -81,15 +89,6 @@ def test_fp16_is_refused_by_all():
 
 
 # --- sigmoid gate -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(2, 5, 3, 32), (1, BLOCK + 3), (7,)])
-def test_sigmoid_gate(device, shape):
-    for dtype in DTYPES:
-        x, logits = ((torch.randn(shape, device=device) * 3).to(dtype) for _ in range(2))
-        logits.view(-1)[:2] = torch.tensor([30.0, -30.0])
-        grad = torch.randn(shape, device=device)
-        compare(fused_sigmoid_gate, sigmoid_gate, [x, logits], [grad])
 
 
 def test_sigmoid_gate_of_other_orders_of_memory(device):

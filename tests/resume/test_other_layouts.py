@@ -1,8 +1,7 @@
-"""Tests resuming a checkpoint in another layout, and exporting it."""
+"""Tests runs that begin with the weights of a run in another layout, and its export."""
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,36 +12,10 @@ from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import ParallelConfig, load_config
 from gsa_train.model.mcore.build import build_model
 from helpers.converted import hf_logits, training_logits
-from helpers.runs import WHOLE, WHOLE_SAVED_STEPS, Run, kill, start, whole_run
+from helpers.runs import kill, start, whole_run
 from helpers.single_rank import single_rank
 
-IN_WARM_UP, IN_SPARSE_PHASE = WHOLE_SAVED_STEPS
-
 pytestmark = pytest.mark.slow
-
-
-def first_step_after(checkpoint: Path, run_dir: Path, *layout: str, ranks: int) -> dict[str, object]:
-    run = start(run_dir, *WHOLE, *layout, "--resume-from", str(checkpoint), ranks=ranks)
-    run.wait_until(run.steps)
-    kill(run)
-    return run.steps()[0]
-
-
-def assert_next_step_matches(run: Run, saved: int, record: dict[str, object]) -> None:
-    expected = run.steps()[saved]
-    assert record["step"] == expected["step"] == saved + 1
-    assert record["tokens"] == expected["tokens"]
-    for key in ("loss", "indexer_kl", "layer_indexer_kl", "layer_variance_ema"):
-        assert record[key] == pytest.approx(expected[key], rel=1e-5), key
-
-
-@pytest.mark.parametrize(
-    ("saved", "ranks"), [pytest.param(IN_WARM_UP, 2, marks=pytest.mark.nightly), (IN_SPARSE_PHASE, 1)]
-)
-def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(saved, ranks, tmp_path):
-    split = whole_run("tensor x pipeline")
-    record = first_step_after(split.checkpoints / f"step_{saved:08d}", tmp_path, ranks=ranks)
-    assert_next_step_matches(split, saved, record)
 
 
 def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):

@@ -31,6 +31,7 @@ from gsa_train.phases import phase_ranges
 from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.run_folder.resume import ResumeError, choose_start
 from helpers import saving
+from helpers.damage import flip
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 config, trained, intact, folder = saving.config, saving.trained, saving.intact, saving.folder
@@ -229,9 +230,7 @@ def leave_out_shard(folder: Path) -> None:
     files = json.loads((folder / "manifest.json").read_bytes())["files"]
     del files["__0_0.distcp"]
     manifest_with(files=files)(folder)
-    shard = bytearray((folder / "__0_0.distcp").read_bytes())
-    shard[len(shard) // 2] ^= 1
-    (folder / "__0_0.distcp").write_bytes(shard)
+    flip(0.5)(folder / "__0_0.distcp")
 
 
 LIES = [

@@ -17,22 +17,14 @@ from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.config import Config
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers import saving
+from helpers.damage import cut, flip
 from helpers.single_rank import SPARSE, single_rank, tiny_model
 
 # pytest finds the fixtures here.
 config, trained, intact, folder = saving.config, saving.trained, saving.intact, saving.folder
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
+flip_a_bit = flip(0.5)
 DAMAGES = [
     (flip_a_bit, "__0_0.distcp", "__0_0.distcp has checksum"),
     (cut, "__0_1.distcp", "__0_1.distcp has .* bytes instead of"),

@@ -171,17 +171,6 @@ def test_a_checkpoint_of_another_run_is_not_taken(runs, tmp_path, caplog):
     assert outcome_of(folder, own, caplog).startswith(said)
 
 
-def test_latest_that_names_an_older_checkpoint_is_said_and_loses_nothing(runs, tmp_path, caplog):
-    folder = tmp_path / "run"
-    shutil.copytree(runs[0], folder)
-    (folder / "checkpoints/latest").write_text("step_00000002")
-    outcome = outcome_of(folder, runs[0], caplog)
-    assert "latest names step_00000002, but step_00000004 is newer" in outcome
-    assert (folder / "checkpoints/set_aside/step_00000004/common.pt").is_file()
-    rewound = (folder / "metrics_rewound.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in rewound.splitlines()] == [1, 2, 3, 4, 3, 4]
-
-
 @pytest.mark.parametrize("damage", ["bit in head", "bit in middle", "bit in tail", "cut", "emptied"])
 def test_a_damaged_note_of_the_monitors_stop_still_refuses(runs, tmp_path, damage, caplog):
     folder = tmp_path / "run"

@@ -160,6 +160,8 @@ REFUSED = """
 --run {}/run --prompt a --max-new-tokens 48 -> with 48 new ones more than the model's context of 48
 --run {}/run --prompt a --max-new-tokens 0 -> --max-new-tokens 0: below 1; give 1 or more
 --run {}/run --prompt a --temperature 0 -> temperature is 0.0
+--run {}/run --prompt a --temperature 1 --top-k -1 -> top_k is -1
+--run {}/run --prompt a --temperature 1 --top-p 0 -> top_p is 0.0
 --run {}/run --prompt a --seed 3 -> --seed is of sampling
 --run {}/run --prompt a --max-new-tokens 2 --attention gsa -> attn_implementation is 'gsa' with the model on cpu
 --run {}/run -> one of the arguments --prompt --prompts --interactive is required

@@ -1,10 +1,14 @@
-"""Tests ETTR and lost time of synthetic logs with sums by hand."""
+"""Tests ETTR and lost time of synthetic logs with sums by hand, and launch/goodput.py."""
 
+import json
+import re
 from typing import Any
 
 import pytest
 
+from gsa_train.commands import goodput
 from gsa_train.metrics.goodput.account import COMPLETE, INTERRUPTED, LOSSES, STOPPED, Account, Accounting
+from gsa_train.process.exit_codes import REFUSED
 
 Line = dict[str, Any]
 
@@ -67,15 +71,23 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_the_time_between() -> N
     assert (second.ended, second.repeated_steps) == (COMPLETE, 0)
 
 
-def test_a_checkpoint_between_two_lines_shares_what_is_between_them() -> None:
-    found = account(
-        start(0, 0, 0),
-        line("steps", 5, 1, first_step=5.0),
-        line("steps", 15, 11, first_step=5.0, training=10.0),
-        start(15, 15, 4),
-    )
-    assert found.productive_seconds == 1 + 3
-    assert lost(found) == {"first_step": 4.0, "repeated": 7.0}
+RARE = {"text": 2.0, "stragglers": 0.5, "folding": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "productive", "expected"),
+    [
+        # A checkpoint between two lines shares what is between them.
+        (5.0, [line("steps", 15, 11, first_step=5.0, training=10.0), start(15, 15, 4)], 1 + 3,
+         {"first_step": 4.0, "repeated": 7.0}),
+        # Text and stragglers are no productive time, and rare names are other.
+        (1.0, [line("steps", 14, 11, first_step=1.0, training=10.0, **RARE)], 11,
+         {"text": 2.0, "stragglers": 0.5, "other": 0.5}),
+    ],
+)  # fmt: skip
+def test_what_is_productive(first: float, last: list[Line], productive: int, expected: Line) -> None:
+    found = account(start(0, 0, 0), line("steps", first, 1, first_step=first), *last)
+    assert (found.productive_seconds, lost(found)) == (productive, expected)
 
 
 def test_two_kills_in_the_same_steps_cost_them_twice() -> None:
@@ -95,16 +107,6 @@ def test_two_kills_in_the_same_steps_cost_them_twice() -> None:
     assert found.productive_seconds == 7
     assert lost(found) == {"down": 4.0, "repeated": 5.0 + 4.0, "first_step": 4.0}
     assert [each.repeated_steps for each in found.starts] == [5, 4, 0]
-
-
-def test_text_and_stragglers_are_no_productive_time_and_rare_names_are_other() -> None:
-    found = account(
-        start(0, 0, 0),
-        line("steps", 1, 1, first_step=1.0),
-        line("steps", 14, 11, first_step=1.0, training=10.0, text=2.0, stragglers=0.5, folding=0.5),
-    )
-    assert found.productive_seconds == 11
-    assert lost(found) == {"text": 2.0, "stragglers": 0.5, "other": 0.5}
 
 
 ENDS = {COMPLETE: 0, INTERRUPTED: 0, STOPPED: 990, "stopped by the monitor": 990, "corrupted": 990}
@@ -150,3 +152,15 @@ def test_a_clock_set_back_between_starts_costs_the_time_between_them_and_no_more
     assert after.wall_seconds == before.wall_seconds - down
     assert after.productive_seconds == before.productive_seconds
     assert lost(after) == {name: value for name, value in lost(before).items() if name != "down"}
+
+
+def test_the_command_shows_the_account_and_refuses_a_folder_without_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["goodput.py", "--run", str(tmp_path)])
+    assert goodput.main() == REFUSED
+    assert f"{tmp_path}: no goodput.jsonl with steps in it" in capsys.readouterr().err
+    (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(each) + "\n" for each in killed_and_resumed()))
+    assert goodput.main() == 0
+    said = re.sub(" +", " ", capsys.readouterr().out)
+    assert f"{tmp_path}: ETTR 35.71% over 1m24s and 2 starts" in said
+    for row in ("productive 30s 35.71%", "steps done again 8.0s 9.52%", "1 0 0.0s 5.0s lost 21 4.0s 6"):
+        assert row in said

@@ -128,13 +128,6 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
     assert limit_for_all(alive, LONGEST) == LONGEST  # its heartbeat is lost, but it works
 
 
-def test_what_follows_a_step_lies_before_the_next_one() -> None:
-    """The other ranks wait in the following step for the rank that still saves."""
-    ages = [age("saving", still=700), age("training", still=690)]
-    fault = find_fault(ages, LONGEST)
-    assert [line.split()[1] for line in fault.splitlines() if line.endswith("<--")] == ["0"]
-
-
 class Watched:
     """Holds a HangWatchdog that sets `found` at a hang and leaves the process alive. With running=False its thread is
     stopped, and tests call its methods."""

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from gsa_data.pack import FILLER
 from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
-from gsa_train.model.moe.routing import balance_loss, expert_counts
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
@@ -113,18 +111,3 @@ def test_gradients_of_the_router_s_losses_match_the_definitions(size: int) -> No
     torch.testing.assert_close(found - without, 0.7 * of_balance, rtol=1e-4, atol=1e-6)
     found, _, _ = gradient(0.0, 0.3, size)
     torch.testing.assert_close(found - without, 0.3 * of_z, rtol=1e-4, atol=1e-6)
-
-
-def test_transformers_coefficient_is_another_one() -> None:
-    """transformers' coefficient is ours times top_k, of the means over all layers, as `moe.balance_coeff` says."""
-    layers, top_k = 3, 2
-    logits = torch.randn(500, 8)
-    scores = logits.softmax(-1)
-    loads = expert_counts(logits.topk(top_k).indices, 8) / (500 * top_k)
-    ours = balance_loss(scores, loads) / 500
-    theirs = load_balancing_loss_func((logits,) * layers, 8, top_k)
-    torch.testing.assert_close(theirs, top_k * ours)
-    of_all_layers = layers * ours
-    torch.testing.assert_close(1e-3 * theirs, 1e-3 * top_k / layers * of_all_layers)
-    even = torch.full((8,), 1 / 8)
-    torch.testing.assert_close(balance_loss(even[None], even), torch.tensor(1.0))

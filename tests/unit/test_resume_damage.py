@@ -129,15 +129,18 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):
         start_of(config, resume_from=str(checkpoints_of(config) / "step_00000006"))
 
 
-def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(config: Config) -> None:
+@pytest.mark.parametrize("by", ["--resume-from", "latest"])
+def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(by, config, caplog):
     """After a kill before the next save, the restart continues there, too, and no step's record is lost."""
     run_dir = checkpoints_of(config).parent
     lines = [json.dumps({"step": step, "phase": "sparse", "loss": 1.0}) for step in range(1, 7)]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     older = checkpoints_of(config) / "step_00000004"
 
-    go_on(config, resume_from=str(older))
+    (older.parent / "latest").write_text(older.name if by == "latest" else "step_00000006")
+    go_on(config, **({} if by == "latest" else {"resume_from": str(older)}))
 
+    assert ("latest names step_00000004, but step_00000006 is newer" in caplog.text) == (by == "latest")
     assert (start_of(config).checkpoint, start_of(config).step) == (older, 4)
     assert names_in(checkpoints_of(config)) == {"latest", "step_00000002", "step_00000004", "set_aside"}
     assert [each["step"] for each in read_records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]

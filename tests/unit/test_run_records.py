@@ -117,7 +117,7 @@ def test_every_event_that_is_logged_is_known():
     logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
     assert logged >= {"spike", "skipped_batches", "checkpoint_damaged", "warning"}
     # The last three are for W&B: metrics.jsonl cannot be written, can again, or the thread that writes it hangs.
-    elsewhere = {"validation", "samples", "tasks", "checkpoint", "log_failed", "log_written", "hang"}
+    elsewhere = {"validation", "tasks", "checkpoint", "log_failed", "log_written", "hang"}
     assert logged - elsewhere == set(KINDS)
     assert set(TITLES_OF_ALERTS) < logged
 

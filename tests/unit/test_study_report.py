@@ -20,12 +20,10 @@ from gsa_study.spread import Spread, close_pairs, difference, written
 from gsa_study.study_file import Study
 from gsa_study.tables import (
     FORMULA,
-    arms_csv,
     csv_text,
     read_results,
     run_rows,
     seed_rows,
-    values_csv,
     word_of,
 )
 from helpers.studies import TOKENS_A_STEP, load, log_run, record
@@ -129,17 +127,21 @@ def test_differences_of_arms_match_their_seeds(compared: Study, tmp_path: Path) 
     assert line.endswith(", seed by seed: one and two (0.2 ± 1.1 over 2 seeds).")
 
 
-def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path) -> None:
-    results = read_results(compared, {})
-    text = markdown(results, tmp_path / "report")
-    assert "| one | " in text
-    assert "8.50 ± 0.71" in text
-    assert "[config](../runs/small/one-seed1/config.yaml)" in text
-    line = next(each for each in values_csv(results).splitlines() if each.startswith("one,2,validation"))
-    folder = tmp_path / "runs/small/one-seed2"
+def test_every_number_of_the_report_has_run_config_and_commit(compared, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["study.py", "--study", str(compared.path), "--report"])
+    assert main() == 0
+    out = compared.folder / "report"
+    assert {path.name for path in out.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
+    text = (out / "tables.md").read_text()
+    configs = [f"[config](../{each.name}/config.yaml)" for each in compared.runs]
+    assert all(said in text for said in ("| one | ", "8.50 ± 0.71", "0123456789ab", *configs))
+    lines = (out / "values.csv").read_text().splitlines()
+    line = next(each for each in lines if each.startswith("one,2,validation"))
+    folder = compared.folder / "one-seed2"
     assert line == f"one,2,validation,val_loss,at the end,9.0,{folder},{folder}/config.yaml,0123456789abcdef"
-    assert f"one,validation,val_loss,at the end,2,8.5,{math.sqrt(0.5)!r},0" in arms_csv(results)
-    assert run_rows(results)[4][1] == "after step 6 of 10"
+    arms = (out / "arms.csv").read_text()
+    assert f"one,validation,val_loss,at the end,2,8.5,{math.sqrt(0.5)!r},0" in arms
+    assert run_rows(read_results(compared, {}))[4][1] == "after step 6 of 10"
 
 
 def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
@@ -172,16 +174,6 @@ def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
     assert results.spread("one", validation) == Spread(1, 9.0, None, 1)
     found = [written(each) for each in (results.spread("one", validation), Spread(0, None, None, 2))]
     assert found == ["9; 1 diverged", "2 diverged"]
-
-
-def test_the_report_has_the_tables_and_links(compared, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["study.py", "--study", str(compared.path), "--report"])
-    assert main() == 0
-    out = compared.folder / "report"
-    assert {path.name for path in out.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
-    text = (out / "tables.md").read_text()
-    assert all(f"[config](../{run.name}/config.yaml)" in text for run in compared.runs)
-    assert "0123456789ab" in text
 
 
 def test_the_cost_matches_the_dry_run(compared: Study) -> None:

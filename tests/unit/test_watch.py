@@ -47,7 +47,7 @@ def place(step: int = 7, activity: str = "training") -> Beat:
         ([Age(place(), 0, 61), Age(place(6, "saving"), 0, 62), Age(place(), 0, 61)], [1]),
         # The rank that waits longest began to wait before the other rank blocked.
         ([Age(place(), 0, 61), Age(place(), 55, 57)], [1]),
-        ([Age(place(), 0, 61), Age(place(activity="reading text"), 0, 40)], [1]),
+        ([Age(place(), 0, 61), Age(place(activity="saving"), 0, 40)], [1]),
         ([Age(place(), 0, 61), Age(place(), 20, 61)], None),  # a late heartbeat is waited for
         ([Age(place(), 0, 71), Age(place(), 30, 71)], [1]),
         ([Age(place(), 0, 71), Age(beat(number=2), 0, 71)], [0, 1]),

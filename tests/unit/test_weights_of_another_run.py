@@ -30,14 +30,13 @@ from gsa_train.run.state import Run
 from gsa_train.run_folder.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
-    find_initial_weights,
     load_initial_main_weights,
-    load_initial_weights,
 )
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from gsa_train.train import train_phases
 from helpers.checkpoints import write_checkpoint
+from helpers.converted import model_with_weights_of
 from helpers.runs import REPOSITORY
 from helpers.single_rank import (
     DENSE,
@@ -90,11 +89,7 @@ def trained(tmp_path: Path) -> Trained:
 
 
 def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Model:
-    checkpoint = dataclasses.replace(config.checkpoint, initial_weights=str(folder))
-    config = dataclasses.replace(config, checkpoint=checkpoint)
-    model = tiny_model(config)
-    load_initial_weights(config, find_initial_weights(config, single_rank()), model, tokenizer, single_rank())
-    return model
+    return model_with_weights_of(folder, config, tokenizer)
 
 
 def test_another_length_base_and_budget(trained: Trained) -> None:

@@ -25,11 +25,11 @@ from helpers.converted import (
     config_of,
     hf_logits,
     model_with_weights_of,
-    random_model,
     save,
     some_tokens,
     training_logits,
 )
+from helpers.evaluated import evaluated_model
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -40,7 +40,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_match_training_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     config = config_of(name)
-    model = random_model(config)
+    model = evaluated_model(config)
     checkpoint = save(model, config, tmp_path / "checkpoints")
     done = export_hf(checkpoint, tmp_path / "out", max_shard_bytes=150_000)
     assert len(list(done.folder.glob("model-*-of-*.safetensors"))) > 1
@@ -64,7 +64,7 @@ def test_logits_match_training_and_come_back_bit_for_bit(name: str, tmp_path: Pa
 def test_in_bf16_the_error_matches_training(name: str, tmp_path: Path) -> None:
     """Every query selects all its causal keys, because rounding would decide between near scores."""
     config = config_of(name, precision="bf16")
-    model = random_model(config)
+    model = evaluated_model(config)
     for attention in model.attentions:
         if attention.variance is not None:
             attention.variance.ema.fill_(1e6)
@@ -84,7 +84,7 @@ def gsa(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Create a GSA model's checkpoint and its folder for transformers."""
     folder = tmp_path_factory.mktemp("gsa")
     config = config_of("GSA")
-    checkpoint = save(random_model(config), config, folder / "run" / "checkpoints")
+    checkpoint = save(evaluated_model(config), config, folder / "run" / "checkpoints")
     return checkpoint, export_hf(checkpoint, folder / "out").folder
 
 
@@ -114,7 +114,7 @@ def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(gsa, tmp_path, monkey
 
 def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) -> None:
     config = config_of("standard")
-    checkpoint = save(random_model(config), config, tmp_path / "checkpoints")
+    checkpoint = save(evaluated_model(config), config, tmp_path / "checkpoints")
     copy = checkpoint / "tokenizer.model"
     content = copy.read_bytes()
     copy.write_bytes(content[:-1] + b"?")

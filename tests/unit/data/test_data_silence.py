@@ -107,25 +107,16 @@ def open_text(address: str) -> Manifest:
     return corpus
 
 
-@pytest.mark.parametrize("method", ["ls", "ls with sizes", "ls of a folder below", "cat_ranges"])
-def test_a_listing_that_never_ends(share, server, method, caplog):
+@pytest.mark.parametrize("method", ["ls", "ls with sizes", "ls of a folder below", "cat_ranges", "connect"])
+def test_a_connection_that_never_comes_or_a_listing_that_never_ends(share, server, method, caplog):
+    what, failed = ("connection to", "connected to") if method == "connect" else ("data folder", "read")
     server.silence(method, hangs=1)
     assert len(open_text(share).shards) == 2
     assert server.hangs == 0
-    (told,) = caplog.messages
-    assert told == "data folder 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"
-    server.silence(method, hangs=2)
-    with pytest.raises(DataFault, match=rf"'silent://text' cannot be read .*{SILENCE}.*its server answers"):
-        open_corpus(share, reading=QUICK)
-
-
-def test_a_connection_that_never_comes(share, server, caplog):
-    server.silence("connect", hangs=1)
-    assert len(open_text(share).shards) == 2
-    assert caplog.messages == ["connection to 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"]
+    assert caplog.messages == [f"{what} 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"]
     SilentFileSystem.clear_instance_cache()
-    server.silence("connect", hangs=2)
-    message = rf"'silent://text' cannot be connected to \(ReadError: {SILENCE}\); .*its server answers"
+    server.silence(method, hangs=2)
+    message = rf"'silent://text' cannot be {failed} .*{SILENCE}.*its server answers"
     with pytest.raises(DataFault, match=message):
         open_corpus(share, reading=QUICK)
 

@@ -26,7 +26,7 @@ from gsa_eval.generation import continue_prompts
 from gsa_eval.harness import EvaluatedLM, run_tasks
 from gsa_eval.harness_tasks import find_tasks
 from helpers.chats import PLAIN, make_tokenizer
-from helpers.evaluated import SAMPLE, evaluated_config, evaluated_model, save_run
+from helpers.evaluated import SAMPLE, evaluated_config, evaluated_model, log_likelihood, save_run
 
 LENGTH = 48
 NAMING = "gsa_eval.harness_tasks.NamingManager"
@@ -200,11 +200,6 @@ def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypat
         assert steps[-1] < len(whole)  # it stopped there
 
 
-def plain_sum(model: EvaluatedLM, tokens: list[int]) -> float:
-    logits = model.evaluated.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
-    return sum(float(logits[place, token]) for place, token in enumerate(tokens[1:]))
-
-
 @pytest.mark.parametrize(
     ("context", "continuation"), [("", "x"), ("  ", "x"), ("\n\n", " y"), ("", " "), (" ", "")]
 )
@@ -214,7 +209,7 @@ def test_where_a_context_has_no_tokens_an_eos_stands_in(context, continuation, p
     tokens = [ours.eot_token_id, *ours.tok_encode(context + continuation)]
     asked = requests("loglikelihood", (context, continuation))
     ((nats, _),) = ours.loglikelihood(asked)
-    assert nats == pytest.approx(plain_sum(ours, tokens), rel=1e-5)
+    assert nats == pytest.approx(log_likelihood(ours.evaluated.model, tokens), rel=1e-5)
 
 
 def test_an_empty_prompt_and_an_empty_continuation(models: tuple[EvaluatedLM, HFLM, Path]) -> None:

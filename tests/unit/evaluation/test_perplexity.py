@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from gsa_data.corpus import open_corpus
@@ -37,6 +36,7 @@ from helpers.evaluated import (
     evaluated_config,
     evaluated_model,
     files_of_run,
+    log_likelihood,
     save_run,
 )
 from helpers.single_rank import single_rank
@@ -71,13 +71,7 @@ def results(run_dir: Path, name: str) -> dict[str, Any]:
 def straight_line(folder: Path, sequences: list[tuple[list[int], int]]) -> float:
     """Sum the nats of each sequence's labels from a position on, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    total = 0.0
-    for tokens, first in sequences:
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
-        for place in range(first, len(tokens) - 1):
-            total -= float(logits[place].log_softmax(-1)[tokens[place + 1]])
-    return total
+    return -sum(log_likelihood(model, tokens, first) for tokens, first in sequences)
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gsa_data.request_files import (
     Question,
@@ -24,7 +23,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_eval.commands import evaluate as command
 from gsa_eval.evaluated_model import Source, load_evaluated_model
 from gsa_train.validation.requests import encode_requests, read_tasks
-from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
+from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, log_likelihood, save_run
 from helpers.request_files import CHOICES, GOLD, choice_requests, gold_requests, request, write_requests
 
 
@@ -167,10 +166,7 @@ def straight_line(model: Any, tokenizer: Tokenizer, context: str, continuation: 
     before, whole = tokenizer.encode(context).tolist(), tokenizer.encode(context + continuation).tolist()
     assert whole[: len(before)] == before
     tokens = whole[-LENGTH - 1 :]
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
-    first = len(tokens) - (len(whole) - len(before)) - 1
-    return sum(float(logits[place, tokens[place + 1]]) for place in range(first, len(tokens) - 1))
+    return log_likelihood(model, tokens, first=len(tokens) - (len(whole) - len(before)) - 1)
 
 
 def test_the_command_gives_the_scores_of_a_plain_loop(places, tmp_path, monkeypatch, capsys):

@@ -94,17 +94,22 @@ def test_weights_that_fused_steps_cannot_join(monkeypatch: pytest.MonkeyPatch) -
         assert chosen(model, monkeypatch) is decoding.ModelDecoder
 
 
+def fused(model: Any, name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> generation.Generator:
+    if name != "dense":
+        model.set_attn_implementation("gsa")
+    monkeypatch.setattr(generation, "DecodingGraph", lambda decoder: decoder)
+    generator = generation.Generator(model)
+    generator.decoder = decoding.FusedDecoder(model, **options)
+    return generator
+
+
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call with the same generator uses the cache of the first."""
     model = make_model(name)
     wanted = by_transformers(model, 10)
-    if name != "dense":
-        model.set_attn_implementation("gsa")
-    monkeypatch.setattr(generation, "DecodingGraph", lambda decoder: decoder)
-    generator = generation.Generator(model)
-    generator.decoder = decoding.FusedDecoder(model)
+    generator = fused(model, name, monkeypatch)
     assert generator.generate(PROMPTS, 10).tokens == wanted
     first = generator._graph
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
@@ -119,11 +124,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
 def test_products_of_few_rows_give_the_same_tokens(name, count, new, monkeypatch):
     model = make_model(name)
     wanted = [row[:new] for row in by_transformers(model, new)[:count]]
-    if name != "dense":
-        model.set_attn_implementation("gsa")
-    monkeypatch.setattr(generation, "DecodingGraph", lambda decoder: decoder)
-    generator = generation.Generator(model)
-    generator.decoder = decoding.FusedDecoder(model, products="rows")
+    generator = fused(model, name, monkeypatch, products="rows")
     assert generator.generate(PROMPTS[:count], new).tokens == wanted
     assert generator.decoder.products == "rows"
 
@@ -179,15 +180,6 @@ def test_a_sequence_ends_at_its_own_end() -> None:
 def test_what_cannot_be_generated(prompts: list[list[int]], count: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         generation.Generator(make_model("dense")).generate(prompts, count)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"temperature": 0.0}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p")],
-)
-def test_wrong_sampling(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        generation.Sampling(**options)
 
 
 def test_fused_steps_want_the_kernels() -> None:

@@ -50,7 +50,6 @@ def steps(
     prompt: int,
     kind: str,
     swap_at: int | None = None,
-    decodes_by: str = "",
 ) -> torch.Tensor:
     """Return logits of the prompt and of one token after the other; at `swap_at` the sequences change places."""
     held, found = {CACHE_ARGUMENT: a_cache(model, kind)}, []
@@ -62,24 +61,28 @@ def steps(
                 tokens, mask = tokens.flip(0), mask.flip(0)
             given = {"attention_mask": mask[:, :end], "use_cache": True}
             found.append(model(tokens[:, first:end], **given, **held).logits)
-            if decodes_by:
-                model.set_attn_implementation(decodes_by)
     return torch.cat(found, 1)
 
 
+GROUPS: dict[str, Any] = {"key_group_size": 4, "index_topk": 8, "indexer_rope": True}
+
+
 @pytest.mark.parametrize(
-    ("changes", "kind", "prompt", "length", "swap_at"),
+    ("changes", "kind", "pads", "prompt", "length", "swap_at"),
     [
-        ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 18, 20, None),
-        ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 18, 20, 19),
-        ({**OTHER_GATES, "num_hidden_layers": 1}, "dynamic", 18, 20, None),
+        ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 3, 18, 20, None),
+        ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 3, 18, 20, 19),
+        ({**OTHER_GATES, "num_hidden_layers": 1}, "dynamic", 3, 18, 20, None),
+        # Decoding enters the next group of keys.
+        ({**GROUPS, "index_topk_freq": 2}, "dynamic", 0, 16, 21, 18),
+        ({**GROUPS, "local_window": 6, "num_hidden_layers": 1}, "static", 3, 16, 21, 18),
     ],
-    ids=["dense-and-sparse", "reuse", "gates"],
+    ids=["dense-and-sparse", "reuse", "gates", "groups, reuse", "groups, window"],
 )
-def test_prompt_and_decoding(changes, kind, prompt, length, swap_at):
+def test_prompt_and_decoding(changes, kind, pads, prompt, length, swap_at):
     """The batch has padding in front, and sequences may change places in the cache."""
     model = model_of(**changes)
-    tokens, mask = padded(length, 3)
+    tokens, mask = padded(length, pads)
     expected = steps(model, tokens, mask, prompt, kind, swap_at)
     model.set_attn_implementation("gsa")
     found = steps(model, tokens, mask, prompt, kind, swap_at)
@@ -109,23 +112,6 @@ def test_short_inputs_attend_to_all_keys(monkeypatch):
     few = mask.bool() & (mask.cumsum(1) < 24)
     torch.testing.assert_close(found[few], dense[few], rtol=1e-4, atol=1e-4)
     assert (found - dense)[:, -1].abs().max() > 1e-2
-
-
-GROUPS: dict[str, Any] = {"key_group_size": 4, "index_topk": 8, "indexer_rope": True}
-
-
-@pytest.mark.parametrize(
-    ("kind", "pads", "changes"),
-    [("dynamic", 0, {"index_topk_freq": 2}), ("static", 3, {"local_window": 6, "num_hidden_layers": 1})],
-)
-def test_groups_of_keys(kind: str, pads: int, changes: dict[str, Any]) -> None:
-    """Decoding enters the next group of keys. Prompts have padding in front, and sequences change places."""
-    model = model_of(**GROUPS, **changes)
-    tokens, mask = padded(21, pads)
-    expected = steps(model, tokens, mask, 16, kind, 18)
-    model.set_attn_implementation("gsa")
-    found = steps(model, tokens, mask, 16, kind, 18, decodes_by="gsa")
-    torch.testing.assert_close(found[:, pads:], expected[:, pads:], rtol=1e-4, atol=1e-4)
 
 
 def test_loss_and_gradients() -> None:
