@@ -105,6 +105,8 @@ def config_from_yaml(content: str, path: str | Path) -> Config:
 class SavedProblems(Problems):
     """Collects problems of a saved config. Fields that this version does not know come from another version."""
 
+    of_checkpoint = True
+
     def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
         super().add(field, value, wrong, "use the version of gsa_train that saved it", meant=meant)
 

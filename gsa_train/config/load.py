@@ -21,7 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from gsa_data.whole_files import read_whole
-from gsa_train.config.other_names import FIELD_OF, REMOVED, REMOVED_AFTER, RENAMED_VALUES
+from gsa_train.config.other_names import (
+    FIELD_OF,
+    MODEL_SECTIONS,
+    REMOVED,
+    REMOVED_AFTER,
+    RENAMED_VALUES,
+    SAVED_VALUES,
+)
 from gsa_train.config.text_yaml import TextLoader
 
 Built = TypeVar("Built")
@@ -44,6 +51,9 @@ class ConfigError(ValueError):
 
 class Problems:
     """Collects the mistakes in a config of class `root`, and the fields that they leave without a value."""
+
+    of_checkpoint = False
+    """Whether a checkpoint has the config, which nobody can change."""
 
     def __init__(self, root: type) -> None:
         self.root = root
@@ -263,8 +273,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
         if field in REMOVED:
-            allowed = REMOVED[field]
-            if allowed is not None and as_written(value) not in map(as_written, allowed):
+            is_lost = problems.of_checkpoint and field.split(".")[0] not in MODEL_SECTIONS
+            if not is_lost and as_written(value) not in map(as_written, REMOVED[field]):
                 problems.add(field, value, REMOVED_AFTER, "use that release, or remove the field")
         elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)
@@ -278,6 +288,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         else:
             if isinstance(value, str):
                 value = RENAMED_VALUES.get((field, value), value)
+                if problems.of_checkpoint:
+                    value = SAVED_VALUES.get((field, value), value)
             try:
                 values[key] = _typed(hint, value)
             except ValidationError:

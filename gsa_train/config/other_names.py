@@ -63,26 +63,30 @@ OTHER_NAMES = {
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
 """Maps names in other frameworks to our fields. A field of `phases` is shown for the first phase."""
 
-REMOVED: dict[str, tuple[object, ...] | None] = {
+REMOVED: dict[str, tuple[object, ...]] = {
     "gsa.selection_query": ("first",),
     "gsa.reuse_teacher": ("leader",),
     "gsa.selection_block": (1,),
     "gsa.indexer_pool": (1,),
-    "logging.plots": None,
-    "evaluate.prompts": None,
-    "evaluate.prompt_tokens": None,
+    "logging.plots": (True, False),
+    "evaluate.prompts": ([],),
+    "evaluate.prompt_tokens": (32,),
     "monitor.detector": ("robust",),
-    "monitor.lower_lr_factor": None,
-    "monitor.lower_lr_steps": None,
-    "monitor.rewind_min_steps": None,
-    "monitor.rewind_skip_before_steps": None,
-    "monitor.rewind_skip_after_steps": None,
-    "monitor.max_rewinds": None,
+    "monitor.lower_lr_factor": (0.5,),
+    "monitor.lower_lr_steps": (200,),
+    "monitor.rewind_min_steps": (100,),
+    "monitor.rewind_skip_before_steps": (100,),
+    "monitor.rewind_skip_after_steps": (100,),
+    "monitor.max_rewinds": (3,),
 }
 """Maps each removed field to the values with which a config still loads, so that earlier runs and checkpoints stay
-usable. None allows any value."""
+usable. In the config of a checkpoint, fields outside of MODEL_SECTIONS may have any value."""
+MODEL_SECTIONS = frozenset(["model", "gsa", "moe"])
+"""Sections whose fields change the model."""
 REMOVED_AFTER = "removed after release studies-0.1"
 """The reason in the error for a removed field with another value."""
 
+SAVED_VALUES = {("monitor.action", "rewind"): "stop", ("monitor.action", "lower_lr"): "skip"}
+"""Maps removed (field, value) in the config of a checkpoint to a present value. A new config may not have them."""
 RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 """Maps (field, earlier value) to the value's present name. The configs of earlier runs have the earlier value."""

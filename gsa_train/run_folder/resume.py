@@ -361,7 +361,7 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
                 lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
     for field, values in REMOVED.items():
         section, name = field.split(".")
-        if section not in MAY_CHANGE or values is None:
+        if section not in MAY_CHANGE:
             continue
         before = saved.get(section, {}).get(name, values[0])
         if before not in values:
