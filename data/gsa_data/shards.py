@@ -74,8 +74,8 @@ def manifest_of(
             break
     else:
         raise DataFault(
-            f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS + OTHER_FORMATS)}; name the folder "
-            "of the split itself"
+            f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS + OTHER_FORMATS)}, *.idx; name the "
+            "folder of the split itself"
         )
     for relpath, _ in shards:
         if relpath.endswith(".parquet"):
