@@ -21,14 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from gsa_data.whole_files import read_whole
-from gsa_train.config.other_names import (
-    FIELD_OF,
-    MODEL_SECTIONS,
-    REMOVED,
-    REMOVED_AFTER,
-    RENAMED_VALUES,
-    SAVED_VALUES,
-)
+from gsa_train.config.other_names import FIELD_OF, REMOVED, REMOVED_AFTER, any_value_loads, present_value
 from gsa_train.config.text_yaml import TextLoader
 
 Built = TypeVar("Built")
@@ -273,8 +266,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
         if field in REMOVED:
-            is_lost = problems.of_checkpoint and field.split(".")[0] not in MODEL_SECTIONS
-            if not is_lost and as_written(value) not in map(as_written, REMOVED[field]):
+            loads = problems.of_checkpoint and any_value_loads(field)
+            if not loads and as_written(value) not in map(as_written, REMOVED[field]):
                 problems.add(field, value, REMOVED_AFTER, "use that release, or remove the field")
         elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)
@@ -287,9 +280,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
             values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
         else:
             if isinstance(value, str):
-                value = RENAMED_VALUES.get((field, value), value)
-                if problems.of_checkpoint:
-                    value = SAVED_VALUES.get((field, value), value)
+                value = present_value(field, value, problems.of_checkpoint)
             try:
                 values[key] = _typed(hint, value)
             except ValidationError:

@@ -80,7 +80,7 @@ REMOVED: dict[str, tuple[object, ...]] = {
     "monitor.max_rewinds": (3,),
 }
 """Maps each removed field to the values with which a config still loads, so that earlier runs and checkpoints stay
-usable. In the config of a checkpoint, fields outside of MODEL_SECTIONS may have any value."""
+usable."""
 MODEL_SECTIONS = frozenset(["model", "gsa", "moe"])
 """Sections whose fields change the model."""
 REMOVED_AFTER = "removed after release studies-0.1"
@@ -90,3 +90,13 @@ SAVED_VALUES = {("monitor.action", "rewind"): "stop", ("monitor.action", "lower_
 """Maps removed (field, value) in the config of a checkpoint to a present value. A new config may not have them."""
 RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 """Maps (field, earlier value) to the value's present name. The configs of earlier runs have the earlier value."""
+
+
+def any_value_loads(removed_field: str) -> bool:
+    """Return whether a checkpoint may have any value of a removed field, because the field did not change the model."""
+    return removed_field.split(".")[0] not in MODEL_SECTIONS
+
+
+def present_value(field: str, value: str, of_checkpoint: bool) -> str:
+    value = RENAMED_VALUES.get((field, value), value)
+    return SAVED_VALUES.get((field, value), value) if of_checkpoint else value
