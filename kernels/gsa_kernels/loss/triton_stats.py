@@ -1,19 +1,12 @@
 """Runs the first pass over a chunk of rows: log-sum-exp of the scores and sum of the target over the attended set."""
 
-# Tuples grow by addition, because Triton does not support starred expressions in tuples.
-# ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
-
 import triton
 import triton.language as tl
 
 from gsa_kernels.loss.triton_scores import (
     NOT_A_SCORE,
     attended_tile,
-    load_biases,
-    load_head_weights,
     load_keys,
-    load_queries,
     load_target,
     score_tile,
     target_places,
@@ -34,7 +27,6 @@ def stats_kernel(
     packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
-    first_keys,  # out: [B, tiles] int32, the first causal key of any row of the tile
     R,
     L,
     W,
@@ -75,19 +67,10 @@ def stats_kernel(
     if HAS_STARTS:
         starts = tl.load(document_starts + row_index, mask=valid, other=L)
         first = tl.min(starts, 0)
-    if segment == 0:
-        tl.store(first_keys + b * num_tiles + tile, first)
-
     begin = tl.maximum(segment * SEGMENT, first // BN * BN)
     end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
     if begin < end:
-        queries = load_queries(q_idx, row_index, valid, HI, DI, BLOCK_D)
-        weights = load_head_weights(weight_logits, weight_bias, row_index, valid, HI, KIND, WEIGHT_BIAS)
         factor = tl.load(beta) * LOG2_E
-        scaled = ()
-        for j in tl.static_range(HI):
-            scaled = scaled + (weights[j] * factor,)
-        biases = load_biases(score_bias, HI, SCORE_BIAS)
         target_at = target_places(
             target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
         )
@@ -100,7 +83,10 @@ def stats_kernel(
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
-            scores = score_tile(queries, keys, scaled, biases, scale, HI, KIND, PRECISION)
+            scores = score_tile(
+                q_idx, keys, weight_logits, score_bias, weight_bias, row_index, valid, factor, scale,
+                HI, DI, BLOCK_D, KIND, PRECISION, SCORE_BIAS, WEIGHT_BIAS,
+            )  # fmt: skip
             attended = attended_tile(
                 packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
             )
