@@ -4,8 +4,9 @@
 
 The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
 Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
-the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms, gradients_ms
-and reduce_ms are the kernels for the last last_chunk_rows rows.
+the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. The other times are
+the kernels for the last last_chunk_rows rows: stats_ms, gradients_ms and reduce_ms, or by head stats_ms, scores_ms,
+queries_ms and keys_ms.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """
@@ -123,13 +124,12 @@ def measure(report: harness.Report, case: Case) -> None:
     kind = score_kind(cases.DTYPE, "sigmoid", beta.device)
     mask = case.packed_mask
     inputs = Inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta.reshape(1), mask, None, kind)
-    outputs = new_outputs(inputs, with_gradients=True, sampled=False, one_chunk=False)
+    blocks = choose_blocks(inputs)
+    outputs = new_outputs(inputs, blocks, with_gradients=True, sampled=False, one_chunk=False)
     length = case.target.shape[1]
     chunk = min(length, 256 * 2**20 // (4 * length))
     rows = SampledRows(length - chunk, chunk)
-    launches = chunk_launches(
-        inputs, outputs, case.target[:, None, rows.start :], rows, choose_blocks(inputs)
-    )
+    launches = chunk_launches(inputs, outputs, case.target[:, None, rows.start :], rows, blocks)
     candidates: dict[str, harness.Run] = {
         "total": case.loss,
         "graph": harness.capture(case.loss),

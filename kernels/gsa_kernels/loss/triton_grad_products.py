@@ -21,7 +21,7 @@ from gsa_kernels.loss.triton_scores import (
     load_head_weight,
     load_keys,
     load_queries,
-    slope,
+    times_slope,
 )
 from gsa_kernels.triton_rows import number_of, row_of, rows_of, rows_of_program
 
@@ -105,7 +105,7 @@ def grad_queries_kernel(
             g = tl.load(grad_rows[:, None] + cols[None, :]).to(tl.float32)
             product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             a = activate(product, scale, bias, KIND)
-            dz = g * slope(a, KIND)
+            dz = times_slope(g, product, a, KIND)
             if KIND != RELU:
                 grad_a += tl.sum(g * a, 1)
             if SCORE_BIAS:
@@ -205,6 +205,7 @@ def grad_keys_kernel(
     if gradient_scale is not None:
         factor *= tl.load(gradient_scale)
     keys = load_keys(k_idx + b * L * DI, cols, L, DI, BLOCK_D)
+    keys_t = tl.trans(keys)
     total = tl.zeros([BN, BLOCK_D], tl.float32)
     if ADDS:
         total = tl.load(out, mask=inside, other=0.0)
@@ -217,9 +218,9 @@ def grad_keys_kernel(
         weight = load_head_weight(weight_logits, weight_bias, row_index, valid, head, HI, KIND, WEIGHT_BIAS)
         bias = load_bias(score_bias, head, SCORE_BIAS)
         grad_rows = grad_scores + (b * (num_tiles * BM) + local) * grad_stride
-        g = tl.load(grad_rows[None, :] + cols[:, None]).to(tl.float32)
-        # With keys as rows, dz is the left operand of the second product, which may come from registers.
-        a = activate(tl.dot(keys, tl.trans(queries), input_precision=PRECISION), scale, bias, KIND)
-        dz = g * (weight * factor)[None, :] * slope(a, KIND)
-        total = tl.dot(dz.to(keys.dtype), queries, total, input_precision=PRECISION)
+        g = tl.load(grad_rows[:, None] + cols[None, :]).to(tl.float32)
+        product = tl.dot(queries, keys_t, input_precision=PRECISION)
+        a = activate(product, scale, bias, KIND)
+        dz = times_slope(g * (weight * factor)[:, None], product, a, KIND)
+        total = tl.dot(tl.trans(dz.to(keys.dtype)), queries, total, input_precision=PRECISION)
     tl.store(out, total, mask=inside)

@@ -305,7 +305,9 @@ def _launches_by_head(
     launches: dict[str, Callable[[], object]] = {}
     if not sums_given:
         launches["stats"] = _launch(stats_kernel, sizes.grid, arguments, **first)
-    launches["scores"] = _launch(grad_scores_kernel, sizes.grid, arguments, **first)
+    # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
+    registers = None if outputs.kl_rows is not None else 128
+    launches["scores"] = _launch(grad_scores_kernel, sizes.grid, arguments, **first, maxnreg=registers)
     row_grid = (heads if with_gradients else 1, sizes.tiles, sizes.batch)
     launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **second)
     if outputs.dk is not None:

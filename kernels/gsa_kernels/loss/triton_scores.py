@@ -62,6 +62,12 @@ def slope(a, KIND: tl.constexpr):
 
 
 @triton.jit
+def times_slope(g, product, a, KIND: tl.constexpr):
+    """Compute g * da/dz. ReLU needs only the sign of the product, which saves computing a."""
+    return tl.where(product > 0, g, 0.0) if KIND == RELU else g * slope(a, KIND)
+
+
+@triton.jit
 def head_weight(logit, KIND: tl.constexpr):
     """Return the weight of one head from w + c."""
     if KIND == RELU:
@@ -159,6 +165,9 @@ def score_tile(
     of all heads do not fit the registers."""
     keys_t = tl.trans(keys)
     scores = tl.zeros([row_index.shape[0], keys.shape[0]], tl.float32)
+    if KIND == RELU:  # relu(scale x) is scale relu(x)
+        factor *= scale
+        scale = 1.0
     for head in range(HI):
         queries = load_queries(q_idx, row_index, valid, head, HI, DI, BLOCK_D)
         weight = load_head_weight(weight_logits, weight_bias, row_index, valid, head, HI, KIND, WEIGHT_BIAS)
