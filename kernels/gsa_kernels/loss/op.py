@@ -95,7 +95,7 @@ def masked_indexer_loss(
     Args:
         indexer: its keys up to the last query's own
         rows: which rows are computed; the sample is the same on every tensor-parallel rank
-        row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
+        row_chunk_bytes: size of a chunk of the target; scratch memory is at most about twice this
         blocks: block shapes, for measurements
 
     Returns:
