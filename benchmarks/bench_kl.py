@@ -1,6 +1,6 @@
 """Times value and gradients of the indexer's KL loss on one CUDA device, after checking both.
 
-    python benchmarks/bench_kl.py [--lengths 4096 16384]
+    python benchmarks/bench_kl.py [--lengths 4096 16384] [--heads 8]
 
 The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
 Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
@@ -61,12 +61,12 @@ class Case:
         return masked_indexer_loss(indexer, target, Attended(self.packed_mask))[0]
 
 
-def make_case(length: int, attended: str) -> Case:
+def make_case(length: int, attended: str, heads: int) -> Case:
     torch.manual_seed(0)
     beta = torch.tensor(2.0, device=cases.DEVICE, requires_grad=True)
     mask = cases.random_packed_mask(1, length, cases.K_BASE) if attended == "sparse" else None
-    labels: dict[str, harness.Cell] = {"length": length, "attended": attended}
-    return Case(cases.indexer_inputs(1, length), beta, mask, make_target(length), labels)
+    labels: dict[str, harness.Cell] = {"length": length, "heads": heads, "attended": attended}
+    return Case(cases.indexer_inputs(1, length, heads=heads), beta, mask, make_target(length), labels)
 
 
 def make_target(length: int) -> torch.Tensor:
@@ -147,14 +147,15 @@ def measure(report: harness.Report, case: Case) -> None:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=cases.INDEXER_HEADS)
     args = parser.parse_args()
     harness.require_cuda()
 
     report = harness.Report("bench_kl", args)
     for attended in ("all", "sparse"):
-        check(report, make_case(CHECKED_LENGTH, attended))
+        check(report, make_case(CHECKED_LENGTH, attended, args.heads))
     for length, attended in product(args.lengths, ("all", "sparse")):
-        measure(report, make_case(length, attended))
+        measure(report, make_case(length, attended, args.heads))
     return report.finish()
 
 

@@ -171,7 +171,8 @@ SELECTION_CHUNK_BYTES = 512 * 2**20
 """Scores, or candidates, of one chunk of rows (selection/op.py)."""
 
 LOSS_CHUNK_BYTES = 256 * 2**20
-"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs at most about as much (loss/op.py)."""
+"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs at most about as much
+(loss/op.py)."""
 
 FUSED_LOSS_CHUNK_BYTES = 2**30
 """Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""

@@ -1,9 +1,9 @@
-"""Runs the second pass over a chunk of rows, one head at a time: the KL, and the gradient of the scores.
+"""Runs both passes over the scores of a chunk of rows, one head at a time.
 
-G is the softmax of the scores minus the target. triton_grad_products.py computes the other gradients from G.
-
-A program owns BM rows and loops over a segment of the keys. It stores G and adds up the KL. It accumulates no other
-gradient: with those of all heads the registers spill.
+The first pass computes the log-sum-exp of the scores and the sum of the target over the attended set. The second pass
+computes the KL, and the gradient of the scores G, which is the softmax of the scores minus the target.
+triton_grad_products.py computes the other gradients from G. A program that accumulates those of all heads spills
+registers.
 """
 
 import triton
@@ -68,7 +68,7 @@ def kl_terms(log2_q, q, p, log2_p):
 
 
 @triton.jit
-def grad_scores_kernel(
+def score_pass_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]
     weight_logits,  # [B, R, HI]
@@ -78,7 +78,7 @@ def grad_scores_kernel(
     target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
-    row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
+    row_stats,  # [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target; out: if FIRST
     R,
     L,
     W,
@@ -89,7 +89,7 @@ def grad_scores_kernel(
     target_stride_part,
     target_stride_row,
     scale,
-    log_sum,  # [B, R] fp32, or None: the first pass has it
+    log_sum,  # [B, R] fp32, or None: the first pass computes it
     inverse_target_sum,  # if there is `log_sum`
     kl_parts,  # out: [segments, B, tiles * BM] fp32, if WITH_VALUE
     grad_scores,  # out: [B, tiles * BM, grad_stride] fp16 or fp32: G_SCALE times G; 0 off the attended set
@@ -110,11 +110,15 @@ def grad_scores_kernel(
     WEIGHT_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    FIRST: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """`stats_kernel` describes grid and segments. G is written for key tiles with a causal key of the rows. It has the
-    same bits whether the KL is computed or not."""
+    """One program computes scores of BM rows for SEGMENT keys. The grid is (segments, tiles, B). A program writes
+    nothing if its segment has no causal key of the rows. Scores are multiplied by log2(e), for exp2.
+
+    G is written for key tiles with a causal key of the rows. It has the same bits whether the KL is computed or not.
+    """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -133,9 +137,13 @@ def grad_scores_kernel(
         padded_rows = num_tiles * BM
         segment_stride = tl.num_programs(2).to(tl.int64) * padded_rows
         row_offsets = b.to(tl.int64) * padded_rows + local
-        # Rows without a target get q = p = 0.
-        if log_sum is None:
-            plane = tl.num_programs(0) * segment_stride
+        plane = tl.num_programs(0) * segment_stride
+        if FIRST:
+            maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
+            exp_sum = tl.zeros([BM], tl.float32)
+            target_sum = tl.zeros([BM], tl.float32)
+        elif log_sum is None:
+            # Rows without a target get q = p = 0.
             lse, target_sum = merge_segments(
                 row_stats, first // SEGMENT, last // SEGMENT, plane, segment_stride, row_offsets, BM
             )
@@ -169,18 +177,34 @@ def grad_scores_kernel(
                 packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
             )
             p = load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
-            log2_q = tl.where(attended, scores - lse[:, None], NOT_A_SCORE)
-            q = tl.exp2(log2_q)
-            if WITH_GRADIENTS:
-                # An explicit fma leaves the compiler no choice that depends on WITH_VALUE.
-                g = tl.fma(p, -inverse_sum, q) * G_SCALE
-                tl.store(grad_rows[:, None] + cols[None, :], g.to(grad_scores.dtype.element_ty))
-            if WITH_VALUE:
-                p *= inverse_sum
-                log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
-                kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
-        if WITH_VALUE:
-            tl.store(kl_parts + segment * segment_stride + row_offsets, kl)
+            if FIRST:
+                target_sum += tl.sum(p, 1)
+                scores = tl.where(attended, scores, NOT_A_SCORE)
+                # Until a row's first attended key, exp_sum adds meaningless values. The first real score or the merge
+                # of segments multiplies this sum by 0.
+                new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+                exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + tl.sum(
+                    tl.exp2(scores - new_maximum[:, None]), 1
+                )
+                maximum = new_maximum
+            else:
+                log2_q = tl.where(attended, scores - lse[:, None], NOT_A_SCORE)
+                q = tl.exp2(log2_q)
+                if WITH_GRADIENTS:
+                    # An explicit fma leaves the compiler no choice that depends on WITH_VALUE.
+                    g = tl.fma(p, -inverse_sum, q) * G_SCALE
+                    tl.store(grad_rows[:, None] + cols[None, :], g.to(grad_scores.dtype.element_ty))
+                if WITH_VALUE:
+                    p *= inverse_sum
+                    log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
+                    kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
+        place = segment * segment_stride + row_offsets
+        if FIRST:
+            tl.store(row_stats + place, maximum)
+            tl.store(row_stats + place + plane, exp_sum)
+            tl.store(row_stats + place + 2 * plane, target_sum)
+        elif WITH_VALUE:
+            tl.store(kl_parts + place, kl)
 
 
 @triton.jit

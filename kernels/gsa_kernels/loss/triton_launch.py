@@ -16,10 +16,9 @@ from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.hopper.triton_stacked_stats import stacked_stats_kernel
 from gsa_kernels.limits import GRADIENT_KEYS, count_key_parts, loss_tile
 from gsa_kernels.loss import triton_scores as kinds
-from gsa_kernels.loss.triton_grad import grad_scores_kernel
+from gsa_kernels.loss.triton_grad import score_pass_kernel
 from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel
 from gsa_kernels.loss.triton_reduce import reduce_kernel, totals_kernel
-from gsa_kernels.loss.triton_stats import stats_kernel
 from gsa_kernels.sampling import SampledRows
 
 
@@ -304,10 +303,12 @@ def _launches_by_head(
     }  # fmt: skip
     launches: dict[str, Callable[[], object]] = {}
     if not sums_given:
-        launches["stats"] = _launch(stats_kernel, sizes.grid, arguments, **first)
+        launches["stats"] = _launch(score_pass_kernel, sizes.grid, arguments, FIRST=True, **first)
     # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
     registers = None if outputs.kl_rows is not None else 128
-    launches["scores"] = _launch(grad_scores_kernel, sizes.grid, arguments, **first, maxnreg=registers)
+    launches["scores"] = _launch(
+        score_pass_kernel, sizes.grid, arguments, FIRST=False, **first, maxnreg=registers
+    )
     row_grid = (heads if with_gradients else 1, sizes.tiles, sizes.batch)
     launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **second)
     if outputs.dk is not None:

@@ -63,8 +63,8 @@ def slope(a, KIND: tl.constexpr):
 
 @triton.jit
 def times_slope(g, product, a, KIND: tl.constexpr):
-    """Compute g * da/dz. ReLU needs only the sign of the product, which saves computing a. Where the product is NaN, the
-    result is g, which is NaN in an attended pair."""
+    """Compute g * da/dz. ReLU needs only the sign of the product, which saves computing a. Where the product is NaN,
+    the result is g, which is NaN in an attended pair."""
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 
 
