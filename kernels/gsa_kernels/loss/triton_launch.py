@@ -229,15 +229,18 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments that have the same name and value in all kernels."""
     heads, dim = inputs.q_idx.shape[2:]
-    given = {
-        **{name: getattr(inputs, name) for name in ("q_idx", "k_idx", "weight_logits", "beta")},
-        **{
-            name: getattr(inputs, name)
-            for name in ("score_bias", "weight_bias", "packed_mask", "document_starts")
-        },
-        **{name: getattr(outputs, name) for name in ("kl_rows", "partial_sums", "dq", "dk", "dw")},
-        "target": target,
-    }
+    names = (
+        "q_idx",
+        "k_idx",
+        "weight_logits",
+        "beta",
+        "score_bias",
+        "weight_bias",
+        "packed_mask",
+        "document_starts",
+    )
+    given = {name: getattr(inputs, name) for name in names} | {"target": target}
+    given |= {name: getattr(outputs, name) for name in ("kl_rows", "partial_sums", "dq", "dk", "dw")}
     strides = zip(("b", "part", "row"), target.stride()[:3], strict=True)
     return {
         # q_idx replaces a tensor that does not exist; the kernel does not touch it.
@@ -276,6 +279,7 @@ def _arguments(
 def _launches_by_head(
     inputs: Inputs, outputs: Outputs, blocks: Blocks, sizes: Sizes, arguments: dict[str, Any]
 ) -> dict[str, Callable[[], object]]:
+    assert blocks.stats_keys % blocks.grad_keys == 0, "whole tiles of G are written"
     fp32, heads = torch.float32, inputs.q_idx.shape[2]
     allocate = partial(scratch, device=inputs.q_idx.device)
     sums_given = inputs.log_sum is not None and inputs.target_sum is not None
