@@ -40,6 +40,15 @@ class Blocks:
     stacked: bool = False
     """Whether to run the kernels with the heads side by side."""
 
+    @property
+    def stats(self) -> dict[str, int]:
+        """Launch options of the kernels with tiles of `stats_keys`."""
+        return {"BN": self.stats_keys, "num_warps": self.stats_warps, "num_stages": self.stats_stages}
+
+    @property
+    def grad(self) -> dict[str, int]:
+        return {"BN": self.grad_keys, "num_warps": self.grad_warps, "num_stages": self.grad_stages}
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -299,26 +308,20 @@ def _launches_by_head(
         ),
         "grad_stride": stride,
     }
-    first: dict[str, Any] = {
-        "BN": blocks.stats_keys, "num_warps": blocks.stats_warps, "num_stages": blocks.stats_stages,
-    }  # fmt: skip
-    second: dict[str, Any] = {
-        "BN": blocks.grad_keys, "num_warps": blocks.grad_warps, "num_stages": blocks.grad_stages,
-    }  # fmt: skip
     launches: dict[str, Callable[[], object]] = {}
     if not sums_given:
-        launches["stats"] = _launch(score_pass_kernel, sizes.grid, arguments, FIRST=True, **first)
+        launches["stats"] = _launch(score_pass_kernel, sizes.grid, arguments, FIRST=True, **blocks.stats)
     # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
     registers = None if outputs.kl_rows is not None else 128
     launches["scores"] = _launch(
-        score_pass_kernel, sizes.grid, arguments, FIRST=False, **first, maxnreg=registers
+        score_pass_kernel, sizes.grid, arguments, FIRST=False, **blocks.stats, maxnreg=registers
     )
     row_grid = (heads if with_gradients else 1, sizes.tiles, sizes.batch)
-    launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **second)
+    launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
     if outputs.dk is not None:
         parts, num_keys = outputs.dk.shape[0], sizes.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
         key_grid = (parts, triton.cdiv(num_keys, blocks.grad_keys), sizes.batch)
-        launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **second)
+        launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **blocks.grad)
     return launches
 
 
@@ -353,22 +356,8 @@ def _stacked_launches(
     }
     launches: dict[str, Callable[[], object]] = {}
     if not lse_given:
-        launches["stats"] = _launch(
-            stacked_stats_kernel,
-            sizes.grid,
-            arguments,
-            BN=blocks.stats_keys,
-            num_warps=blocks.stats_warps,
-            num_stages=blocks.stats_stages,
-        )
-    launches["gradients"] = _launch(
-        stacked_grad_kernel,
-        sizes.grid,
-        arguments,
-        BN=blocks.grad_keys,
-        num_warps=blocks.grad_warps,
-        num_stages=blocks.grad_stages,
-    )
+        launches["stats"] = _launch(stacked_stats_kernel, sizes.grid, arguments, **blocks.stats)
+    launches["gradients"] = _launch(stacked_grad_kernel, sizes.grid, arguments, **blocks.grad)
     block_keys, block_dims, key_programs = 32, 16, 0
     if with_gradients:
         num_keys = sizes.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
