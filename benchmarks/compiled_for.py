@@ -32,13 +32,14 @@ class Driver:
     """Implements what Triton needs from a device to compile for it."""
 
     def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return self._target
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton caches target and kernels by device, so each target needs a device of its own.
+        return self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -94,6 +95,7 @@ def compile_for(capability: int, launches: Callable[[], object]) -> list[Compile
             reason = str(error.__cause__ or error).strip().splitlines()[-1]
             found[name + reason] = Compiled(name, (reason,))
         else:
+            assert kernel.metadata.target.arch == capability
             if kernel.hash not in found:
                 found[kernel.hash] = _describe(name, kernel, limit)
 
