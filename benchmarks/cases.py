@@ -129,8 +129,9 @@ def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Run dense causal attention of one torch backend on [B, H, L, D] and [B, Hkv, L, D]. On an H200 at 32K, cuDNN is
-    fastest with grouped heads and contiguous tensors. Flash attention is fastest on views of [B, L, H, D]."""
+    """Run dense causal attention of one torch backend on [B, H, L, D] and [B, Hkv, L, D]. Each backend has its own
+    fastest layout (H200, 32K tokens): contiguous tensors with grouped heads for cuDNN, and transposed views of
+    [B, L, H, D] for flash attention."""
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

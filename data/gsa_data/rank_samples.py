@@ -206,9 +206,10 @@ def _next_group(groups: Any) -> list[Block]:
 def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only when the training process `trainer` sends SIGTERM or no longer exists.
 
-    torchrun and Slurm send SIGTERM to readers too, but training needs the readers' text until it stops cleanly. With a
-    fork server `trainer` is not the reader's parent, so a thread polls its process id. torch's own check does not run
-    in a reader that waits at a full queue.
+    torchrun and Slurm send SIGTERM to readers too, but training needs the readers' text until it has stopped cleanly. A
+    thread therefore ignores SIGTERM from other processes. The thread also polls whether `trainer` exists, because with
+    a fork server `trainer` is not the reader's parent. torch's own check of the parent is not enough. It ends the
+    reader's loop, but if the pipe is full, the reader then waits forever for it to be read.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

@@ -6,8 +6,8 @@
 Decoding is greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may have any layout. No
 file is written. A CUDA device runs the kernels. Other devices run plain torch, which is slow for long texts.
 --attention selects another implementation. Texts go to the standard output. The speed and the chosen implementations go
-to the standard error. Exit code 2 means wrong use, no such checkpoint, an empty prompt, or a prompt longer than the
-model's context. Exit code 130 means Ctrl-C.
+to the standard error. Exit code 2 means wrong use, no such checkpoint, an empty prompt, or a prompt that with
+its new tokens exceeds the model's context. Exit code 130 means Ctrl-C.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attention",
         choices=("gsa", "sdpa"),
-        help="the kernels, or plain torch (default: gsa on a CUDA device, else sdpa; sdpa for groups of keys)",
+        help="the kernels, or plain torch (default: gsa on a CUDA device, else sdpa)",
     )
     parser.add_argument(
         "--compile",

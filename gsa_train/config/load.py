@@ -349,6 +349,11 @@ def _build_dict(
         try:
             entries[name] = _typed(value_hint, item)
         except ValidationError:
+            if isinstance(item, dict) and item:
+                problems.add(
+                    entry, "{...}", "several fields at once", f"write {entry}.{next(iter(item))} and so on"
+                )
+                continue
             wrong = _wrong_in_words(item, value_hint)
             problems.add(entry, item, wrong, f"write {entry}=VALUE, or remove the name")
     return entries

@@ -83,8 +83,9 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Returns the command that sends every start that W&B may lack. Starts are sent one by one: a killed start has an
-    incomplete last record, and `wandb sync` sends nothing after it."""
+    """Returns the shell command that sends the records of all starts that W&B may lack. It calls `wandb sync` once for
+    each start. The last record of a killed start is incomplete, and a single call for all starts would send none of the
+    starts after it."""
     return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
 
 

@@ -91,8 +91,9 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds gate logits of tokens [..., B]. A gate that the model lacks is None. In the shapes below, x is d_k, or 1
-    if one gate serves all channels of a head. n_kv and n_h / n_kv are 1 if all heads share their gates."""
+    """Holds the logits of each gate on heads, or None for a gate that the model lacks. In the shapes, ... is [L, B],
+    and n_kv counts this rank's key-value heads. x is d_k, or 1 if one gate serves all channels of a head. If all
+    heads share their gates, the dimensions n_kv and n_h / n_kv have size 1."""
 
     value: torch.Tensor | None = None
     """G2 [..., n_kv, x]"""

@@ -112,8 +112,9 @@ def _silent_ranks(parallel: Parallel) -> list[str]:
 
 
 def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
-    """Returns the lines of goodput.jsonl, and a line for a previous start that did not write its own end. A start at
-    step 0 later moves the file away, so call this function first."""
+    """Returns the lines of goodput.jsonl, and the `lost` line of the previous process if it wrote no `end` line. Both
+    lists are empty if this start continues neither a run nor a job. Call this before `_open_files`, which moves
+    goodput.jsonl away if no checkpoint of this run is loaded."""
     if not (start.same_run or start.same_job):
         return [], []
     lines = read_lines(folder)

@@ -1,7 +1,7 @@
 """Stacks the indexer heads of a tile of query rows into one matrix, so that one matrix product computes all heads.
 
-In the register layout of this product each thread holds all heads of its rows. The sum over heads therefore needs no
-exchange between threads.
+In the register layout of this product each thread holds all heads of its rows, if a tile has at least 32 rows. The sum
+over heads therefore needs no exchange between threads.
 """
 
 # mypy: disable-error-code="assignment"
