@@ -33,6 +33,7 @@ from selection_cases import (
 
 from gsa_kernels import packed_mask
 from gsa_kernels import reference as ops
+from gsa_kernels.indexer import triton_scores
 from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
@@ -75,18 +76,28 @@ def test_packed_mask_round_trip(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "activation", "heads", "dim", "biases"),
+    ("dtype", "activation", "heads", "dim", "biases", "kib"),
     [
-        (torch.float32, "sigmoid", 4, 64, True),
-        (torch.float32, "relu", 8, 128, False),
-        (torch.bfloat16, "sigmoid", 1, 24, False),
-        (torch.bfloat16, "sigmoid", 4, 64, True),
-        (torch.bfloat16, "relu", 8, 128, False),
+        (torch.float32, "sigmoid", 4, 64, True, 227),
+        (torch.float32, "relu", 8, 128, False, 227),
+        (torch.bfloat16, "sigmoid", 1, 24, False, 99),
+        (torch.bfloat16, "sigmoid", 4, 64, True, 227),
+        (torch.bfloat16, "relu", 8, 128, False, 227),
+        (torch.bfloat16, "relu", 8, 128, False, 99),
     ],
 )
 def test_scores_are_as_exact_as_torch(
-    device: str, dtype: torch.dtype, activation: str, heads: int, dim: int, biases: bool
+    device: str,
+    dtype: torch.dtype,
+    activation: str,
+    heads: int,
+    dim: int,
+    biases: bool,
+    kib: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`kib` is the shared memory of the GPU: with Ada's 99 KiB wide heads have smaller tiles."""
+    monkeypatch.setattr(triton_scores, "shared_memory", lambda _: kib * 1024)
     case = make_case(device, 100, heads=heads, dim=dim, dtype=dtype, activation=activation, biases=biases)
     causal, exact, scores = case.causal(), case.reference(), case.scores()
     assert scores.dtype == torch.float32

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.checks import check_kernel_dtype, check_shape, kernels_use_sigmoid
-from gsa_kernels.devices import on_hopper
+from gsa_kernels.devices import on_hopper, shared_memory
 from gsa_kernels.limits import (
     INDEXER_HEAD_SIZES,
     INDEXER_HEADS,
@@ -44,6 +44,8 @@ BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, 
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 """Tiles for stacked heads (triton_stacks.py), the fastest measured (docs/kernels.md, Tuning)."""
+LEAST_ROWS = 16
+"""Fewest rows of a product on the matrix units."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,20 @@ def _tensors(indexer: Indexer) -> dict[str, torch.Tensor]:
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    return BF16_TILES if inputs.indexer.queries.dtype == torch.bfloat16 else FLOAT_TILES
+    """Return the tiles of heads that are not stacked. GPUs with less shared memory than Hopper have fewer stages, then
+    fewer rows, if the queries of all heads are wide."""
+    queries = inputs.indexer.queries
+    heads, dim = queries.shape[2:]
+    tiles = BF16_TILES if queries.dtype == torch.bfloat16 else FLOAT_TILES
+    vectors = shared_memory(queries.device) // (next_power_of_2(dim) * queries.element_size())
+    while heads * tiles.rows + tiles.stages * tiles.cols > vectors:
+        if tiles.stages > 1:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.rows > LEAST_ROWS:
+            tiles = tiles._replace(rows=tiles.rows // 2)
+        else:
+            break
+    return tiles
 
 
 def write_scores(
