@@ -90,11 +90,7 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
                 service.after_step(plan)
         state.validation_due, state.tasks_due = plan.validates, plan.scores_tasks
         _validate(run, phase)
-        if plan.saves or plan.ends_phase:
-            state.monitor = phase.monitor.state()
-        if plan.saves:
-            with phase.clock.paused():
-                save(run, phase_range, phase_optimizer)
+        _save(run, phase, plan)
         _score_tasks(run, phase)
     for service in run.listening:
         service.end_phase(state.step)
@@ -208,6 +204,14 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
         with phase.clock.paused(), run.services.goodput.clock.during("validation"):
             validate(run, phase.range.phase.name, stop_if_asked)
         run.state.validation_due = False
+
+
+def _save(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
+    if plan.saves or plan.ends_phase:
+        run.state.monitor = phase.monitor.state()
+    if plan.saves:
+        with phase.clock.paused():
+            save(run, phase.range, phase.optimizer)
 
 
 def _score_tasks(run: Run, phase: _ActivePhase) -> None:

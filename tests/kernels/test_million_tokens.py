@@ -23,7 +23,8 @@ from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.devices import interpreted
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
-from gsa_kernels.indexer.triton_scores import score_inputs, write_scores
+from gsa_kernels.indexer.score_inputs import score_inputs
+from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import KeyHits, TileRows, add_partials_by_key, find_key_hits
 from gsa_kernels.loss.gathered import gathered_indexer_loss

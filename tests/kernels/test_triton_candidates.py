@@ -27,7 +27,7 @@ from selection_cases import (
 )
 
 from gsa_kernels import limits, packed_mask
-from gsa_kernels.indexer.triton_scores import score_inputs
+from gsa_kernels.indexer.score_inputs import score_inputs
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess, triton_select_long
 from gsa_kernels.types import BudgetRule, Geometry, Selection

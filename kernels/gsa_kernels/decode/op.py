@@ -22,7 +22,7 @@ from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
 from gsa_kernels.devices import can_chain, launching_on
-from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
+from gsa_kernels.indexer.score_inputs import check_indexer_dtypes
 from gsa_kernels.limits import (
     DECODE_INDEXER_HEADS,
     HEAD_SIZES,

@@ -9,25 +9,17 @@ inputs the kernel therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with th
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape, kernels_use_sigmoid
+from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper, shared_memory
-from gsa_kernels.limits import (
-    INDEXER_HEAD_SIZES,
-    INDEXER_HEADS,
-    KEY_GROUP_SIZES,
-    SCORED_KEYS,
-    ceil_div,
-    next_power_of_2,
-)
+from gsa_kernels.indexer.score_inputs import ScoreInputs
+from gsa_kernels.limits import SCORED_KEYS, ceil_div, next_power_of_2
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
-from gsa_kernels.types import Geometry, Indexer
 
 
 class Tiles(NamedTuple):
@@ -46,105 +38,6 @@ STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=
 """Tiles for stacked heads (triton_stacks.py), the fastest measured (docs/kernels.md, Tuning)."""
 LEAST_ROWS = 16
 """Fewest rows of a product on the matrix units."""
-
-
-@dataclass(frozen=True)
-class ScoreInputs:
-    """Holds the checked and contiguous inputs of one indexer. `score_inputs` creates it. Row r is the query at position
-    query_start + r; R = Lk - query_start."""
-
-    indexer: Indexer
-    """With queries [B, R, HI, DI]."""
-    document_starts: torch.Tensor | None
-    """int32 [B, R]"""
-    query_start: int = 0
-    key_group_size: int = 1
-
-    @property
-    def batch(self) -> int:
-        return self.indexer.queries.shape[0]
-
-    @property
-    def num_rows(self) -> int:
-        """Return R."""
-        return self.indexer.queries.shape[1]
-
-    @property
-    def num_keys(self) -> int:
-        """Return Lk."""
-        return self.indexer.keys.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.indexer.queries.device
-
-    def position(self, row: int) -> int:
-        return self.query_start + row
-
-    def rows_below(self, position: int) -> int:
-        """Count the rows before a position, which is at or after `query_start`."""
-        return position - self.query_start
-
-
-def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
-    """Check dtypes, devices and limits, and make the kernels' inputs contiguous."""
-    queries, keys = indexer.queries, indexer.keys
-    batch, length, heads, dim = queries.shape
-    check_shape("indexer.keys", keys, "[B, query_start + L, DI]", (batch, geometry.query_start + length, dim))
-    if batch < 1 or length < 1:
-        raise ValueError(
-            f"indexer.queries has shape {tuple(queries.shape)}; pass at least one sequence and one token"
-        )
-    if heads not in INDEXER_HEADS:
-        raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {INDEXER_HEADS[-1]}")
-    if dim not in INDEXER_HEAD_SIZES:
-        raise ValueError(
-            f"indexer.queries has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
-        )
-    check_indexer_dtypes(indexer)
-    if geometry.key_group_size not in KEY_GROUP_SIZES:
-        raise ValueError(
-            f"geometry has key_group_size {geometry.key_group_size}; pass one of {KEY_GROUP_SIZES}, or use "
-            "implementation='reference'"
-        )
-    starts = geometry.document_starts
-    if starts is not None:
-        check_shape("document_starts", starts, "[B, L]", (batch, length))
-        if starts.device != queries.device:
-            raise ValueError(
-                f"document_starts is on {starts.device} and the indexer on {queries.device}; pass one device"
-            )
-    strided: dict[str, Any] = {
-        name: x.contiguous() for name, x in _tensors(indexer).items() if not x.is_contiguous()
-    }
-    return ScoreInputs(
-        replace(indexer, **strided) if strided else indexer,  # `replace` repeats all checks of the indexer
-        None if starts is None else starts.contiguous(),
-        geometry.query_start,
-        geometry.key_group_size,
-    )
-
-
-def check_indexer_dtypes(indexer: Indexer) -> None:
-    """Check dtypes for the kernels that compute scores, and check that all tensors are on one device."""
-    queries = indexer.queries
-    for name, tensor in _tensors(indexer).items():
-        # Without this check fp64 weights or biases would be rounded to fp32 without a message.
-        check_kernel_dtype(f"indexer.{name}", tensor)
-        if tensor.device != queries.device:
-            raise ValueError(
-                f"indexer.{name} is on {tensor.device} and its queries on {queries.device}; pass one device"
-            )
-    if indexer.keys.dtype != queries.dtype:
-        raise ValueError(
-            f"indexer.keys has dtype {indexer.keys.dtype} and its queries {queries.dtype}; pass one dtype for both"
-        )
-
-
-def _tensors(indexer: Indexer) -> dict[str, torch.Tensor]:
-    """Return the tensors that determine the scores, without biases that are None."""
-    names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
-    return {name: x for name in names if (x := getattr(indexer, name)) is not None}
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:

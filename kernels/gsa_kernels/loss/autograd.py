@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from gsa_kernels.checks import beta_tensor, check_differentiated_once, count_queries
-from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
+from gsa_kernels.indexer.score_inputs import check_indexer_dtypes
 from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]

@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 
 from gsa_kernels import limits
-from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
+from gsa_kernels.indexer.score_inputs import ScoreInputs
+from gsa_kernels.indexer.triton_scores import score_tiles, write_scores
 from gsa_kernels.selection.criteria import Criteria, Outputs
 from gsa_kernels.selection.score_chunks import row_blocks
 from gsa_kernels.selection.triton_candidates import Candidates, columns_per_program, write_candidates

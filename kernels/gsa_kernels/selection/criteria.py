@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from gsa_kernels.indexer.triton_scores import ScoreInputs
+from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.types import BudgetRule
 
 

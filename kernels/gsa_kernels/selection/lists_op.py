@@ -8,7 +8,7 @@ import torch
 
 from gsa_kernels.checks import check_at_least
 from gsa_kernels.devices import launching_on
-from gsa_kernels.indexer.triton_scores import ScoreInputs
+from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_build import (
     CountedKeys,

@@ -7,7 +7,8 @@ import torch
 
 from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
 from gsa_kernels.devices import launching_on
-from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
+from gsa_kernels.indexer.score_inputs import ScoreInputs, score_inputs
+from gsa_kernels.indexer.triton_scores import score_tiles, write_scores
 from gsa_kernels.limits import MOST_CANDIDATES, REGISTER_KEYS, SELECTION_CHUNK_BYTES, candidate_room, ceil_div
 from gsa_kernels.selection.candidates import (
     candidate_rows,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gsa_kernels.indexer.triton_scores import ScoreInputs
+from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.limits import ceil_div
 
 SMALLEST_BLOCK = 2048

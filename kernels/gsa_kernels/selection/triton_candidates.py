@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.indexer.triton_scores import (
-    ScoreInputs,
     load_queries,
     load_weights,
     score_options,

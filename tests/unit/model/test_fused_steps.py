@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels.indexer.triton_scores import score_inputs
+from gsa_kernels.indexer.score_inputs import score_inputs
 from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig, RopeScalingConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels
