@@ -129,9 +129,8 @@ def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Run dense causal attention of one torch backend on [B, H, L, D] and [B, Hkv, L, D]. Each backend has its own
-    fastest layout (H200, 32K tokens): contiguous tensors with grouped heads for cuDNN, and transposed views of
-    [B, L, H, D] for flash attention."""
+    """Run dense causal attention with one torch backend on q [B, H, L, D] and on k and v [B, Hkv, L, D]. On an H200 at
+    32K tokens, cuDNN is faster with contiguous tensors, and flash attention with transposed views of [B, L, H, D]."""
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

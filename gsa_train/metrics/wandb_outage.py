@@ -83,9 +83,8 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Returns the shell command that sends the records of all starts that W&B may lack. It calls `wandb sync` once for
-    each start. The last record of a killed start is incomplete, and a single call for all starts would send none of the
-    starts after it."""
+    """Returns the shell command that sends to W&B the records of every start of the run. It calls `wandb sync` once per
+    start, because a single call sends no start after a killed one, whose last record is incomplete."""
     return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
 
 

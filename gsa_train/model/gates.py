@@ -91,7 +91,7 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds the logits of each gate on heads, or None for a gate that the model lacks. In the shapes, ... is [L, B],
+    """Holds the logits of each gate on heads, or None for a gate that the model lacks. In the shapes, `...` is [L, B],
     and n_kv counts this rank's key-value heads. x is d_k, or 1 if one gate serves all channels of a head. If all
     heads share their gates, the dimensions n_kv and n_h / n_kv have size 1."""
 

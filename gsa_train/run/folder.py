@@ -112,7 +112,7 @@ def _silent_ranks(parallel: Parallel) -> list[str]:
 
 
 def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
-    """Returns the lines of goodput.jsonl, and the `lost` line of the previous process if it wrote no `end` line. Both
+    """Returns the lines of goodput.jsonl, and a `lost` line for the previous process if it wrote no `end` line. Both
     lists are empty if this start continues neither a run nor a job. Call this before `_open_files`, which moves
     goodput.jsonl away if no checkpoint of this run is loaded."""
     if not (start.same_run or start.same_job):

@@ -39,11 +39,11 @@ def backward_queries_with_target(
     grad_q: torch.Tensor,
     rows: range,
 ) -> torch.Tensor:
-    """Write grad_q[:, rows] of [B, L, H, D], and return the target of these queries.
+    """Write grad_q[:, rows] of [B, L, H, D], and return the parts of these queries' target.
 
     Returns:
         fp16 [B, H / 4, row blocks, key blocks, 1024] in the block order of target_blocks.py. Each value is the sum of
-        p[t, s] over four heads if s is in S_t, and 0 otherwise. A tile of 32 queries and 64 keys without a causal key
+        four heads' attention probabilities for query t and key s if s is in S_t, and 0 otherwise. A tile of 32 queries and 64 keys without a causal key
         is not written.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
