@@ -43,8 +43,8 @@ def backward_queries_with_target(
 
     Returns:
         fp16 [B, H / 4, row blocks, key blocks, 1024] in the block order of target_blocks.py. Each value is the sum of
-        four heads' attention probabilities for query t and key s if s is in S_t, and 0 otherwise. A tile of 32 queries and 64 keys without a causal key
-        is not written.
+        four heads' attention probabilities for query t and key s if s is in S_t, and 0 otherwise. A tile of 32 queries
+        and 64 keys without a causal key is not written.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
