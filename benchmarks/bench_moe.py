@@ -14,7 +14,7 @@ The models `standard` and `gsa` also run with `train.cuda_graphs`, as `standard_
 checks one promise: a step of the faster of `gsa` and `gsa_graphs` takes at most 1.10 times as long as a step of the
 faster of `standard` and `standard_graphs`.
 
-`standard_grouped` uses megatron-core's own mixture with the same weights: its router, its dispatcher, and GroupedMLP
+`standard_grouped` uses the router, dispatcher and GroupedMLP of megatron-core's own mixture, with the weights of ours
 (whole_steps/megatron_experts.py lists what works without Transformer Engine). Attention, norms, loss, optimizer and
 tokens are the same. Before the first step the outputs of both mixtures for random tokens are compared. A difference
 beyond rounding is reported as WRONG. The learning rate is 0, so that weights and routing stay the same in all models.

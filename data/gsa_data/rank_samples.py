@@ -207,9 +207,10 @@ def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only when the training process `trainer` sends SIGTERM or no longer exists.
 
     torchrun and Slurm send SIGTERM to readers too, but training needs the readers' text until it has stopped cleanly. A
-    thread therefore ignores SIGTERM from other processes. The thread also polls whether `trainer` exists, because with
-    a fork server `trainer` is not the reader's parent. torch's own check of the parent is not enough. It ends the
-    reader's loop, but if the pipe is full, the reader then waits forever for it to be read.
+    thread therefore ignores SIGTERM from other processes. The thread also polls whether the process
+    `trainer` exists. It does not ask for the reader's parent, because with a fork server the parent is another process.
+    torch's own check of the parent is not enough. That check ends the reader's loop, but the reader then waits until
+    the pipe of its output queue has been read. If the pipe is full, this wait never ends.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

@@ -84,7 +84,8 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 def sync_command(run_dir: Path, run_id: str) -> str:
     """Returns the shell command that sends to W&B the records of every start of the run. It calls `wandb sync` once per
-    start, because a single call sends no start after a killed one, whose last record is incomplete."""
+    start. The last record of a killed start is incomplete. One call for all starts would stop there and not send the
+    later starts."""
     return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
 
 

@@ -8,9 +8,9 @@ The scale 0.2 sqrt(...) gives an update the root mean square of AdamW's updates 
 `match_rms_adamw`), so AdamW's learning rate and weight decay carry over. All other parameters have AdamW.
 
 Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
-shard of a matrix gathers the whole matrix, first over data-parallel and then over tensor-parallel ranks. The rank
-orthogonalizes the matrix and updates its shard. Shards are ranges of a buffer, so only matrices that cross a border
-of ranges are sent between data-parallel ranks.
+shard of a weight matrix gathers the matrix's whole direction, first over data-parallel and then over tensor-parallel
+ranks. The rank orthogonalizes the direction and updates its shard of the weights. Shards are ranges of a buffer, so
+data-parallel ranks send only directions of matrices that cross a border of ranges.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watch statistics of the layers that often jump before the loss does, at logged steps, which measure them."""
+"""Watch layer statistics that often jump before the loss does. Logged steps measure them."""
 
 from __future__ import annotations
 
