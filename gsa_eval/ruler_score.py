@@ -93,6 +93,8 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
         ValueError: as in `score_ruler`.
     """
     _check(options)
+    for name in options.tasks:  # a length without room for a task ends the call before the model has answered anything
+        samples(name, min(options.lengths_tokens), 1, options.seed, tokenizer, options.material)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
     calls = [
         (name, length, options.samples, options.seed, tokenizer, options.material) for length, name in cells

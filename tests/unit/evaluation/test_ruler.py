@@ -83,9 +83,9 @@ def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch)
     ]  # fmt: skip
     monkeypatch.setattr(ruler_score, "IN_PROCESS_TOKENS", 0)
     assert list(ruler_score._asked(tokenizer, options)) == here
-    without_room = RulerOptions([1000, 100], ["niah_single_1"], samples=1)
-    with pytest.raises(ValueError, match="niah_single_1 at 100 tokens: has no room"):
-        list(ruler_score._asked(tokenizer, without_room))
+    without_room = RulerOptions([1000, 300], ["niah_single_1", "cwe"], samples=1)
+    with pytest.raises(ValueError, match="cwe at 300 tokens: has no room"):
+        next(ruler_score._asked(tokenizer, without_room))
 
 
 MANY = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
