@@ -229,6 +229,14 @@ TASKS: dict[str, Task] = {
 """RULER's settings: kinds, numbers of needles, frequencies, tokens of answers."""
 
 
+def check_room(name: str, length_tokens: int, tokenizer: Tokenizer, material: Material) -> None:
+    """Raise ValueError if not even the empty task fits `length_tokens`."""
+    task = TASKS[name]
+    empty = task.make(random.Random(0), 0, Setting(length_tokens, material)).prompt
+    if len(tokenizer.encode_prompt(empty)) > length_tokens - task.new_tokens:
+        raise ValueError(f"{name} at {length_tokens} tokens: {NO_ROOM}")
+
+
 def samples(
     name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, material: Material
 ) -> list[Sample]:
@@ -252,6 +260,7 @@ def samples(
     return found
 
 
+NO_ROOM = "has no room for the task with this tokenizer; give a longer length"
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
 """Largest error of a token count that is extrapolated from two other sizes. It is a share of the difference, because
 essays alternate between prose and code, plus the tokens of a long word."""
@@ -285,7 +294,7 @@ def fill(
         return left > 0 if sure else fits(units)
 
     if not fits(0):
-        raise ValueError(f"{what}: has no room for the task with this tokenizer; give a longer length")
+        raise ValueError(f"{what}: {NO_ROOM}")
     for judge in (seems_to_fit, fits):
         low, high = 0, max(guess, 1)
         fits(high)

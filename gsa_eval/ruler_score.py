@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.ruler import TASKS, Material, Sample, samples
+from gsa_eval.ruler import TASKS, Material, Sample, check_room, samples
 
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
@@ -93,8 +93,8 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
         ValueError: as in `score_ruler`.
     """
     _check(options)
-    for name in options.tasks:  # a length without room for a task ends the call before the model has answered anything
-        samples(name, min(options.lengths_tokens), 1, options.seed, tokenizer, options.material)
+    for name in options.tasks:  # before the model answers anything
+        check_room(name, min(options.lengths_tokens), tokenizer, options.material)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
     calls = [
         (name, length, options.samples, options.seed, tokenizer, options.material) for length, name in cells
