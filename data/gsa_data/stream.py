@@ -23,7 +23,7 @@ import numpy as np
 
 from gsa_data.best_fit import pool_of
 from gsa_data.chat import CHAT_VERSION, ChatFolder
-from gsa_data.corpus import Corpus, check_sources, shard_reader
+from gsa_data.corpus import Corpus, shard_reader
 from gsa_data.lanes import ORDER_VERSION
 from gsa_data.pack import LANE_START, Cursor, Tokens
 from gsa_data.rank_samples import START, Block, Position, RankSamples, blocks_in_order, last_sample
@@ -66,8 +66,7 @@ class BlockStream:
         self.rank = rank
         self.world_size = world_size
         self.wait_seconds = 0.0
-        reader = shard_reader(corpus, tokenizer, config.reading)
-        check_sources(corpus, config.source_weights)
+        reader = shard_reader(corpus, tokenizer, config.reading, config.source_weights)
         self._identity: dict[str, Any] = {
             "order_version": ORDER_VERSION,
             "manifest_fingerprint": reader.manifest.fingerprint,
