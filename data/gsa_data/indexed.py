@@ -87,7 +87,8 @@ class IndexedFolder:
             documents,
             ""
             if len(records) == len(shards)
-            else ", and data.tokenizer must be the one that made them, because no tokenizer is on record",
+            else f", and data.tokenizer must be the one that made them, because {len(shards) - len(records)} have no "
+            "tokenizer on record",
         )
         mixes = any("/" in relpath for relpath, _ in shards)
         return cls(base, Manifest(root, tuple(shards), mixed_documents=documents if mixes else 0), records)
@@ -191,8 +192,8 @@ class IndexedReader:
         if unknown := ", ".join(sorted(weights.keys() - sources)):
             raise DataFault(
                 f"source_weights names {unknown}, but the sources of the datasets in {str(folder.root)!r} are "
-                f"{', '.join(sorted(sources))}; put the datasets of a source into a sub-folder with its name (links "
-                "will do)"
+                f"{', '.join(sorted(sources))}; name one of these, or put the datasets of a source into a sub-folder "
+                "with its name (links will do)"
             )
         check_records(folder.records, tokenizer, reading, str(folder.root))
         self.folder, self.reading = folder, reading

@@ -43,8 +43,8 @@ class StateMismatch(ValueError):
 class BlockStream:
     """Streams the blocks of one data-parallel rank endlessly, from the start or from a merged state.
 
-    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if the
-    corpus lacks a source that has a weight. `next_blocks` raises DataFault for faults of the text.
+    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if
+    tokens lack a source that has a weight. `next_blocks` raises DataFault for faults of the text.
 
     Args:
         carried_counters: counters to continue if a run starts again on other data; cannot be combined with `state`
