@@ -15,7 +15,7 @@ from gsa_data.indexed import IndexedFolder, IndexedReader
 from gsa_data.listing import FORMATS, count_endings, list_files, retried
 from gsa_data.reader import ShardReader, TextReader
 from gsa_data.shards import Manifest, manifest_of
-from gsa_data.source_weights import check_weights
+from gsa_data.source_weights import NO_WEIGHTS
 from gsa_data.tokenize import Tokenizer
 
 LARGE_SHARD_BYTES = 1 << 30
@@ -29,7 +29,8 @@ Corpus = Manifest | ChatFolder | IndexedFolder
 def open_corpus(root: str, text_field: str = "text", reading: Reading | None = None) -> Corpus:
     """Open the corpus of a folder, and log whether the folder holds tokens instead of text.
 
-    A folder with .idx files holds megatron-core's datasets. Otherwise its shards are text.
+    A folder with .idx files, itself or in its sub-folders, holds megatron-core's datasets. Otherwise its shards are
+    text.
 
     Raises DataFault for a missing, empty or damaged folder, for a folder that would be read only in part, and for
     tokens that are not on a local or mounted file system.
@@ -37,8 +38,7 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     reading = reading or Reading()
     filesystem, base = file_system(root, reading)
     files = list_files(root, reading)
-    check_not_mixed(files, root)
-    if not any(path.endswith(".idx") and "/" not in path for path in files):
+    if not holds_tokens(files, root):
         manifest = manifest_of(root, files, text_field, reading)
         _log_text(manifest, files)
         return manifest
@@ -54,7 +54,7 @@ def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None)
     """
     reading = reading or Reading()
     files = list_files(root, reading)
-    check_not_mixed(files, root)
+    holds_tokens(files, root)
     manifest = manifest_of(root, files, "text", reading, is_chat=True)
     _log_text(manifest, files)
     return ChatFolder(manifest, template)
@@ -76,8 +76,9 @@ def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
     )
 
 
-def check_not_mixed(files: Mapping[str, int], root: str) -> None:
-    """Raises DataFault if text and indexed datasets, or some of the datasets, would be ignored."""
+def holds_tokens(files: Mapping[str, int], root: str) -> bool:
+    """Returns whether the files are indexed datasets. Raises DataFault if text beside them, or a dataset, would be
+    ignored."""
     datasets = sorted(
         path
         for path in files
@@ -90,38 +91,24 @@ def check_not_mixed(files: Mapping[str, int], root: str) -> None:
             "one kind can be read; give each a folder of its own"
         )
     for path in datasets:
-        if "/" in path:
+        if path.count("/") > 1:
             raise DataFault(
-                f"data folder {root!r}: the indexed dataset {path} lies below it; put all .bin and .idx files side by "
-                "side in one folder (links will do), and name that"
+                f"data folder {root!r}: the indexed dataset {path} lies too deep; put the .bin and .idx files into the "
+                "folder, or into one sub-folder for each source (links will do)"
             )
+    return bool(datasets)
 
 
-def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> ShardReader:
+def shard_reader(
+    corpus: Corpus, tokenizer: Tokenizer, reading: Reading, weights: Mapping[str, float] = NO_WEIGHTS
+) -> ShardReader:
     """Returns the reader of the corpus.
 
-    Raises DataFault for tokens that another tokenizer made, and TokenizerError for a
-    chat template that does not fit the tokenizer."""
+    Raises DataFault for tokens that another tokenizer made, for tokens that lack a source of `weights`, and
+    TokenizerError for a chat template that does not fit the tokenizer. The sources of text are known only after
+    reading, so a wrong name appears in the log as a source without tokens."""
     if isinstance(corpus, ChatFolder):
         return ChatReader(corpus, tokenizer, reading)
     if isinstance(corpus, IndexedFolder):
-        return IndexedReader(corpus, tokenizer, reading)
+        return IndexedReader(corpus, tokenizer, reading, weights)
     return TextReader(corpus, tokenizer, reading)
-
-
-def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
-    """Check that a corpus can be read with these weights of sources, before anything is read.
-
-    The sources of text are known only after reading. A wrong name therefore appears in the log as a source without
-    tokens.
-
-    Raises ValueError for a bad weight, and DataFault for a corpus without sources.
-    """
-    check_weights(weights)
-    if not weights:
-        return
-    if isinstance(corpus, IndexedFolder):
-        raise DataFault(
-            f"{str(corpus.root)!r} holds megatron-core's datasets, which do not know the sources of their documents, "
-            "so source_weights cannot be used; read the text"
-        )

@@ -4,7 +4,8 @@ NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code o
 int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin, int64 first sequence
 of each document [D] (the last is S). The layout follows megatron.core.datasets.indexed_dataset.
 
-Every dataset is a shard of this corpus, and every document is a line of the shard. Sizes and pointers must fit exactly,
+Every dataset is a shard of this corpus, and every document is a line of the shard. The source of a document is the
+sub-folder of its dataset, or NO_SOURCE for a dataset in the folder itself. Sizes and pointers must fit exactly,
 because megatron-core checks no sizes. The reader compares ids with the vocabulary, and a dataset of `prepare.py tokens`
 with its record (prepared.py).
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ class Header:
 
 @dataclass(frozen=True)
 class IndexedFolder:
-    """Holds the indexed datasets in a folder, without subfolders. `manifest` lists the .bin files."""
+    """Holds the indexed datasets in a folder and in its sub-folders. `manifest` lists the .bin files."""
 
     root: Path
     manifest: Manifest
@@ -57,42 +59,56 @@ class IndexedFolder:
 
     @classmethod
     def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
-        """Read the header of every dataset and compare the sizes.
+        """Read the header of every dataset and compare the sizes. Sub-folders of sub-folders are not read.
 
         Raises DataFault for a file of a wrong size or format, a file named only `.bin` or `.idx`, or a missing file,
         and for a folder that `prepare.py tokens` has not finished.
         """
-        folder = Path(root)
-        files = list(folder.iterdir())
-        for path in files:
-            if path.name in INDEXED and path.is_file():
-                raise DataFault(f"{path} has no name before its ending; rename the .bin and the .idx")
-        names = sorted({path.stem for path in files if path.suffix in INDEXED})
-        shards, documents, records = [], 0, {}
-        for name in names:
-            if pulse is not None:
-                pulse.beat()
-            for path in (folder / f"{name}.bin", folder / f"{name}.idx"):
-                if not path.is_file():
-                    raise DataFault(
-                        f"{path} is missing: an indexed dataset is a .bin and an .idx; {COPY_AGAIN}"
-                    )
-            documents += read_header(folder / f"{name}.idx").documents
-            open_index(folder / f"{name}.idx")
-            shards.append((f"{name}.bin", (folder / f"{name}.bin").stat().st_size))
-            if record := read_record(f"{folder / name}"):
-                records[f"{name}.bin"] = record
-        check_complete(records, root)
+        base = Path(root)
+        shards: list[tuple[str, int]] = []
+        records: dict[str, Record] = {}
+        documents = 0
+        for folder in (base, *sorted(path for path in base.iterdir() if path.is_dir())):
+            records_here = {}
+            for dataset in datasets_in(folder):
+                if pulse is not None:
+                    pulse.beat()
+                relpath = f"{dataset.relative_to(base)}.bin"
+                documents += open_index(Path(f"{dataset}.idx")).header.documents
+                shards.append((relpath, Path(f"{dataset}.bin").stat().st_size))
+                if record := read_record(str(dataset)):
+                    records_here[relpath] = record
+            check_complete(records_here, str(folder))
+            records |= records_here
         logger.info(
             "%s holds megatron-core's indexed datasets: %d, with %d documents, memory-mapped; nothing is tokenized%s",
             root,
-            len(names),
+            len(shards),
             documents,
             ""
-            if len(records) == len(names)
-            else ", and data.tokenizer must be the one that made them, because no tokenizer is on record",
+            if len(records) == len(shards)
+            else f", and data.tokenizer must be the one that made them, because {len(shards) - len(records)} have no "
+            "tokenizer on record",
         )
-        return cls(folder, Manifest(root, tuple(shards)), records)
+        mixes = any("/" in relpath for relpath, _ in shards)
+        return cls(base, Manifest(root, tuple(shards), mixed_documents=documents if mixes else 0), records)
+
+    def source_of(self, relpath: str) -> str:
+        """Returns the source of the documents of a .bin file: its sub-folder, or NO_SOURCE."""
+        return relpath.rpartition("/")[0] or NO_SOURCE
+
+
+def datasets_in(folder: Path) -> list[Path]:
+    """Returns the datasets in a folder, without ending and sorted. Raises DataFault for a missing half or name."""
+    files = [path for path in folder.iterdir() if not path.is_dir()]
+    for path in files:
+        if path.name in INDEXED:
+            raise DataFault(f"{path} has no name before its ending; rename the .bin and the .idx")
+    datasets = sorted({path.with_suffix("") for path in files if path.suffix in INDEXED})
+    for path in (Path(f"{dataset}{suffix}") for dataset in datasets for suffix in (".bin", ".idx")):
+        if not path.is_file():
+            raise DataFault(f"{path} is missing: an indexed dataset is a .bin and an .idx; {COPY_AGAIN}")
+    return datasets
 
 
 @dataclass(frozen=True)
@@ -168,7 +184,17 @@ def check_index(index: Index, path: Path) -> None:
 class IndexedReader:
     """Returns the documents of an IndexedFolder. Damage raises DataFault, whatever the policy for bad shards is."""
 
-    def __init__(self, folder: IndexedFolder, tokenizer: Tokenizer, reading: Reading) -> None:
+    def __init__(
+        self, folder: IndexedFolder, tokenizer: Tokenizer, reading: Reading, weights: Mapping[str, float]
+    ) -> None:
+        """Raises DataFault if a weight belongs to no source, or if the records do not fit."""
+        sources = {folder.source_of(relpath) for relpath, _ in folder.manifest.shards}
+        if unknown := ", ".join(sorted(weights.keys() - sources)):
+            raise DataFault(
+                f"source_weights names {unknown}, but the sources of the datasets in {str(folder.root)!r} are "
+                f"{', '.join(sorted(sources))}; name one of these, or put the datasets of a source into a sub-folder "
+                "with its name (links will do)"
+            )
         check_records(folder.records, tokenizer, reading, str(folder.root))
         self.folder, self.reading = folder, reading
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
@@ -204,7 +230,7 @@ class IndexedReader:
         counters["shards_read"] += 1
         firsts = index.first_sequences
         begins, ends = (_places(index, each[part::parts], size) for each in (firsts[:-1], firsts[1:]))
-        return _IndexedLines(self, str(path), ids, begins, ends)
+        return _IndexedLines(self, str(path), self.folder.source_of(relpath), ids, begins, ends)
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
@@ -222,11 +248,13 @@ class _IndexedLines:
         self,
         reader: IndexedReader,
         path: str,
+        source: str,
         ids: AnyTokens,
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        self._vocab_size, self._eos_id, self._path = reader.vocab_size, reader.eos_id, path
+        self._vocab_size, self._eos_id = reader.vocab_size, reader.eos_id
+        self._path, self._source = path, source
         self._ids, self._begins, self._ends = ids, begins.data, ends.data
 
     def __len__(self) -> int:
@@ -244,9 +272,8 @@ class _IndexedLines:
             )
         if tokens[-1] != self._eos_id:  # preprocess_data ran without --append-eod
             tokens = np.append(tokens.astype(np.int32), np.int32(self._eos_id))
-        return EncodedDocument(tokens, 0)
+        return EncodedDocument(tokens, 0, self._source)
 
     def sources(self) -> LineSources:
-        """Returns no sources, because the format has none."""
         is_empty = np.asarray(self._begins) == np.asarray(self._ends)
-        return LineSources([NO_SOURCE], np.where(is_empty, -1, 0))
+        return LineSources([self._source], np.where(is_empty, -1, 0))

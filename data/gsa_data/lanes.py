@@ -22,6 +22,7 @@ from gsa_data.reader import EncodedDocument, ShardLines, ShardReader
 from gsa_data.shards import DataFault
 from gsa_data.source_weights import (
     LEFT_OUT_OF,
+    NO_WEIGHTS,
     TOKENS_OF,
     LineSources,
     copies_in_epoch,
@@ -37,6 +38,11 @@ ORDER_VERSION = 1  # raise it with any change to the order below, because saved 
 # shard. Large corpora have parts = 1.
 MIN_UNITS_PER_LANE = 4
 
+# If each shard belongs to one source, a lane reads one source per unit. Many small units keep the mixture of sources
+# the same from batch to batch. The limit of their number bounds the time and memory of an epoch's order.
+DOCUMENTS_PER_MIXED_UNIT = 64
+MAX_MIXED_UNITS = 1 << 16
+
 # With skipped shards, an epoch may give a lane only lost shards. This number of such epochs in a row is an error.
 MAX_EMPTY_EPOCHS = 3
 
@@ -47,8 +53,6 @@ MAX_IDLE_EPOCHS = 100
 # A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row
 # cannot be chance.
 MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
-
-NO_WEIGHTS: Mapping[str, float] = {}
 
 LONG_CONVERSATIONS = "long_conversations"
 """Counter of conversations with more tokens than a sequence, which are cut"""
@@ -127,7 +131,8 @@ class LaneReader:
         self.longest_tokens = None
         if reader.manifest.is_chat and seq_len_tokens is not None:
             self.longest_tokens = seq_len_tokens + 1
-        self.parts = -(-num_lanes * MIN_UNITS_PER_LANE // len(reader.manifest.shards))
+        mixed_units = min(reader.manifest.mixed_documents // DOCUMENTS_PER_MIXED_UNIT, MAX_MIXED_UNITS)
+        self.parts = -(-max(num_lanes * MIN_UNITS_PER_LANE, mixed_units) // len(reader.manifest.shards))
         self.counters: Counter[str] = Counter()
         self._units_of_epoch: dict[int, list[Unit]] = {}
 

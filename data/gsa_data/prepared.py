@@ -98,14 +98,15 @@ def check_complete(records: Mapping[str, Record], root: str) -> None:
 
 def check_records(records: Mapping[str, Record], tokenizer: Tokenizer, reading: Reading, root: str) -> None:
     """Raises DataFault if another tokenizer made the tokens, or if `reading` refuses a shard of the text."""
-    for record in records.values():
+    for name, record in records.items():
+        folder = str(Path(root, name).parent)
         if record.origin.tokenizer != tokenizer.fingerprint:
             raise DataFault(
-                f"the tokens in {root!r} were made by tokenizer {record.origin.tokenizer}: "
+                f"the tokens in {folder!r} were made by tokenizer {record.origin.tokenizer}: "
                 f"{tokenizer.differs_from(record.origin.tokenizer)}, or prepare the tokens again"
             )
         if record.was_bad and reading.on_bad_shard == "fail":
             raise DataFault(
-                f"shard {record.shard} of the tokens in {root!r} was bad in the text ({record.left_out}); restore it "
+                f"shard {record.shard} of the tokens in {folder!r} was bad in the text ({record.left_out}); restore it "
                 f"there and {AGAIN}{reading.or_skip}"
             )

@@ -37,6 +37,8 @@ class Manifest:
     """The shards left out because another shard has the same content"""
     is_chat: bool = False
     """Whether a line is a conversation (chat.py)"""
+    mixed_documents: int = 0
+    """Number of documents if each shard belongs to one source (indexed datasets in sub-folders), else 0"""
 
     @cached_property
     def fingerprint(self) -> str:

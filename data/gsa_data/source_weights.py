@@ -26,6 +26,8 @@ MAX_WEIGHT = 100.0
 """The largest weight. The reader visits every slot of the grid, and more than a few dozen repeats teach nothing more
 (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
+NO_WEIGHTS: Mapping[str, float] = {}
+
 TOKENS_OF = "tokens of "
 """Prefix of the counters of tokens (with EOS) by source"""
 LEFT_OUT_OF = "left out of "

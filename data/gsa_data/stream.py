@@ -23,7 +23,7 @@ import numpy as np
 
 from gsa_data.best_fit import pool_of
 from gsa_data.chat import CHAT_VERSION, ChatFolder
-from gsa_data.corpus import Corpus, check_sources, shard_reader
+from gsa_data.corpus import Corpus, shard_reader
 from gsa_data.lanes import ORDER_VERSION
 from gsa_data.pack import LANE_START, Cursor, Tokens
 from gsa_data.rank_samples import START, Block, Position, RankSamples, blocks_in_order, last_sample
@@ -43,8 +43,8 @@ class StateMismatch(ValueError):
 class BlockStream:
     """Streams the blocks of one data-parallel rank endlessly, from the start or from a merged state.
 
-    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if the
-    corpus lacks a source that has a weight. `next_blocks` raises DataFault for faults of the text.
+    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if
+    tokens lack a source that has a weight. `next_blocks` raises DataFault for faults of the text.
 
     Args:
         carried_counters: counters to continue if a run starts again on other data; cannot be combined with `state`
@@ -66,8 +66,7 @@ class BlockStream:
         self.rank = rank
         self.world_size = world_size
         self.wait_seconds = 0.0
-        reader = shard_reader(corpus, tokenizer, config.reading)
-        check_sources(corpus, config.source_weights)
+        reader = shard_reader(corpus, tokenizer, config.reading, config.source_weights)
         self._identity: dict[str, Any] = {
             "order_version": ORDER_VERSION,
             "manifest_fingerprint": reader.manifest.fingerprint,

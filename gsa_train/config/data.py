@@ -11,7 +11,8 @@ class DataConfig:
     train_dir: str = "data/sample/train"
     """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
     `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. It may instead hold
-    megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens` also writes."""
+    megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens` also writes, in the folder or in one sub-folder for
+    each source."""
     validation_dir: str = "data/sample/validation"
     """Folder or address of the validation text, in the formats of `train_dir`. The set's name is `validation`. It is
     not read if `validation_sets` names any set."""
@@ -41,8 +42,8 @@ class DataConfig:
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
     """How often each document of a source (`meta.redpajama_set_name`, or `unknown`) appears in an epoch: 0 never, 0.5
-    every other epoch, 2 twice. Sources without a weight appear once. Weights may change at a resume. Tokens
-    (`*.bin`, `*.idx`) have no sources."""
+    every other epoch, 2 twice. Sources without a weight appear once. Weights may change at a resume. The source of
+    tokens (`*.bin`, `*.idx`) is their sub-folder of `train_dir`, or `unknown`."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How documents fill training sequences. `concatenate`: one after another, cut where a sequence ends. `best_fit`:
     whole documents that fill the sequence best, so that only documents longer than a sequence are cut. Fixed for a

@@ -109,13 +109,11 @@ def validation_fields(data: DataConfig) -> dict[str, str]:
     return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}
 
 
-def trained_validation_fields(data: DataConfig, reads_below: bool) -> list[str]:
-    """Return the fields of validation sets that are `data.train_dir`, or below it if the corpus `reads_below`."""
+def trained_validation_fields(data: DataConfig) -> list[str]:
+    """Return the fields of validation sets that are `data.train_dir` or below it."""
     train = Path(data.train_dir).resolve()
     places = {field: Path(folder).resolve() for field, folder in validation_fields(data).items()}
-    return [
-        field for field, place in places.items() if place == train or (reads_below and train in place.parents)
-    ]
+    return [field for field, place in places.items() if train in (place, *place.parents)]
 
 
 def longest_read_seconds(data: DataConfig) -> float:
@@ -198,8 +196,5 @@ def left_to_a_shell(path: str) -> bool:
 
 
 def _holds_text(folder: Path) -> bool:
-    if any(folder.glob("*.idx")):
-        return True
-    return any(
-        name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder, followlinks=True) for name in names
-    )
+    endings = (*DATA_FORMATS, ".idx")
+    return any(name.endswith(endings) for _, _, names in os.walk(folder, followlinks=True) for name in names)

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gsa_data.chat import ChatFolder
 from gsa_data.content import changed_files, sample_contents
 from gsa_data.corpus import Corpus, open_chat, open_corpus
 from gsa_data.faults import DataFault, Reading
 from gsa_data.lanes import LONG_CONVERSATIONS
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import FILLER, document_ids, document_starts, loss_mask
-from gsa_data.shards import Manifest
 from gsa_data.source_weights import never_met
 from gsa_data.stream import (
     BlockStream,
@@ -171,8 +169,7 @@ class TrainBatches:
             if self._parallel.reads_data or self._parallel.is_main:
                 corpus = open_training_corpus(self._config)
                 if self._parallel.is_main:
-                    reads_below = isinstance(corpus, Manifest | ChatFolder)
-                    for field in trained_validation_fields(self._config.data, reads_below):
+                    for field in trained_validation_fields(self._config.data):
                         logger.warning(
                             "%s: it lies in data.train_dir, so the model is trained on its validation text",
                             field,

@@ -62,8 +62,8 @@ def write_tokens(root: Path, first: int, tokenizer: Tokenizer) -> None:
 
 
 def write_datasets(root: Path, first: int, tokenizer: Tokenizer) -> None:
-    root.mkdir()
-    for name in ("a", "b"):
+    (root / "wiki").mkdir(parents=True)
+    for name in ("a", "wiki/b"):
         documents = [np.append(tokenizer.encode(document(first + n)), tokenizer.eos_id) for n in range(LINES)]
         write_indexed(root, name, documents)
         first += LINES

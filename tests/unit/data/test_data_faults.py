@@ -24,6 +24,7 @@ from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_mani
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading, skipped_totals, warn_once
 from gsa_data.fetch import in_time
+from helpers.damage import empty
 
 NAME = "chunk1/s1.jsonl.zst"
 GOOD = [line(document(number)) for number in range(200)]
@@ -41,10 +42,6 @@ def root(tmp_path: Path) -> Path:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def flip_a_bit(path: Path) -> None:

@@ -1,6 +1,7 @@
 import logging
 import struct
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -101,37 +102,34 @@ def flip(path: Path, at: int, value: bytes) -> None:
     path.write_bytes(content)
 
 
+def cut(path: Path, at: int) -> None:
+    path.write_bytes(path.read_bytes()[:at])
+
+
+def without_name(path: Path) -> None:
+    path.rename(path.with_name(path.suffix))
+
+
 @pytest.mark.parametrize(
-    ("name", "at", "value", "message"),
+    ("name", "damage", "message"),
     [
-        ("a_text_document.idx", 0, b"TNTIDX", "not an index of a megatron"),
-        ("a_text_document.idx", 9, b"\2", "version 2"),
-        ("a_text_document.idx", 17, b"\7", "id type 7"),
-        ("a_text_document.idx", 34, None, r"\.idx has 34 bytes where its header says"),
-        ("a_text_document.idx", 7, None, "not an index of a megatron"),
-        ("a_text_document.bin", 34, None, r"\.bin has 34 bytes where a_text_document\.idx"),
-        ("a_text_document.bin", 0, None, r"\.bin has 0 bytes"),
+        ("a_text_document.idx", partial(flip, at=0, value=b"TNTIDX"), "not an index of a megatron"),
+        ("a_text_document.idx", partial(flip, at=9, value=b"\2"), "version 2"),
+        ("a_text_document.idx", partial(flip, at=17, value=b"\7"), "id type 7"),
+        ("a_text_document.idx", partial(cut, at=34), r"\.idx has 34 bytes where its header says"),
+        ("a_text_document.idx", partial(cut, at=7), "not an index of a megatron"),
+        ("a_text_document.bin", partial(cut, at=34), r"\.bin has 34 bytes where a_text_document\.idx"),
+        ("a_text_document.bin", partial(cut, at=0), r"\.bin has 0 bytes"),
+        ("a_text_document.bin", Path.unlink, r"a_text_document\.bin is missing"),
+        ("b_text_document.idx", Path.unlink, r"b_text_document\.idx is missing"),
+        ("a_text_document.idx", without_name, r"/\.idx has no name before its ending; rename"),
+        ("a_text_document.bin", without_name, r"/\.bin has no name before its ending; rename"),
     ],
 )
-def test_wrong_files_are_refused_at_the_start(written, tmp_path, name, at, value, message):
-    """Without a value the file ends there."""
-    content = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(content[:at] + (value + content[at + len(value) :] if value else b""))
+def test_wrong_files_are_refused_at_the_start(written, tmp_path, name, damage, message):
+    damage(tmp_path / name)
     with pytest.raises(DataFault, match=message):
         open_corpus(str(tmp_path))
-
-
-def test_files_without_their_other_half_or_a_name_are_refused(written, tmp_path):
-    for missing in ("a_text_document.bin", "b_text_document.idx"):
-        content = (tmp_path / missing).read_bytes()
-        (tmp_path / missing).unlink()
-        with pytest.raises(DataFault, match=rf"{missing} is missing"):
-            open_corpus(str(tmp_path))
-        (tmp_path / missing).write_bytes(content)
-    for suffix in (".idx", ".bin"):
-        (tmp_path / f"a_text_document{suffix}").rename(tmp_path / suffix)
-    with pytest.raises(DataFault, match=r"/\.(bin|idx) has no name before its ending; rename"):
-        open_corpus(str(tmp_path))  # it would skip it
 
 
 def test_damage_is_refused_when_read(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def test_a_shard_beside_its_packed_form_is_a_copy(tmp_path: Path, kept: str, lef
     [
         ("a.bin a.idx b.jsonl", r"both indexed datasets \(a\.idx\) and text \(b\.jsonl\)"),
         ("b.jsonl wiki/a.bin wiki/a.idx", r"both indexed datasets \(wiki/a\.idx\) and text \(b\.jsonl\)"),
-        ("wiki/a.bin wiki/a.idx", r"wiki/a\.idx lies below .*side by side"),
-        ("a.bin a.idx wiki/a.bin wiki/a.idx", r"wiki/a\.idx lies below .*side by side"),
+        ("wiki/en/a.bin wiki/en/a.idx", r"wiki/en/a\.idx lies too deep; put .* one sub-folder for each"),
+        ("wiki/a.bin wiki/a.idx wiki/b.bin", r"wiki/b\.idx is missing"),
     ],
 )
 def test_indexed_datasets_are_not_read_in_part(tmp_path: Path, files: str, message: str) -> None:

@@ -48,7 +48,7 @@ def test_command(corpus, tokenizer, tmp_path, capsys):
     assert f"again: {ids}" in output
     assert "2 of them finished before" in output
     assert prepare.main([*arguments, "--check"]) == 0
-    assert prepare.main(["tokens", "--check", "--out", str(tmp_path)]) == 1  # holds none
+    assert prepare.main(["tokens", "--check", "--out", corpus.root]) == 1  # holds none
     assert prepare.main([*arguments[:-1], corpus.root, "--data", out]) == 2
 
 
