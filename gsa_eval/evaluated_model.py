@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.convert.export_hf import tokenizer_of
+from gsa_eval.convert.export_hf import tokenizer_of, warnings_of
 from gsa_eval.convert.hf_config import to_hf_config
 from gsa_eval.convert.in_memory import chosen_attention, model_in_memory, to_device
 from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
@@ -100,6 +100,8 @@ def load_evaluated_model(
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
             attention = chosen_attention(execution.attention, device)
             hf_config = apply_settings(to_hf_config(config), settings)
+            for warning in warnings_of(hf_config, config, state):
+                logger.warning(warning)
             return EvaluatedModel(
                 model_in_memory(checkpoint, config, hf_config, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),

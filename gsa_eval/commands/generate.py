@@ -102,7 +102,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     named = [("--prompt", prompt) for prompt in arguments.prompt or ()]
     if arguments.prompts is not None:
         text = read_named("--prompts", arguments.prompts)
-        lines = text.removesuffix("\n").split("\n") if text else []  # a prompt may hold other breaks
+        # Windows ends lines with \r\n. A prompt may hold other breaks.
+        lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
         named = [(f"{arguments.prompts}, line {number}", line) for number, line in enumerate(lines, start=1)]
         if not lines:
             raise ValueError(f"--prompts {arguments.prompts}: empty; write a prompt in each line")

@@ -81,7 +81,7 @@ def export_hf(
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
     companions = companions_of(checkpoint)
-    warnings = _warnings(config, state)
+    warnings = warnings_of(hf_config, config, state)
     with new_folder(out) as folder:
         kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
         hf_config.dtype = dtype_name(kind)
@@ -240,11 +240,12 @@ def _copy_code(folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _warnings(config: Config, state: RunState) -> list[str]:
+def warnings_of(hf_config: gsa_hf.GSAConfig, config: Config, state: RunState) -> list[str]:
     """Returns what a user of the model should know about the state in which the model was saved."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
-    if config.gsa.attention == "sparse" and phase is not None and phase.attention == "dense":
+    selects = set(hf_config.layer_types or ()) != {gsa_hf.DENSE_LAYER}
+    if selects and phase is not None and phase.attention == "dense":
         said.append(
             f"Saved in phase {phase.name}, which attends to all keys: its indexer has not selected in training yet, "
             "and attention here is sparse."

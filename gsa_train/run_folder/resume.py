@@ -192,8 +192,7 @@ def start_from(
         raise ResumeError(str(error)) from error
     _check_same_model(config, state, checkpoint)
     _check_same_phases(config.train, state, ranges, checkpoint)
-    finished = state.step == ranges[state.phase_index].end
-    stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
+    stays = _stays(state, ranges)
     # Links are resolved, because the run folder or a checkpoint may be a link, for example to a larger disk.
     own = run_dir(config) / "checkpoints"
     if checkpoint.resolve().parent == own.resolve():
@@ -201,8 +200,8 @@ def start_from(
     return Start(
         checkpoint=checkpoint,
         state=state,
-        phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
-        inside_phase=stays or not finished or ranges[state.phase_index + 1].phase.keep_optimizer,
+        phase_index=state.phase_index if stays else state.phase_index + 1,
+        inside_phase=stays or ranges[state.phase_index + 1].phase.keep_optimizer,
         same_run=checkpoint.parent.resolve() == own.resolve(),
         damaged=tuple(damaged),
     )
@@ -373,6 +372,12 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
         )
 
 
+def _stays(state: RunState, ranges: list[PhaseRange]) -> bool:
+    """Returns whether a start from this state begins in the checkpoint's phase, not in the next one."""
+    is_last = state.phase_index == len(ranges) - 1
+    return is_last or state.validation_due or state.tasks_due or state.step != ranges[state.phase_index].end
+
+
 def _check_same_phases(
     train: TrainConfig, state: RunState, ranges: list[PhaseRange], checkpoint: Path
 ) -> None:
@@ -395,9 +400,8 @@ def _check_same_phases(
     saved = saved_sections(state.config_yaml)
     trained = saved["phases"][state.phase_index]["train"]
     optimizer = saved.get("train", {}).get("optimizer", TrainConfig.optimizer)
-    following = ranges[state.phase_index + 1 : state.phase_index + 2]
-    keeps = any(each.phase.keep_optimizer for each in following)
-    if optimizer != train.optimizer and (keeps or state.step < phase_range.end):
+    loads = _stays(state, ranges) or ranges[state.phase_index + 1].phase.keep_optimizer
+    if optimizer != train.optimizer and loads:
         raise ResumeError(
             f"{checkpoint} holds the state of train.optimizer = {optimizer}; the config has {train.optimizer}. Set it "
             "as it was until the phase ends, or start a new run with checkpoint.initial_weights set to this checkpoint."

@@ -48,9 +48,10 @@ def evaluate(
         The first set has `validation_loss` (nats per scored token), `validation_perplexity` and
         `validation_bits_per_byte`. Bits per byte divide the nats of all scored labels, EOS included, by the bytes of
         their text, where an EOS has no bytes. The first set also has overall attention statistics
-        (model/probes/stats.py): `validation_recall`, ... The statistics include sequences that only fill up the last
-        round. Each other set has `validation_<name>_loss` and so on. A set that was split by source also has
-        `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
+        (model/probes/stats.py): `validation_recall`, ... They count some sequences once more than others if the
+        ranks' micro-batches do not divide the set. Each other set has `validation_<name>_loss` and so on. A set that
+        was split by source also has `<score>_by_source`, dicts source -> value. `validation_set` is the name of the
+        first set.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}
     for each in sets:
@@ -136,11 +137,11 @@ def schedule_group(config: Config, parallel: Parallel) -> int:
 
 
 def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """Returns this replica's micro-batches. All replicas get the same number, padded with sequences that
-    do not count in the loss."""
+    """Returns this replica's micro-batches. All replicas get the same number, padded with repetitions
+    that do not count in the loss. All sequences repeat alike, because repetitions count in the statistics."""
     size = config.train.micro_batch_size
     missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
-    blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
+    blocks = np.resize(text.blocks, (len(text.blocks) + missing, text.blocks.shape[1]))
     lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
     mine = slice(parallel.data_rank, None, parallel.data_size)
     places = torch.arange(config.train.seq_len_tokens, device=parallel.device)

@@ -95,12 +95,15 @@ def test_text_without_bytes_has_no_bits_per_byte() -> None:
     assert record["validation_bits_per_byte"] is None
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_any_number_of_replicas_scores_the_same_tokens(replicas: int) -> None:
     text = text_of(5, seed=5, last_length=3)
     ranks = [dataclasses.replace(single_rank(), data_rank=r, data_size=replicas) for r in range(replicas)]
     dealt = [_deal(text, EOS, CONFIG, rank) for rank in ranks]
     assert len({len(batches) for batches in dealt}) == 1  # the schedule is collective
+    sequences = torch.cat([batch.tokens for batches in dealt for batch in batches])
+    times = torch.unique(sequences, dim=0, return_counts=True)[1]
+    assert (len(times), int(times.max() - times.min()) <= 1) == (5, True)  # in the statistics of attention
     results = [evaluation_step(ready_model(), batches, CONFIG, single_rank()) for batches in dealt]
     assert sum(int(tokens) for _, tokens in results) == text.scored_tokens
     loss = sum(loss_sum.item() for loss_sum, _ in results) / text.scored_tokens

@@ -179,7 +179,7 @@ def test_what_is_refused(row: str, folder: Path, call: Call, monkeypatch: pytest
 
 
 def test_lines_end_with_newlines_alone(folder: Path, call: Call) -> None:
-    """A form feed or U+2028 is part of a prompt. Windows writes a byte-order mark."""
+    """A form feed or U+2028 is part of a prompt. Windows writes a byte-order mark and \\r\\n."""
     words = ["--run", folder / "run", "--prompts", folder / "breaks.txt", "--max-new-tokens", 1]
     texts = []
     for encoding in ("utf-8", "utf-8-sig"):
@@ -189,6 +189,8 @@ def test_lines_end_with_newlines_alone(folder: Path, call: Call) -> None:
         texts.append(text)
     assert re.findall(r"--- (\d)", texts[0]) == ["1", "2"]
     assert texts[0] == texts[1]
+    (folder / "breaks.txt").write_bytes("The\x0cman\none\u2028two\n".encode())
+    assert call(*words)[1] == texts[0]
 
 
 def test_a_text_goes_on_where_the_prompt_ends() -> None:

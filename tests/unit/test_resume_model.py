@@ -81,5 +81,7 @@ def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
 def test_the_state_of_another_optimizer_is_refused() -> None:
     muon, adamw = (tiny_config(train={"optimizer": name}) for name in ("muon", "adamw"))
     said = r"holds the state of train.optimizer = muon; the config has adamw\."
-    with pytest.raises(ResumeError, match=said):
-        _check_same_phases(adamw.train, run_state(2, muon), phase_ranges(muon.phases), CHECKPOINT)
+    ranges = phase_ranges(muon.phases)
+    for step in (2, ranges[-1].end):  # a start at the end of the run also loads the optimizer's state
+        with pytest.raises(ResumeError, match=said):
+            _check_same_phases(adamw.train, run_state(step, muon), ranges, CHECKPOINT)

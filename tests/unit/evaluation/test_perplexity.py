@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gzip
 import json
@@ -178,6 +179,17 @@ def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys
     for said in (failed.out, unwritten.out):
         assert row in said
         assert said.endswith(f"{folder} was not written; these results were finished\n")
+
+
+@pytest.mark.parametrize(("settings", "times"), [([], 1), (["gsa.attention=dense"], 0)])
+def test_a_dense_phase_is_named(settings: list[str], times: int, tmp_path: Path, caplog: Any) -> None:
+    """The model attends by its indexer, which has not trained."""
+    config = evaluated_config()
+    dense = dataclasses.replace(config.phases[0], name="first", attention="dense", train="base")
+    config = dataclasses.replace(config, phases=[dense])
+    folder = save_run(evaluated_model(config), config, tmp_path / "run")
+    load_evaluated_model(Source(run=folder), settings)
+    assert caplog.text.count("Saved in phase first, which attends to all keys") == times
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
