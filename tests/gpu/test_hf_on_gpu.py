@@ -13,7 +13,8 @@ from transformers import DynamicCache, StaticCache
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER
 from gsa_hf.modeling_gsa import CACHE_ARGUMENT
-from helpers.hf import distinct_tokens, tiny_model
+from helpers import hf
+from helpers.hf import distinct_tokens, losses_and_gradients, tiny_model
 
 KERNEL_SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "index_head_dim": 32, "index_topk": 64,
@@ -40,11 +41,8 @@ def model_of(name: str = "gsa", dtype: torch.dtype = torch.float32, **changes: A
     return tiny_model(**{**KERNEL_SIZES, **VARIANTS[name], **changes}).to("cuda", dtype)
 
 
-def padded(pads: int = 37, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = distinct_tokens(3, length).cuda()
-    mask = torch.ones_like(tokens)
-    mask[1, :pads] = 0
-    return tokens, mask
+def padded(pads: int = 37, length: int = LENGTH) -> list[torch.Tensor]:
+    return [each.cuda() for each in hf.padded(length, pads, rows=3)]
 
 
 def assert_nearly_all_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -149,18 +147,9 @@ def test_loss_and_gradients(name: str, checkpointing: bool) -> None:
     model = model_of(name, indexer_loss_coef=1.0, indexer_temperature="learned").train()
     tokens, mask = padded(length=100)
     mask[0, 90:] = 0
-    labels = tokens.masked_fill(mask == 0, -100)
-    labels[1, 37] = -100  # it follows padding, whose output is arbitrary
     if checkpointing:
         model.gradient_checkpointing_enable()
-    found = []
-    for attention in ("eager", "gsa"):
-        model.set_attn_implementation(attention)
-        model.zero_grad()
-        outputs = model(tokens, attention_mask=mask, labels=labels, use_cache=False)
-        outputs.loss.backward()
-        gradients = {key: value.grad for key, value in model.named_parameters()}
-        found.append({"kl": outputs.indexer_loss.detach(), "loss": outputs.loss.detach(), **gradients})
+    found = losses_and_gradients(model, tokens, mask)
     for key, value in found[0].items():
         scale = float(value.abs().max())
         torch.testing.assert_close(found[1][key], value, rtol=2e-3, atol=2e-3 * scale, msg=key)

@@ -71,3 +71,28 @@ def distinct_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     draws = [1 + torch.randperm(SIZES["vocab_size"] - 1, generator=generator)[:length] for _ in range(rows)]
     return torch.stack(draws)
+
+
+def padded(length: int, pads: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and their attention mask [rows, length]. The second row begins with padding."""
+    tokens = distinct_tokens(rows, length)
+    mask = torch.ones_like(tokens)
+    mask[1, :pads] = 0
+    return tokens, mask
+
+
+def losses_and_gradients(
+    model: GSAForCausalLM, tokens: torch.Tensor, mask: torch.Tensor
+) -> list[dict[str, torch.Tensor]]:
+    """Return indexer loss, loss and gradients by parameter, with eager attention and with the kernels. A token after
+    padding in front is no label, because the output of padding is arbitrary."""
+    labels = tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
+    found = []
+    for attention in ("eager", "gsa"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        outputs = model(tokens, attention_mask=mask, labels=labels, use_cache=False)
+        outputs.loss.backward()
+        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append({"kl": outputs.indexer_loss.detach(), "loss": outputs.loss.detach(), **gradients})
+    return found

@@ -75,30 +75,27 @@ def test_packed_mask_round_trip(device: str) -> None:
 # scores
 
 
+SIGMOID: dict[str, Any] = {"heads": 4, "dim": 64, "biases": True}
+WIDE: dict[str, Any] = {"activation": "relu", "heads": 8, "dim": 128}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "activation", "heads", "dim", "biases", "kib"),
+    ("kib", "dtype", "indexer"),
     [
-        (torch.float32, "sigmoid", 4, 64, True, 227),
-        (torch.float32, "relu", 8, 128, False, 227),
-        (torch.bfloat16, "sigmoid", 1, 24, False, 99),
-        (torch.bfloat16, "sigmoid", 4, 64, True, 227),
-        (torch.bfloat16, "relu", 8, 128, False, 227),
-        (torch.bfloat16, "relu", 8, 128, False, 99),
+        (227, torch.float32, SIGMOID),
+        (227, torch.float32, WIDE),
+        (99, torch.bfloat16, {"heads": 1, "dim": 24}),
+        (227, torch.bfloat16, SIGMOID),
+        (227, torch.bfloat16, WIDE),
+        (99, torch.bfloat16, WIDE),
     ],
 )
 def test_scores_are_as_exact_as_torch(
-    device: str,
-    dtype: torch.dtype,
-    activation: str,
-    heads: int,
-    dim: int,
-    biases: bool,
-    kib: int,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, kib: int, dtype: torch.dtype, indexer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kib` is the shared memory of the GPU: with Ada's 99 KiB wide heads have smaller tiles."""
     monkeypatch.setattr(triton_scores, "shared_memory", lambda _: kib * 1024)
-    case = make_case(device, 100, heads=heads, dim=dim, dtype=dtype, activation=activation, biases=biases)
+    case = make_case(device, 100, dtype=dtype, **indexer)
     causal, exact, scores = case.causal(), case.reference(), case.scores()
     assert scores.dtype == torch.float32
     assert scores.shape == exact.shape

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER
 from gsa_hf.modeling_gsa import CACHE_ARGUMENT
 from gsa_kernels import api
-from helpers.hf import distinct_tokens, tiny_model
+from helpers.hf import distinct_tokens, losses_and_gradients, padded, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU instead")
 
@@ -31,25 +31,13 @@ def model_of(**changes: Any) -> Any:
     return tiny_model(**{**KERNEL_SIZES, **changes})
 
 
-def padded(length: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = distinct_tokens(2, length)
-    mask = torch.ones_like(tokens)
-    mask[1, :pads] = 0
-    return tokens, mask
-
-
 def a_cache(model: Any, kind: str) -> Cache:
     static = kind == "static"
     return StaticCache(model.config, max_cache_len=40) if static else DynamicCache(config=model.config)
 
 
 def steps(
-    model: Any,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-    prompt: int,
-    kind: str,
-    swap_at: int | None = None,
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, prompt: int, kind: str, swap_at: int | None = None
 ) -> torch.Tensor:
     """Return logits of the prompt and of one token after the other; at `swap_at` the sequences change places."""
     held, found = {CACHE_ARGUMENT: a_cache(model, kind)}, []
@@ -120,16 +108,7 @@ def test_loss_and_gradients() -> None:
     model = model_of(num_hidden_layers=1, **learned).train()
     tokens, mask = padded(20, 3)
     mask[0, 17:] = 0
-    labels = tokens.masked_fill(mask == 0, -100)
-    labels[1, 3] = -100  # it follows padding, whose output is arbitrary
-    found = []
-    for attention in ("eager", "gsa"):
-        model.set_attn_implementation(attention)
-        model.zero_grad()
-        outputs = model(tokens, attention_mask=mask, labels=labels, use_cache=False)
-        outputs.loss.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append({"kl": outputs.indexer_loss.detach(), "loss": outputs.loss.detach(), **gradients})
+    found = losses_and_gradients(model, tokens, mask)
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=name)
 

@@ -32,18 +32,13 @@ from helpers.single_rank import (
 
 DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", steps=10, lr=1e-2, min_lr=1e-3)
 
+SPARSE_STEPS = (
+    *("paper", "window, rope and reuse", "sparse-only", "lists", "plain and norm", "qsa and lists", "groups"),
+    "groups over lists",
+)
 CASES = [  # each option once, because the interpreter is slow
-    ("paper", SPARSE),
-    ("window, rope and reuse", SPARSE),
-    ("sparse-only", SPARSE),
-    ("learned temperature", WARM_UP),
-    ("lists", SPARSE),
-    ("plain and norm", SPARSE),
-    ("qsa and lists", SPARSE),
-    ("groups", SPARSE),
-    ("groups", WARM_UP),
-    ("groups over lists", SPARSE),
-    ("gated-only", DENSE_ALL),
+    *((name, SPARSE) for name in SPARSE_STEPS),
+    *(("learned temperature", WARM_UP), ("groups", WARM_UP), ("gated-only", DENSE_ALL)),
 ]
 
 
