@@ -159,7 +159,7 @@ class Faults:
     def _limit_disk(self, step: int) -> None:
         first, last = self._faults.get("full_disk", (0, 0))
         if self._rank == 0 and step in (first, last + 1):
-            _let_files_grow_to(0 if step == first else resource.RLIM_INFINITY)
+            let_files_grow_to(0 if step == first else resource.RLIM_INFINITY)
 
     def _flip_a_bit(self, step: int, weight: torch.nn.Parameter) -> None:
         at, bit, rank = self._faults.get("flipped_bit", (0, 0, 0))
@@ -205,10 +205,10 @@ class Faults:
         def write(writer: Any, buckets: Any, others: Any, rank: int) -> Any:
             fails = self._of_save("failing_saves")
             if fails:  # this rank writes nothing else meanwhile
-                _let_files_grow_to(SMALL_FILE_BYTES)
+                let_files_grow_to(SMALL_FILE_BYTES)
             written = write_share(writer, buckets, others, rank)
             if fails:
-                _let_files_grow_to(resource.RLIM_INFINITY)
+                let_files_grow_to(resource.RLIM_INFINITY)
             step, held_rank = self._faults.get("held_write", (0, None))
             if held_rank == self._rank and any(f"step_{step:08d}/" in path for path, *_ in buckets):
                 _for_ever()
@@ -282,5 +282,5 @@ def _for_ever() -> None:
         threading.Event().wait(3600.0)
 
 
-def _let_files_grow_to(size_bytes: int) -> None:
+def let_files_grow_to(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))

@@ -140,6 +140,9 @@ class Run:
         pointer = self.checkpoints / "latest"
         return pointer.read_text() if pointer.exists() else ""
 
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records() if record.get("event") == kind]
+
     def records(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         return read_records(path) if path.exists() else []

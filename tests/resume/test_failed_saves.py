@@ -16,10 +16,6 @@ RANKS = 2
 pytestmark = pytest.mark.slow
 
 
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [record for record in run.records() if record.get("event") == kind]
-
-
 REASON = r"rank 1: .*__1_\d\.distcp: .*File too large"
 
 
@@ -41,7 +37,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
     run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, faults=faults).wait(expected=3)
     names = sorted(path.name for path in run.checkpoints.iterdir())
     saved_step = int(run.latest.removeprefix("step_"))
-    return Failing(run, saved_step, events(run, "checkpoint_failed"), names)
+    return Failing(run, saved_step, run.events("checkpoint_failed"), names)
 
 
 def test_a_failure_of_one_rank_is_everyones_and_the_next_try_saves_a_later_step(failing: Failing) -> None:
@@ -50,7 +46,7 @@ def test_a_failure_of_one_rank_is_everyones_and_the_next_try_saves_a_later_step(
     assert re.match(REASON, first["checkpoint_error"])
     assert f"step 5 could not be saved: {first['checkpoint_error']}; next try at step" in failing.run.output
     assert failing.saved_step == 7  # the failure of step 5 was reported after step 6
-    (saved,) = events(failing.run, "checkpoint")
+    (saved,) = failing.run.events("checkpoint")
     assert saved["step"] == failing.saved_step
     assert min(saved["checkpoint_stall_seconds"], saved["checkpoint_save_seconds"]) > 0
 

@@ -67,12 +67,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [record for record in run.records() if record.get("event") == kind]
-
-
 def spikes(run: Run) -> list[int]:
-    return [record["step"] for record in events(run, "spike")]
+    return [record["step"] for record in run.events("spike")]
 
 
 def losses(run: Run) -> dict[int, float]:
@@ -96,7 +92,7 @@ def test_without_faults_nothing_happens(runs):
 def test_updates_from_bad_batches_are_left_out_at_once(runs):
     skip, clean = runs["skip"], runs["clean"]
     assert spikes(skip) == POISONED
-    assert {record["action"] for record in events(skip, "spike")} == {"skip"}
+    assert {record["action"] for record in skip.events("spike")} == {"skip"}
     assert [record["step"] for record in skip.steps() if record["update_norm"] == 0] == POISONED
     assert all(losses(skip)[step] == losses(clean)[step] for step in range(1, 33))
     last = skip.steps()[-1]
@@ -122,7 +118,7 @@ def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
     assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.output
     assert [path.name for path in stop.checkpoints.glob("step_*")] == ["step_00000040"]
     assert max(losses(stop)) == 45  # the spike's third step is read at step 49
-    assert [record["step"] for record in events(stop, "stop")] == [49]
+    assert [record["step"] for record in stop.events("stop")] == [49]
 
 
 def test_the_same_command_does_not_run_into_the_same_spike(runs):
@@ -136,7 +132,7 @@ def test_the_same_command_does_not_run_into_the_same_spike(runs):
 @pytest.mark.nightly
 def test_a_nan_on_one_rank_costs_one_update(runs):
     nan = runs["nan"]
-    (event,) = events(nan, "spike")
+    (event,) = nan.events("spike")
     assert (event["step"], event["signal"], str(event["value"])) == (44, "grad_norm", "nan")
     assert [record["step"] for record in nan.steps() if record["update_norm"] == 0] == [44]
 
@@ -144,6 +140,6 @@ def test_a_nan_on_one_rank_costs_one_update(runs):
 def test_a_restart_leaves_out_the_batches_that_it_is_told_to(runs):
     restart = runs["restart"]
     assert not {*losses(restart)} & {*LEFT_OUT}
-    assert [record["last_step"] for record in events(restart, "skipped_batches")] == [LEFT_OUT[-1]]
+    assert [record["last_step"] for record in restart.events("skipped_batches")] == [LEFT_OUT[-1]]
     assert [record["step"] for record in restart.steps()][-2:] == [55, 56]
     assert restart.steps()[-1]["tokens"] == (STEPS - len(LEFT_OUT)) * 4 * 64

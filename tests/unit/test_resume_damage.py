@@ -20,6 +20,7 @@ from gsa_train.run_folder.job_start import SUBMISSION, note_job_start
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from helpers.checkpoints import write_checkpoint
 from helpers.run_contents import cut
+from helpers.saving import names_in
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 STEPS = (2, 4, 6)
@@ -60,10 +61,6 @@ def go_on(config: Config, **arguments: Any) -> Start:
 
 def checkpoints_of(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name / "checkpoints"
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("moved", ["nothing", "checkpoints", "checkpoints/step_00000006"])

@@ -30,19 +30,16 @@ from gsa_train.services import Service
 from gsa_train.step import StepResult, train_step
 from gsa_train.train import train_phases
 from gsa_train.trainer import run_phase
+from helpers.faults import let_files_grow_to
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
-
-
-def limit_files_to(size_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
 @pytest.fixture
 def full_disk() -> Iterator[Callable[[], None]]:
     """Return a function after which no large file can be written, to the end of the test."""
-    yield lambda: limit_files_to(10_000)
-    limit_files_to(resource.RLIM_INFINITY)
+    yield lambda: let_files_grow_to(10_000)
+    let_files_grow_to(resource.RLIM_INFINITY)
 
 
 @contextmanager
@@ -79,7 +76,7 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(
     def log(record: dict[str, Any]) -> None:
         events.append(record["event"])
         if len(events) == 1:
-            limit_files_to(resource.RLIM_INFINITY)
+            let_files_grow_to(resource.RLIM_INFINITY)
 
     waits: list[float] = []
     monkeypatch.setattr(saves, "time", Mock(sleep=waits.append))
