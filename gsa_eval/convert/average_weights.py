@@ -30,12 +30,17 @@ def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> Non
             which are averaged.
 
     Raises:
-        ValueError: a checkpoint is damaged, has other tensors than the last, or has no moving average.
+        ValueError: a checkpoint is damaged, has other tensors than the last, has no moving average, or was saved before
+            the indexer had run.
     """
     sources, last = [CheckpointTensors(each) for each in checkpoints], checkpoints[-1]
     for checkpoint, source in zip(checkpoints, sources, strict=True):
         if source.kinds != sources[-1].kinds:
             raise ValueError(f"{checkpoint} and {last} hold different models; give checkpoints of one model")
+        if _has_variance(source) != _has_variance(sources[-1]):
+            raise ValueError(
+                f"{checkpoint} and {last}: only in one has the indexer run; give checkpoints of one phase"
+            )
         if moving and not has_average(source.all_kinds):
             raise ValueError(
                 f"{checkpoint} has no moving average; train with train.weight_average_decay, or average the weights of "
@@ -49,6 +54,11 @@ def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> Non
     }
     with new_folder(out) as unfinished:
         write_weights(unfinished, _averages(sources, moving), state, files)
+
+
+def _has_variance(source: CheckpointTensors) -> bool:
+    """Returns whether the indexer has run in training. Before, the mean variance of its scores is 0."""
+    return any(bool(source.read(name).any()) for name in source.kinds if name.endswith(".variance.ema"))
 
 
 def _averages(sources: Sequence[CheckpointTensors], moving: bool) -> Iterator[tuple[str, torch.Tensor]]:

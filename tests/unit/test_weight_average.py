@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gsa_eval.convert.average_weights import average_weights
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.optimizer.build import WEIGHT_AVERAGE
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -64,3 +65,16 @@ def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path: Pat
             weights, averages = weights_and_averages(optimizer)
             assert all(torch.equal(*pair) for pair in zip(weights, averages, strict=True))
         close_optimizer(model, optimizer)
+
+
+def test_a_checkpoint_before_the_first_variance_is_not_averaged(tmp_path: Path) -> None:
+    """Before the indexer runs, the mean variance is 0, which would lower the average and so all budgets."""
+    config = tiny_config([SPARSE])
+    models = [tiny_model(config, variance_ema=variance) for variance in (0.0, 0.02, 0.04)]
+    saved = [write_checkpoint(tmp_path, step, model, None, config) for step, model in enumerate(models, 1)]
+    with pytest.raises(
+        ValueError, match=r"step_00000001 and .*step_00000003: only in one has the indexer run"
+    ):
+        average_weights([saved[0], saved[2]], tmp_path / "no", moving=False)
+    average_weights(saved[1:], tmp_path / "out", moving=False)
+    average_weights(saved[:1] * 2, tmp_path / "same", moving=False)
