@@ -64,6 +64,8 @@ def _numbers(study: StudyConfig) -> Iterator[str]:
         for value in values:
             if value < least:
                 yield problem_line(field, value, f"below {least}", f"give {least} or more")
+        if len(set(values)) < len(values):
+            yield problem_line(field, values, "a number twice", "list each once")
 
 
 def _evaluations(study: StudyConfig) -> Iterator[str]:

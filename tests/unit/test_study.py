@@ -107,6 +107,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({**metric(source="evaluation", evaluations=["a"]), **evaluation()}, "metrics.0.evaluations = a: the"),
     (metric(at_tokens=[10_000_000, 20_000_000, 10_010_000]), "10010000]: two of them are 10M in"),
     (evaluation(context_lengths=[0]), "evaluations.0.context_lengths = 0: below 1"),
+    (evaluation(context_lengths=[64, 64]), "evaluations.0.context_lengths = [64, 64]: a number twice"),
     (evaluation(arms=["on"]), "evaluations.0.arms = on: the study has no such arm"),
     (evaluation(validation=True), "evaluations.0.validation = true: the run's sets are scored beside tasks"),
     (evaluation(data={"a": "/no/where"}), "evaluations.0.data.a = /no/where: not there"),
