@@ -206,10 +206,8 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         is_last = depth == len(keys) - 1
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
-                known = ", ".join(str(index) for index in range(len(node)))
-                remedy = (
-                    f"choose one of its items: {known}" if node else f"write the whole list: {where}=[...]"
-                )
+                known = ", ".join(map(str, range(len(node))))
+                remedy = f"choose one of its items: {known}" if node else f"write the list: {where}=[...]"
                 problems.add(path, text, f"{where} has no item {key}", remedy)
                 return
             index: int | str = int(key)

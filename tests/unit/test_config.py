@@ -174,7 +174,7 @@ train.iterations_to_skip=3 -> train.iterations_to_skip = 3 | not a list | an int
 train.iterations_to_skip=[1, x] -> train.iterations_to_skip | each item is an integer
 phases=[3] -> phases.0 = 3 | not a section | steps
 phases.3.steps=1 -> phases.3.steps = 1 | phases has no item 3 | 0
-train.batch_ramp.0.until_tokens=9 -> train.batch_ramp has no item 0 | write the whole list: train.batch_ramp=[...]
+train.batch_ramp.0.until_tokens=9 -> train.batch_ramp has no item 0 | write the list: train.batch_ramp=[...]
 phases.².steps=1 -> phases has no item ²
 model.num_layers.x=1 -> model.num_layers is not a section
 train.grad_clip= -> train.grad_clip | no value after the = | train.grad_clip=VALUE

@@ -110,7 +110,7 @@ def test_text_that_comes_again_is_said_once(config, tokenizer, caplog):
             batches.next_step()
         state = batches.state()
     assert batches.counters["documents"] >= 150  # every one
-    assert caplog.text.count("has been read 1 times") == 1
+    assert caplog.text.count("has been read whole (1 x)") == 1
     batches.next_step()
     batches.state()
     opened(config, state, tokenizer).state()

@@ -72,9 +72,7 @@ def test_a_checkpoint_before_the_first_variance_is_not_averaged(tmp_path: Path) 
     config = tiny_config([SPARSE])
     models = [tiny_model(config, variance_ema=variance) for variance in (0.0, 0.02, 0.04)]
     saved = [write_checkpoint(tmp_path, step, model, None, config) for step, model in enumerate(models, 1)]
-    with pytest.raises(
-        ValueError, match=r"step_00000001 and .*step_00000003: only in one has the indexer run"
-    ):
+    with pytest.raises(ValueError, match="step_00000003: only in one has the indexer run"):
         average_weights([saved[0], saved[2]], tmp_path / "no", moving=False)
     average_weights(saved[1:], tmp_path / "out", moving=False)
     average_weights(saved[:1] * 2, tmp_path / "same", moving=False)

@@ -5,6 +5,7 @@ import sentencepiece
 from data_corpus import document, write_corpus
 
 from gsa_data import Manifest, Tokenizer, build_manifest
+from gsa_data.faults import warn_once
 from helpers.chats import make_tokenizer
 
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
@@ -48,3 +49,8 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chat_tokenizer(tokenizer_file: Path) -> Tokenizer:
     return Tokenizer(str(tokenizer_file))
+
+
+@pytest.fixture(autouse=True)
+def warns_again() -> None:
+    warn_once.cache_clear()

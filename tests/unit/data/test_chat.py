@@ -14,7 +14,7 @@ from gsa_data.chat import ChatFolder, parse_chat_line, read_conversations
 from gsa_data.chat_template import ChatEncoder
 from gsa_data.corpus import open_chat
 from gsa_data.documents import Document
-from gsa_data.faults import Reading, skipped_totals, warn_once
+from gsa_data.faults import Reading, skipped_totals
 from gsa_data.lanes import LONG_CONVERSATIONS
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.ngram import scored_pairs
@@ -37,11 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ChatFolder:
     for shard in range(3):
         write_chats(root / f"s{shard}.jsonl", map(conversation, NUMBERS[20 * shard : 20 * (shard + 1)]))
     return open_chat(str(root), template(WITH_BLOCKS))
-
-
-@pytest.fixture(autouse=True)
-def warns_again() -> None:
-    warn_once.cache_clear()
 
 
 # Bad lines

@@ -15,7 +15,7 @@ from gsa_data.chat import ChatReader
 from gsa_data.chat_template import ChatEncoder, find_chat_template
 from gsa_data.companions import Companions
 from gsa_data.corpus import open_chat
-from gsa_data.faults import Reading, warn_once
+from gsa_data.faults import Reading
 from gsa_data.marks import INSIDE, TOKEN_ID, UNSCORED
 from gsa_data.tokenize import TokenizerError
 from helpers.chats import FORGETS, PLAIN, TOOLS, WITH_BLOCKS, conversation, template, write_chats
@@ -26,11 +26,6 @@ READING = Reading(backoff_seconds=0.0)
 SAMPLE = Path(__file__).parents[3] / "data"
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 """A template that would take centuries."""
-
-
-@pytest.fixture(autouse=True)
-def warns_again() -> None:
-    warn_once.cache_clear()
 
 
 # What is the assistant's
