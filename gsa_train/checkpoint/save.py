@@ -127,6 +127,7 @@ class CheckpointSaver:
         self._save: _Save | None = None
         self._held_seconds = 0.0
         self._retry_step: int | None = None
+        self._next_try = 0
         self.durable_step = durable_step
         """Step of the newest durable checkpoint."""
         self.failures = 0
@@ -246,7 +247,7 @@ class CheckpointSaver:
         """Returns a text that says what follows the last failure."""
         if self.failures > self._config.save_retries:
             return "this was the last try"
-        return f"next try at step {self._retry_step}"
+        return f"next try at step {self._next_try}, or at the end of the run"
 
     def close(self) -> None:
         """Wait for the save in progress, so that its files are complete whatever stops the training. Not collective."""
@@ -262,6 +263,7 @@ class CheckpointSaver:
             self.failures += 1
             self.last_error = result.error
             self._retry_step = now + self._config.retry_after_steps * 2 ** (self.failures - 1)
+            self._next_try = min(self._retry_step, now + 1 + -(now + 1) % self._config.every_steps)
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
