@@ -263,7 +263,8 @@ class CheckpointSaver:
             self.failures += 1
             self.last_error = result.error
             self._retry_step = now + self._config.retry_after_steps * 2 ** (self.failures - 1)
-            self._next_try = min(self._retry_step, now + 1 + -(now + 1) % self._config.every_steps)
+            every = self._config.every_steps
+            self._next_try = min(self._retry_step, (now // every + 1) * every)
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:

@@ -351,9 +351,8 @@ def _build_dict(
             entries[name] = _typed(value_hint, item)
         except ValidationError:
             if isinstance(item, dict) and item:
-                problems.add(
-                    entry, "{...}", "several fields at once", f"write {entry}.{next(iter(item))} and so on"
-                )
+                remedy = f"write each with its whole name, such as {entry}.{next(iter(item))}"
+                problems.add(entry, "{...}", "several fields at once", remedy)
                 continue
             wrong = _wrong_in_words(item, value_hint)
             problems.add(entry, item, wrong, f"write {entry}=VALUE, or remove the name")

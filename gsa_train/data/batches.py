@@ -275,7 +275,7 @@ class TrainBatches:
         merged = merge_states([state for state in states if state is not None])
         epochs = whole_epochs(merged)
         if epochs > self._epochs and self._parallel.is_main:
-            logger.warning("the training text has been read whole (%d x), and its documents repeat", epochs)
+            logger.warning("the training text is in epoch %d: its documents repeat", epochs + 1)
         self._epochs = epochs
         long_conversations = merged["counters"].get(LONG_CONVERSATIONS, 0)
         if long_conversations > self._long_conversations and self._parallel.is_main:

@@ -47,15 +47,6 @@ def test_bars_and_failures(arguments: argparse.Namespace, tmp_path: Path) -> Non
     assert read(tmp_path)["failures"] == ["wrong gradients"]
 
 
-def test_unknown_commit_is_loud(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
-    monkeypatch.setenv("GSA_COMMIT", "1234abc")
-    assert harness.commit() == "1234abc"
-    monkeypatch.delenv("GSA_COMMIT")
-    assert harness.commit() == "unknown"
-    assert "UNKNOWN COMMIT" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("estimate", "runs"), [(1000.0, 3), (50.0, 4), (0.01, 200), (0.0, 200)])
 def test_runs_fit_the_budget(estimate: float, runs: int) -> None:
     assert harness.count_runs(estimate, 200, 3, 200) == runs

@@ -34,6 +34,7 @@ from selection_cases import (
 from gsa_kernels import packed_mask
 from gsa_kernels import reference as ops
 from gsa_kernels.indexer import triton_scores
+from gsa_kernels.indexer.score_inputs import score_inputs
 from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
@@ -107,6 +108,20 @@ def test_scores_are_as_exact_as_torch(
     # Maximum and mean are compared, because fp32 sums in another order differ by some ulp.
     assert error.max() <= 2 * torch_error.max() + 1e-7
     assert error.mean() <= 2 * torch_error.mean() + 1e-7
+
+
+@pytest.mark.parametrize(("kib", "tile"), [(227, (64, 3)), (163, (64, 2)), (99, (32, 1))])
+def test_tiles_of_wide_heads_fit(kib: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_scores, "shared_memory", lambda _: kib * 1024)
+    bf16, fp32 = (
+        score_inputs(make_case("cpu", 4, dtype=dtype, **WIDE).indexer, Geometry())
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    found = triton_scores.score_tiles(bf16)
+    assert (found.rows, found.stages) == tile
+    if kib == 99:
+        with pytest.raises(ValueError, match="need 160 KiB of shared memory, and the GPU has 99"):
+            triton_scores.score_tiles(fp32)
 
 
 def _scores_in_dtype(case: Case) -> torch.Tensor:

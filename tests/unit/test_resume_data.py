@@ -105,16 +105,16 @@ def test_text_that_comes_again_is_said_once(config, tokenizer, caplog):
     batches = opened(config, None, tokenizer)
     state = batches.state()
     while whole_epochs(state) == 0:
-        assert "has been read" not in caplog.text
+        assert "documents repeat" not in caplog.text
         for _ in range(20):
             batches.next_step()
         state = batches.state()
     assert batches.counters["documents"] >= 150  # every one
-    assert caplog.text.count("has been read whole (1 x)") == 1
+    assert caplog.text.count("is in epoch 2: its documents repeat") == 1
     batches.next_step()
     batches.state()
     opened(config, state, tokenizer).state()
-    assert caplog.text.count("has been read") == 1
+    assert caplog.text.count("documents repeat") == 1
 
 
 def test_another_eos_and_a_damaged_position_are_refused_in_any_case(config, tokenizer, saved):

@@ -90,10 +90,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (arm(set={"gsa.k_bsae": 3}), "arm one: gsa.k_bsae = 3: unknown key; did you mean"),
     (arm(set={"run.seed": 3}), "arms.0.set.run.seed = 3: the study sets it"),
     ({"set": {"run.dir": "x"}}, "set.run.dir = x: the study sets it"),
-    (
-        {"set": {"model.rope_scaling": {"factor": 4.0}}},
-        "several fields at once; write set.model.rope_scaling.factor",
-    ),
+    ({"set": {"model.rope_scaling": {"factor": 4.0}}}, "such as set.model.rope_scaling.factor"),
     ({"arms": [{"name": "one"}, {"name": "one"}]}, "arms.name = one: there twice"),
     (arm(name="a-b"), "arms.0.name = a-b: not a plain name"),
     ({"arms": []}, "arms = []: nothing there"),

@@ -18,7 +18,7 @@ import triton.language as tl
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper, shared_memory
 from gsa_kernels.indexer.score_inputs import ScoreInputs
-from gsa_kernels.limits import SCORED_KEYS, ceil_div, next_power_of_2
+from gsa_kernels.limits import SCORED_KEYS, TILE_QUERIES, ceil_div, next_power_of_2
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 
 
@@ -36,24 +36,30 @@ BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, 
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 """Tiles for stacked heads (triton_stacks.py), the fastest measured (docs/kernels.md, Tuning)."""
-LEAST_ROWS = 16
-"""Fewest rows of a product on the matrix units."""
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tiles of heads that are not stacked. GPUs with less shared memory than Hopper have fewer stages, then
-    fewer rows, if the queries of all heads are wide."""
+    """Return the tiles of heads that are not stacked. If the queries of all heads are wide, GPUs with less shared
+    memory than Hopper have fewer stages, then fewer rows. Key lists need a multiple of TILE_QUERIES rows.
+
+    Raises:
+        ValueError: the smallest tile does not fit the GPU.
+    """
     queries = inputs.indexer.queries
     heads, dim = queries.shape[2:]
     tiles = BF16_TILES if queries.dtype == torch.bfloat16 else FLOAT_TILES
-    vectors = shared_memory(queries.device) // (next_power_of_2(dim) * queries.element_size())
-    while heads * tiles.rows + tiles.stages * tiles.cols > vectors:
+    found, vector_bytes = shared_memory(queries.device), next_power_of_2(dim) * queries.element_size()
+    while (needed := (heads * tiles.rows + tiles.stages * tiles.cols) * vector_bytes) > found:
         if tiles.stages > 1:
             tiles = tiles._replace(stages=tiles.stages - 1)
-        elif tiles.rows > LEAST_ROWS:
+        elif tiles.rows > TILE_QUERIES:
             tiles = tiles._replace(rows=tiles.rows // 2)
         else:
-            break
+            raise ValueError(
+                f"{heads} indexer heads of {dim} in {queries.dtype} need {needed // 1024} KiB of shared memory, and "
+                f"the GPU has {found // 1024} KiB; pass implementation='reference' (training: "
+                "gsa.attention_impl=reference)"
+            )
     return tiles
 
 

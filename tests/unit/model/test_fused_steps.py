@@ -32,12 +32,9 @@ from helpers.single_rank import (
 
 DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", steps=10, lr=1e-2, min_lr=1e-3)
 
-SPARSE_STEPS = (
-    *("paper", "window, rope and reuse", "sparse-only", "lists", "plain and norm", "qsa and lists", "groups"),
-    "groups over lists",
-)
+SELECTIONS = ("window, rope and reuse", "sparse-only", "lists", "plain and norm", "qsa and lists", "groups")
 CASES = [  # each option once, because the interpreter is slow
-    *((name, SPARSE) for name in SPARSE_STEPS),
+    *((name, SPARSE) for name in ("paper", *SELECTIONS, "groups over lists")),
     *(("learned temperature", WARM_UP), ("groups", WARM_UP), ("gated-only", DENSE_ALL)),
 ]
 
