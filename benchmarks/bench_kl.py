@@ -1,11 +1,12 @@
 """Times value and gradients of the indexer's KL loss on one CUDA device, after checking both.
 
-    python benchmarks/bench_kl.py [--lengths 4096 16384]
+    python benchmarks/bench_kl.py [--lengths 4096 16384] [--heads 8]
 
 The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
 Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
-the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms, gradients_ms
-and reduce_ms are the kernels for the last last_chunk_rows rows.
+the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. The other times are
+the kernels for the last last_chunk_rows rows: stats_ms, gradients_ms and reduce_ms, or by head stats_ms, scores_ms,
+queries_ms and keys_ms.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """
@@ -60,12 +61,12 @@ class Case:
         return masked_indexer_loss(indexer, target, Attended(self.packed_mask))[0]
 
 
-def make_case(length: int, attended: str) -> Case:
+def make_case(length: int, attended: str, heads: int) -> Case:
     torch.manual_seed(0)
     beta = torch.tensor(2.0, device=cases.DEVICE, requires_grad=True)
     mask = cases.random_packed_mask(1, length, cases.K_BASE) if attended == "sparse" else None
-    labels: dict[str, harness.Cell] = {"length": length, "attended": attended}
-    return Case(cases.indexer_inputs(1, length), beta, mask, make_target(length), labels)
+    labels: dict[str, harness.Cell] = {"length": length, "heads": heads, "attended": attended}
+    return Case(cases.indexer_inputs(1, length, heads=heads), beta, mask, make_target(length), labels)
 
 
 def make_target(length: int) -> torch.Tensor:
@@ -123,13 +124,12 @@ def measure(report: harness.Report, case: Case) -> None:
     kind = score_kind(cases.DTYPE, "sigmoid", beta.device)
     mask = case.packed_mask
     inputs = Inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta.reshape(1), mask, None, kind)
-    outputs = new_outputs(inputs, with_gradients=True, sampled=False, one_chunk=False)
+    blocks = choose_blocks(inputs)
+    outputs = new_outputs(inputs, blocks, with_gradients=True, sampled=False, one_chunk=False)
     length = case.target.shape[1]
     chunk = min(length, 256 * 2**20 // (4 * length))
     rows = SampledRows(length - chunk, chunk)
-    launches = chunk_launches(
-        inputs, outputs, case.target[:, None, rows.start :], rows, choose_blocks(inputs)
-    )
+    launches = chunk_launches(inputs, outputs, case.target[:, None, rows.start :], rows, blocks)
     candidates: dict[str, harness.Run] = {
         "total": case.loss,
         "graph": harness.capture(case.loss),
@@ -147,14 +147,15 @@ def measure(report: harness.Report, case: Case) -> None:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=cases.INDEXER_HEADS)
     args = parser.parse_args()
     harness.require_cuda()
 
     report = harness.Report("bench_kl", args)
     for attended in ("all", "sparse"):
-        check(report, make_case(CHECKED_LENGTH, attended))
+        check(report, make_case(CHECKED_LENGTH, attended, args.heads))
     for length, attended in product(args.lengths, ("all", "sparse")):
-        measure(report, make_case(length, attended))
+        measure(report, make_case(length, attended, args.heads))
     return report.finish()
 
 

@@ -30,7 +30,7 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
-from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.indexer.split_op import fused_split_projection
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.row_product.look_up import look_up
 from gsa_kernels.row_product.op import row_product
@@ -123,8 +123,17 @@ def run_fused(config: Config) -> None:
         )
     )
     heads, size = gsa.indexer_heads, gsa.indexer_dim
-    angles = torch.zeros(2, ROWS, size // 2)
-    backward(*split_projection(zeros(ROWS, 1, (heads + 1) * size + heads), heads, size, *angles))
+    has_weights = SCORES[gsa.indexer_activation].learns_head_weights
+    backward(
+        *fused_split_projection(
+            zeros(ROWS, 1, (heads + 1) * size + heads * has_weights),
+            heads,
+            size,
+            has_weights=has_weights,
+            norms=(zeros(size), zeros(size)) if gsa.indexer_norm else None,
+            tables=(torch.zeros(ROWS, size // 2),) * 2 if gsa.indexer_rope else None,
+        )
+    )
     backward(fused_sigmoid_gate(zeros(ROWS, width), zeros(ROWS, width)))
     backward(fused_swiglu(zeros(ROWS, 2 * model.ffn_hidden_size)))
     backward(fused_weighted_swiglu(zeros(ROWS, 2 * model.ffn_hidden_size), torch.zeros(ROWS)))

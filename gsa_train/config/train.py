@@ -36,9 +36,10 @@ class TrainConfig:
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
     fused_ops: Literal["auto", "triton", "none"] = "auto"
-    """`triton`: one kernel computes each pass of SwiGLU, of cross-entropy, and of split + rotary embedding + G2 (heads
-    of 32, 64, 128 or 256, with rotary_percent 1 and without qk_norm). With bf16 weights, matrix products also add
-    gradients in fp32. `none`: megatron-core's operations run one by one. `auto`: `triton` on GPUs."""
+    """`triton`: one kernel computes each pass of SwiGLU, of cross-entropy, of split + rotary embedding + G2 (heads of
+    32, 64, 128 or 256, with rotary_percent 1 and without qk_norm), and of the indexer's split + norms + rotary
+    embedding. With bf16 weights, matrix products also add gradients in fp32. `none`: the operations run one by one.
+    `auto`: `triton` on GPUs."""
     cuda_graphs: bool = False
     """Run the forward and backward pass of a micro-batch as a CUDA graph, so that the host's launches do not limit the
     speed. The bits stay the same. Logged steps, validation and phases that train only the indexer run without a graph,

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
+from gsa_kernels.indexer.split_reference import split_projection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config.gsa import SCORES
 from gsa_train.distributed.context_sharding import QueryChunk
@@ -73,9 +73,7 @@ class Indexer(MegatronModule):
         learns_beta = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learns_beta else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
-        self.splits_alone = learned and not norms
-        """Only the rotary embedding acts on the projections, so one kernel can split and rotate them."""
-        self.split_op = _fused_split_op() if config.fused_ops and self.splits_alone else None
+        self.split_op: Callable[..., Any] = _fused_split_op() if config.fused_ops else split_projection
         self.rotary = rotary
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
@@ -94,33 +92,22 @@ class Indexer(MegatronModule):
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
         together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
-        if self.split_op is not None:
-            whole = hidden.shape[0] * self.groups.cp.size()
-            tables = () if self.rotary is None else self.rotary.tables(whole)
-            return IndexerProjections(
-                *self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim, *tables)
-            )
-        queries, keys, *others = together.split([len(weight) for weight in weights], -1)
-        if self.scores.head_weight_logit is None:
-            head_weight_logits = others[0]
-        else:
-            shape = (*keys.shape[:2], self.gsa.indexer_heads)
-            head_weight_logits = keys.new_full(shape, self.scores.head_weight_logit)
-        queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
+        norms = None
         if self.query_norm_weight is not None and self.key_norm_weight is not None:
-            size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
-            queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
-            keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
-        if self.rotary is not None:
-            angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
-            queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
-            keys = apply_rotary_pos_emb(
-                keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
-            )[:, :, 0]
-        # Contiguous, because selection and loss would otherwise each make a copy.
-        return IndexerProjections(
-            *(x.transpose(0, 1).contiguous() for x in (queries, keys, head_weight_logits))
+            norms = (self.query_norm_weight, self.key_norm_weight)
+        constant_logit, length = self.scores.head_weight_logit, hidden.shape[0] * self.groups.cp.size()
+        queries, keys, head_weight_logits = self.split_op(
+            together,
+            self.gsa.indexer_heads,
+            self.gsa.indexer_dim,
+            has_weights=constant_logit is None,
+            norms=norms,
+            eps=self.config.layernorm_epsilon,
+            tables=None if self.rotary is None else self.rotary.tables(length),
         )
+        if constant_logit is not None:
+            head_weight_logits = keys.new_full(queries.shape[:3], constant_logit)
+        return IndexerProjections(queries, keys, head_weight_logits)
 
     def applied(self, projections: IndexerProjections, with_temperature: bool = True) -> AppliedIndexer:
         """Combine the projections with the parameters of the scores.
@@ -171,6 +158,6 @@ class _JoinedProduct(torch.autograd.Function):
 
 
 def _fused_split_op() -> Callable[..., Any]:
-    from gsa_kernels.indexer.split_op import split_projection  # imports Triton
+    from gsa_kernels.indexer.split_op import fused_split_projection  # imports Triton
 
-    return split_projection
+    return fused_split_projection

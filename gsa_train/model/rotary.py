@@ -37,11 +37,11 @@ class LocalRotaryEmbedding(RotaryEmbedding):
         return self._angles[max_seq_len]
 
     def tables(self, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the angles of the first half of the channels, fp32 [L / size, channels / 2]. The second
-        half has the same angles. The tables are cached."""
+        """Return cos and sin of the angles of the first half of the channels, [L / size, channels / 2], fp32 like the
+        frequencies. The second half has the same angles. The tables are cached."""
         if max_seq_len not in self._tables:
             angles = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
-            half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
+            half = angles[:, 0, 0, : angles.shape[-1] // 2]
             self._tables[max_seq_len] = (half.cos().contiguous(), half.sin().contiguous())
         return self._tables[max_seq_len]
 

@@ -144,7 +144,7 @@ class LossTile:
     segment: int
     """Keys per program."""
     stacked: bool
-    """Whether one bf16 product on Hopper computes all heads side by side. Partial key gradients are then bf16."""
+    """Whether one bf16 product on Hopper computes all heads side by side."""
 
 
 def loss_tile(heads: int, dim: int, element_bytes: int, stacks: bool) -> LossTile:
@@ -158,10 +158,10 @@ def loss_tile(heads: int, dim: int, element_bytes: int, stacks: bool) -> LossTil
     if element_bytes == 2 and stacks and width <= STACKED_MAX_WIDTH:
         # The matrix units take 64 rows at a time; here the rows belong to several heads.
         return LossTile(rows=32 if heads > 1 else 64, segment=1024, stacked=True)
+    if element_bytes == 2:
+        return LossTile(rows=64, segment=512, stacked=False)
     # fp32 products do not use the matrix units. With more rows their tiles do not fit the registers.
-    return LossTile(
-        rows=32 if element_bytes == 2 or width <= STACKED_MAX_WIDTH else 16, segment=256, stacked=False
-    )
+    return LossTile(rows=32, segment=256, stacked=False)
 
 
 # ---- scratch memory: more is faster, up to a point
@@ -171,7 +171,8 @@ SELECTION_CHUNK_BYTES = 512 * 2**20
 """Scores, or candidates, of one chunk of rows (selection/op.py)."""
 
 LOSS_CHUNK_BYTES = 256 * 2**20
-"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs about as much (loss/op.py)."""
+"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs at most about as much
+(loss/op.py)."""
 
 FUSED_LOSS_CHUNK_BYTES = 2**30
 """Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
@@ -205,20 +206,20 @@ def segments_bytes(longest_list: int, multiprocessors: int) -> int:
 
 
 GRADIENT_KEYS = {2: 64, 4: 32}
-"""Keys per program for the gradients of k and v under a packed mask, by element size in bytes
-(attention/triton_backward_keys.py)."""
+"""Keys per program for the gradients of k and v under a packed mask, and of the indexer's keys, by element size in
+bytes (attention/triton_backward_keys.py, loss/triton_launch.py)."""
 
 
 def count_key_parts(programs: int, group: int, multiprocessors: int) -> int:
-    """Return into how many parts to divide the query heads of a key-value head.
+    """Return into how many parts to divide the query heads of a key-value head, or the indexer's heads.
 
-    Each part has its own programs and its own gradients of k and v. The result is the smallest divisor of `group` that
+    Each part has its own programs and its own gradients of the keys. The result is the smallest divisor of `group` that
     gives the device three programs per multiprocessor, or else `group`. Because attention is causal, programs differ in
     length. With fewer programs the longest program would determine the time.
 
     Args:
         programs: number of programs with one part
-        group: query heads per key-value head
+        group: query heads per key-value head, or indexer heads
     """
     fitting = (n for n in range(1, group) if group % n == 0 and programs * n >= 3 * multiprocessors)
     return next(fitting, group)

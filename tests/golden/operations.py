@@ -25,7 +25,7 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
-from gsa_kernels.indexer.split_op import split_projection as split
+from gsa_kernels.indexer.split_op import fused_split_projection
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
@@ -186,7 +186,7 @@ def update_norm(p: Problem, x: Tensors) -> Tensors:
 
 def split_projection(p: Problem, x: Tensors) -> Tensors:
     leaves = _leaves(x, "together")
-    outputs = split(leaves["together"], p.indexer_heads, p.indexer_dim)
+    outputs = fused_split_projection(leaves["together"], p.indexer_heads, p.indexer_dim)
     torch.autograd.backward(outputs, [x["grad_q"], x["grad_k"], x["grad_w"]])
     return {**dict(zip(("q_idx", "k_idx", "weight_logits"), outputs, strict=True)), **_gradients(leaves)}
 

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 
 from gsa_kernels import sampling
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
-from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.indexer.split_op import fused_split_projection
 from gsa_train.config import Config
 from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown_parallel
 from gsa_train.model.mcore.build import Model
@@ -21,7 +21,8 @@ from helpers.single_rank import CONFIG, SPARSE, WARM_UP, with_sections
 
 LENGTHS, STRETCH = {"bits": 72, "lists": 40}, 32
 """Tokens, and rows of a stretch: two or three stretches for two ranks; the last one is short."""
-CASES: dict[str, dict[str, Any]] = {"bits": {}, "lists": {"attention_kernel": "gathered"}}
+RECOMMENDED = {"indexer_activation": "relu", "indexer_norm": True, "indexer_rope": True}
+CASES: dict[str, dict[str, Any]] = {"bits": {}, "lists": {"attention_kernel": "gathered", **RECOMMENDED}}
 PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE]}
 """Phases by case. A warm-up attends to all keys, so one case suffices."""
 
@@ -48,7 +49,7 @@ def fuse(model: Model) -> None:
     for attention in model.attentions:
         attention.over_chunks.implementation = "triton"
         attention.heads_op = fused_split_rotate_gate
-        attention.indexer.split_op = split_projection
+        attention.indexer.split_op = fused_split_projection
 
 
 def main(out: Path) -> None:

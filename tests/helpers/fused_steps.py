@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gsa_kernels.fused.split_rotate_gate import op as prologue_op
-from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.indexer.split_op import fused_split_projection
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.context_sharding import QueryChunk
 from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
@@ -63,9 +63,8 @@ def one_step(
         for attention in model.attentions:
             attention.over_chunks.implementation = "triton"
             attention.heads_op = prologue_op.fused_split_rotate_gate
-            indexer = attention.indexer
-            if indexer is not None and indexer.splits_alone:
-                attention.indexer.split_op = split_projection
+            if attention.indexer is not None:
+                attention.indexer.split_op = fused_split_projection
     if len(cuts) > 2:  # as under context parallelism, with all chunks on this rank
         chunks = [QueryChunk(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:

@@ -39,6 +39,7 @@ from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
+from gsa_kernels.loss import triton_launch as loss_launch
 from gsa_kernels.selection import lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import step
@@ -211,6 +212,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_backward, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (triton_backward_keys, "count_multiprocessors", lambda device: MULTIPROCESSORS),
+            (loss_launch, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (operations_triton, "union_density", _with_contents(union_density)),
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows

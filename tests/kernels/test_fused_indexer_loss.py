@@ -47,7 +47,7 @@ from gsa_kernels.types import FusedLoss
     length=[1, 33, 100],
     heads=[(4, 1), (8, 2), (8, 1)],
     head_size=[32, 64, 256],
-    indexer=[(1, 16), (2, 16), (4, 16)],
+    indexer=[(1, 16), (2, 16), (4, 16), (8, 64)],
     activation=["sigmoid", "relu"],
     gated=[True, False],
     documents=[False, True],
@@ -81,6 +81,8 @@ def test_a_single_key(device: str) -> None:
         (1000, {"heads": (24, 2), "head_size": 256, "documents": True}),
         (2048, {"heads": (16, 2), "head_size": 256, "query_start": 1024}),
         (700, {"query_start": 333, "documents": True, "head_size": 64, "activation": "relu"}),
+        (2048, {"indexer": (8, 64), "activation": "relu", "documents": True, "log_sum": True}),
+        (1000, {"indexer": (8, 128), "activation": "relu", "query_start": 500, "batch": 2}),
     ],
     ids=str,
 )
@@ -119,14 +121,20 @@ def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.
 @devices
 @pytest.mark.parametrize(
     "options",
-    [{"documents": True, "log_sum": True}, {"query_start": 64}, {"activation": "relu"}],
+    [
+        {"documents": True, "log_sum": True},
+        {"query_start": 64},
+        {"activation": "relu"},
+        {"indexer": (8, 64), "activation": "relu", "log_sum": True},
+        {"indexer": (8, 128), "documents": True},
+    ],
     ids=lambda options: "-".join(options),
 )
 def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The KL is not computed. Gradients have the bits of a step that logs the loss."""
     case = make_case(70, device, **options)
     if device == "cuda":
-        case = make_case(1536, device, **TRAINING, **options)
+        case = make_case(1536, device, **{**TRAINING, **options})
     read = run(case)
     poison_buffers(monkeypatch, loss_op, triton_launch)
     unread = run(case, read=False)

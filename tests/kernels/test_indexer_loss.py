@@ -123,10 +123,29 @@ def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], 
     check(make_problem(form, 150, device, dtype=BF16, indexer=indexer, batch=1, documents=documents))
 
 
-def test_bf16_head_by_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices other than Hopper loop over the heads."""
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (RowSample(), {"indexer": (4, 64), "query_start": 100}),
+        (RowSample(), {"indexer": (8, 64), "activation": "relu", "documents": True, "log_sum": True}),
+        (RowSample(0.5, draw=1), {"indexer": (8, 128), "activation": "relu", "documents": True}),
+        (RowSample(), {"indexer": (3, 128), "log_sum": True}),
+    ],
+    ids=["sigmoid", "relu", "sample", "three heads"],
+)
+def test_bf16_head_by_head(
+    device: str, rows: RowSample, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide indexers, and all indexers on devices other than Hopper, loop over the heads. Neither chunks nor repetitions
+    change a bit."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
+    problem = make_problem("packed mask", 250 if device == "cpu" else 1600, device, dtype=BF16, **options)
     cut(monkeypatch, BY_HEAD)
-    check(make_problem("packed mask", 70, device, dtype=BF16, indexer=(4, 64), batch=1))
+    got = check(problem, rows)
+    loss = through_api(problem, "triton", rows)
+    assert_same(differentiate(problem, loss), got)
+    cut(monkeypatch, BY_HEAD, 1)
+    assert_same(differentiate(problem, loss), got)
 
 
 @pytest.mark.parametrize("form", ["packed mask", "key lists"])
@@ -176,19 +195,26 @@ def test_long_sequences(
 
 
 @pytest.mark.parametrize(
-    ("form", "blocks"), [("packed mask", SMALL), ("packed mask", STACKED), ("key lists", SMALL)]
+    ("form", "blocks", "log_sum"),
+    [
+        ("packed mask", SMALL, False),
+        ("packed mask", SMALL, True),
+        ("packed mask", STACKED, True),
+        ("key lists", SMALL, False),
+    ],
 )
 def test_rows_without_target_or_attended_keys(
-    device: str, form: str, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    device: str, form: str, blocks: Blocks, log_sum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows without a target, and rows without attended keys, give a value and gradient of 0."""
+    """Rows without a target, and rows without attended keys, give a value and gradient of 0. With a log-sum every row
+    has a target."""
     cut(monkeypatch, blocks, 1)
-    problem = make_problem(form, 50, device, batch=1, log_sum=blocks is STACKED)
+    problem = make_problem(form, 50, device, batch=1, log_sum=log_sum)
     mask = problem.mask.clone()
     mask[:, 40] = False
     problem = problem.attending_to(mask)
     empty = [40]
-    if blocks is not STACKED:
+    if not log_sum:
         problem.lse[..., 7] = 1e4  # all probabilities are 0
         empty.append(7)
     got = check(problem)
@@ -256,13 +282,16 @@ def test_chunks_and_repetitions_change_nothing(
     assert_same(chunked, whole, near=() if form == "packed mask" else ("keys",))
 
 
+@pytest.mark.parametrize(
+    ("blocks", "names"), [(STACKED, ["gradients", "reduce"]), (SMALL, ["scores", "queries", "keys"])]
+)
 def test_the_sums_of_selection_and_attention_spare_a_pass(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, blocks: Blocks, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss needs no pass for statistics if it gets the log-sum-exps of attention and of the selected
     scores. If the log-sum-exps of the scores are wrong by 1e-3, the loss changes by less than 1e-6 per
     row."""
-    cut(monkeypatch, STACKED)
+    cut(monkeypatch, blocks)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
 
@@ -281,7 +310,7 @@ def test_the_sums_of_selection_and_attention_spare_a_pass(
     off = replace(problem, selection=replace(selection, log_sum=selection.log_sum + 1e-3))
     wrong = differentiate(problem, loss(off))
     differentiate(problem, loss(replace(problem, selection=replace(selection, log_sum=None))))
-    assert kernels == [["gradients", "reduce"]] * 2 + [["stats", "gradients", "reduce"]]
+    assert kernels == [names, names, ["stats", *names]]
     assert 0 < (wrong.total - got.total).abs() < 64 * 1e-6
     difference = (wrong.grads["keys"] - got.grads["keys"]).norm() / got.grads["keys"].norm()
     assert 1e-5 < difference < 1e-2
@@ -302,7 +331,8 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
     return lambda indexer, q, k: masked_indexer_loss(indexer, made, attended, **options)
 
 
-def test_value_near_its_minimum(device: str) -> None:
+@pytest.mark.parametrize("blocks", [STACKED, SMALL], ids=["side by side", "by head"])
+def test_value_near_its_minimum(device: str, blocks: Blocks) -> None:
     """The target differs from the softmax of the scores by about 1%, so the KL is much smaller than the log-sums from
     which it is computed. Rounding of these log-sums must hardly change the KL."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
@@ -313,7 +343,7 @@ def test_value_near_its_minimum(device: str) -> None:
     exact = torch.where(p > 0, p * (p.log() - q.log()), 0).nan_to_num(0.0).sum()
     assert 2e-5 < exact / 100 < 2e-4
     for row_sum in (None, 1.0):
-        total = differentiate(problem, of_target(problem, target, row_sum, blocks=STACKED)).total
+        total = differentiate(problem, of_target(problem, target, row_sum, blocks=blocks)).total
         torch.testing.assert_close(total.double(), exact, rtol=3e-5, atol=0)
 
 
@@ -345,7 +375,7 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
     def of_rows(rows: SampledRows) -> torch.Tensor:
         return torch.nn.functional.pad(shares[:, :, rows.rows(device)], (0, 5))[..., :-5]
 
-    row_sum = 4.0 if blocks in (None, STACKED) else None  # these kernels read it
+    row_sum = 4.0 if blocks in (None, STACKED) else None
     for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, draw=3)):
         options: dict[str, Any] = {"rows": sample, "blocks": blocks}
         want = differentiate(problem, of_target(problem, target, row_sum, **options))

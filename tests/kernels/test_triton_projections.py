@@ -20,7 +20,8 @@ from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.split_rotate_gate.reference import split_rotate_gate
-from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.indexer.split_op import fused_split_projection
+from gsa_kernels.indexer.split_reference import split_projection
 from gsa_kernels.key_lists.format import key_lists_from_mask
 
 # --- split, rotation, G2 ----------------------------------------------------------------------------------
@@ -141,56 +142,85 @@ def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
 # --- the indexer's projection -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "heads", "dim", "rotates"),
-    [
-        ((37, 2, 328), 4, 64, False),
-        ((5, 3, 32), 3, 6, False),
-        ((16, 1, 11), 1, 5, False),
-        ((37, 2, 328), 4, 64, True),
-        ((5, 3, 32), 3, 6, True),
-    ],
-)
-def test_split_projection(device, shape, heads, dim, rotates):
-    angles = torch.randn(shape[0], dim // 2, device=device) * 3
-    cos, sin = tables = (angles.cos(), angles.sin()) if rotates else (None, None)
+PROJECTIONS = {  # length, batch, columns, heads, dim
+    "padded": (37, 2, 328, 4, 64),
+    "recommended": (19, 1, 584, 8, 64),
+    "one token per program": (3, 2, 8320, 32, 128),
+    "few heads": (5, 3, 32, 3, 6),
+    "odd": (16, 1, 11, 1, 5),
+    "no weights": (37, 2, 320, 4, 64),
+}
 
-    def turn(x):  # [B, L, ..., dim], in fp32, rounded once
-        if not rotates:
-            return x
-        first, second = x.float().chunk(2, -1)
-        c, s = (table.view(-1, *[1] * (x.ndim - 3), dim // 2) for table in tables)
-        return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
 
-    def plain(together):
-        sizes = [heads * dim, dim, heads, shape[2] - heads * dim - dim - heads]
-        queries, keys, weights, _ = (part.transpose(0, 1) for part in together.split(sizes, -1))
-        return turn(queries.unflatten(-1, (heads, dim))), turn(keys), weights
-
-    def fused(together):
-        parts = split_projection(together, heads, dim, *tables)
-        assert all(part.is_contiguous() for part in parts)
-        return parts
-
-    for dtype in DTYPES:
-        together = torch.randn(shape, device=device).to(dtype)
-        sizes = [(heads, dim), (dim,), (heads,)]
-        grads = [torch.randn(shape[0], shape[1], *size, device=device).transpose(0, 1) for size in sizes]
-        tolerance = (1e-5 if dtype == torch.float32 else 1e-2) if rotates else 0
-        for found, wanted in zip(run(fused, [together], grads), run(plain, [together], grads), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    wrong = [
-        ((together[0], heads, dim), "together has shape"),
-        ((together[:, :, 2:].contiguous(), heads, dim + 1), "columns; pass"),
-        ((together.transpose(0, 2).contiguous().transpose(0, 2), heads, dim), "together has strides"),
-        ((together, 0, dim), "heads is 0"),
-    ]
+def projection_inputs(name, norms, rotates, dtype, device):
+    """Return the projection and, with norms, their weights; then the options and the gradients."""
+    length, batch, columns, heads, dim = PROJECTIONS[name]
+    has_weights = name != "no weights"
+    leaves = [torch.randn(length, batch, columns, device=device).to(dtype)]
+    leaves += [(1 + torch.randn(dim, device=device) / 4).to(dtype) for _ in range(2 * norms)]
+    options = {"has_weights": has_weights, "eps": 1e-5}
     if rotates:
-        wrong = [
-            ((together, heads, dim, cos), "sin is None"),
-            ((together, heads, dim, cos, sin[1:]), "sin has shape"),
-            ((together, heads, dim, cos.double(), sin), "cos is torch.float64"),
-        ]
-    for arguments, message in wrong:
+        angles = torch.randn(length, dim // 2, device=device) * 3
+        options["tables"] = (angles.cos(), angles.sin())
+    shapes = [(heads, dim), (dim,), (heads,)][: 2 + has_weights]
+    grads = [torch.randn(length, batch, *shape, device=device).transpose(0, 1) for shape in shapes]
+    return leaves, options, grads
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("rotates", [False, True], ids=["", "rotates"])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_split_projection(device, name, rotates, norms):
+    heads, dim = PROJECTIONS[name][3:]
+    if rotates and dim % 2:
+        pytest.skip("an odd size has no halves")
+    for dtype in DTYPES:
+        leaves, options, grads = projection_inputs(name, norms, rotates, dtype, device)
+
+        def call(function, options=options):
+            def on_leaves(together, *weights):
+                parts = function(together, heads, dim, norms=weights or None, **options)
+                assert all(part.is_contiguous() for part in parts if part is not None)
+                return parts
+
+            return on_leaves
+
+        found = compare(call(fused_split_projection), call(split_projection), leaves, grads)
+        if not (norms or rotates):
+            plain = run(call(split_projection), leaves, grads)
+            assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def test_norms_of_zeros_and_of_large_values(device):
+    """The gradient of a projection is largest at zeros, and almost 0 at large values."""
+    leaves, options, grads = projection_inputs("padded", True, True, torch.bfloat16, device)
+    leaves[0][3] = 0
+    leaves[0][4] *= 1e15
+
+    def call(function):
+        return lambda together, *norms: function(together, 4, 64, norms=norms, **options)
+
+    found = compare(call(fused_split_projection), call(split_projection), leaves, grads)
+    assert all(part.isfinite().all() for part in found)
+
+
+def test_split_projection_names_what_is_wrong(device):
+    (together, *norms), options, _ = projection_inputs("padded", True, True, torch.float32, device)
+    cos, sin = options["tables"]
+    transposed = together.transpose(0, 2).contiguous().transpose(0, 2)
+    wrong = [
+        ((together[0], 4, 64), {}, "together has shape"),
+        ((together.half(), 4, 64), {}, "together has dtype torch.float16"),
+        ((together[:, :, 5:].contiguous(), 4, 64), {}, "together has 323 columns"),
+        ((transposed, 4, 64), {}, "together is .* with strides"),
+        ((together, 0, 64), {}, "heads is 0"),
+        ((together, 4, 64), {"norms": (norms[0], norms[1][1:])}, r"norms\[1\] has shape"),
+        ((together, 4, 64), {"norms": (norms[0].bfloat16(), norms[1])}, r"norms\[0\] is torch.bfloat16"),
+        ((together, 4, 64), {"norms": tuple(norms), "eps": 0.0}, "eps is 0.0"),
+        ((together, 4, 63), {"tables": (cos, sin)}, "dim is 63 with tables"),
+        ((together, 4, 64), {"tables": (cos, sin[1:])}, r"tables\[1\] has shape"),
+        ((together, 4, 64), {"tables": (cos.double(), sin)}, r"tables\[0\] is torch.float64"),
+    ]
+    for arguments, named, message in wrong:
         with pytest.raises(ValueError, match=message):
-            split_projection(*arguments)
+            fused_split_projection(*arguments, **named)

@@ -268,7 +268,7 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
     # Angles of the rotary embedding, fp32 [L, d_k], or cos and sin of half of them, for each model chunk.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
-        # All indexers share one tensor: angles, fp32 [L, d_I], or cos and sin of half of them.
+        # All indexers share cos and sin of half of the channels, fp32 2 x [L, d_I / 2].
         angles += 4 * local_tokens * config.gsa.indexer_dim
     # This is megatron-core's buffer for an input of all tokens [L, B, d]. Products with frozen weights do not use it.
     gather = sizes.gathered if has_graph(config, phase) else 0.0

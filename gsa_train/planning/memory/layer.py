@@ -169,10 +169,16 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
         "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
     }
     if gsa.indexer_norm and phase.train != "base":
-        kept["projections before their norms [L, B, H_I (d_I + 1) + d_I]"] = sizes.bytes(
-            of_heads + gsa.indexer_dim
-        )
-        kept["1 / rms of them, fp32 [L, B, H_I + 1]"] = 4 * sizes.tokens * (gsa.indexer_heads + 1)
+        normed = (gsa.indexer_heads + 1) * gsa.indexer_dim
+        if train.fused_ops == "none":
+            kept["queries and keys before their norms, fp32 [L, B, (H_I + 1) d_I]"] = (
+                4 * sizes.tokens * normed
+            )
+            kept["1 / rms of them, fp32 [L, B, H_I + 1]"] = 4 * sizes.tokens * (gsa.indexer_heads + 1)
+        else:
+            kept["projections before their norms [L, B, (H_I + 1) d_I + H_I]"] = sizes.bytes(
+                normed + gsa.indexer_heads
+            )
     if sizes.shards > 1 and not sizes.gates_gather:
         kept["its input, gathered [L, B, d]"] = sizes.gathered
     return kept

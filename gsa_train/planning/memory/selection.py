@@ -105,8 +105,7 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
-    # In addition to the chunk: the sum of the keys' gradients, fp32 [B, Lw, d_I].
-    heads = gathered_heads(sizes) + 4 * sizes.all_tokens * gsa.indexer_dim
+    heads = gathered_heads(sizes)
     # Before it: Q of this rank, of all ranks as they sent it, and in the order of the heads.
     gathering = (
         sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
@@ -114,12 +113,13 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     share = gsa.indexer_loss_row_fraction / sizes.tensor
     if phase.attention == "sparse" and gathers(config):
         entries, per_entry = _loss_entries(config, sizes)
+        heads += 4 * sizes.all_tokens * gsa.indexer_dim  # the sum of the keys' gradients, fp32 [B, Lw, d_I]
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
     # For each pair: the target, which is fp16 in bf16 runs, and partial gradients.
     target = 2 if sizes.value == 2 else 4
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk * share)
-    return max(gathering, heads + pairs * (target + gradients))
+    return max(gathering, heads + loss_key_bytes(config, sizes) + pairs * (target + gradients))
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
@@ -153,18 +153,30 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
-    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + of_row)
+    return loss_key_bytes(config, sizes) + pairs * (target + of_row)
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Returns the bytes of partial gradients per query and key. Keys have a partial gradient for each tile of queries,
-    and queries for each segment of keys. Sizes are padded to powers of two (chunk_launches of
+    """Returns the bytes per query and key that the indexer loss stores in addition to the target: the gradient of the
+    score, or with the stacked kernels partial gradients. Keys have a partial gradient for each tile of queries, and
+    queries for each segment of keys. Sizes are padded to powers of two (chunk_launches of
     gsa_kernels/loss/triton_launch.py). The estimate assumes Hopper, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
-    dim = max(16, limits.next_power_of_2(dim))
-    if tile.stacked:
-        heads = limits.next_power_of_2(heads)
-    return (2 if tile.stacked else 4) * dim / tile.rows + 4 * heads * dim / tile.segment
+    if not tile.stacked:
+        return value_bytes
+    heads, dim = limits.next_power_of_2(heads), max(16, limits.next_power_of_2(dim))
+    return 2 * dim / tile.rows + 4 * heads * dim / tile.segment
+
+
+def loss_key_bytes(config: Config, sizes: Sizes) -> float:
+    """Returns the bytes of the sum of the indexer keys' gradients over all chunks, fp32 [B, Lw, d_I], in parts of the
+    indexer's heads."""
+    gsa, batch, length = config.gsa, config.train.micro_batch_size, config.train.seq_len_tokens
+    parts, heads = 1, gsa.indexer_heads
+    if not limits.loss_tile(heads, gsa.indexer_dim, sizes.value, stacks=sizes.value == 2).stacked:
+        programs = batch * limits.ceil_div(length, limits.GRADIENT_KEYS[sizes.value])
+        parts = limits.count_key_parts(programs, heads, limits.MULTIPROCESSORS)
+    return 4 * parts * sizes.all_tokens * gsa.indexer_dim
 
 
 def gathered_heads(sizes: Sizes) -> float:

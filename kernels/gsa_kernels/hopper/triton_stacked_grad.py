@@ -1,4 +1,4 @@
-"""Runs the second pass over a chunk of rows with stacked heads, in bf16. triton_grad.py has the formulas."""
+"""Runs the second pass over a chunk of rows with stacked heads, in bf16. triton_grad_products.py has the formulas."""
 
 import triton
 import triton.language as tl

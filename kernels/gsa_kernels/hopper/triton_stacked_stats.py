@@ -1,4 +1,4 @@
-"""Runs the first pass over a chunk of rows with stacked heads: the bf16 form of triton_stats.py."""
+"""Runs the first pass over a chunk of rows with stacked heads: the bf16 form of loss/triton_grad.py."""
 
 import triton
 import triton.language as tl

@@ -50,8 +50,7 @@ class Target:
     Values off the attended set are ignored."""
     row_sum: float | None = None
     """Sum of each row over the attended set, if known. For `head_sum_probs_rows` this is the number of heads. A
-    relative error of 1e-5 changes the gradients by this amount and the loss by its square. Only the stacked kernels use
-    this field and `Attended.log_sum`."""
+    relative error of 1e-5 changes the gradients by this amount and the loss by its square."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def masked_indexer_loss(
     Args:
         indexer: its keys up to the last query's own
         rows: which rows are computed; the sample is the same on every tensor-parallel rank
-        row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
+        row_chunk_bytes: size of a chunk of the target; scratch memory is at most about twice this
         blocks: block shapes, for measurements
 
     Returns:
@@ -149,6 +148,7 @@ def value_and_gradients(
     one_chunk = not sampled and sample.count <= chunk_rows
     outputs = new_outputs(
         inputs,
+        chosen,
         with_value=wanted.value,
         with_gradients=wanted.gradients,
         sampled=sampled,
@@ -170,9 +170,10 @@ def value_and_gradients(
         return sums.kl, kl_rows, (None,) * 6
     beta = indexer.inverse_temperature
     assert isinstance(beta, torch.Tensor)
+    dk = outputs.dk if chosen.stacked else outputs.dk.sum(0)
     gradients = (
         outputs.dq,
-        outputs.dk.to(indexer.keys.dtype),
+        dk.to(indexer.keys.dtype),
         outputs.dw,
         sums.d_score_bias,
         sums.d_weight_bias,

@@ -1,8 +1,8 @@
 """Computes the KL and all gradients of a chunk of tiles as partial sums. This is the second pass over key lists.
 
-triton_grad.py has the formulas. Each program handles one tile of rows and one segment of the tile's key list. Registers
-accumulate the KL and the gradients of queries and score bias until the segment ends. After every ENTRIES keys the
-program stores the gradients of these keys, and a partial sum of the head weights' gradients.
+triton_grad_products.py has the formulas. Each program handles one tile of rows and one segment of the tile's key list.
+Registers accumulate the KL and the gradients of queries and score bias until the segment ends. After every ENTRIES keys
+the program stores the gradients of these keys, and a partial sum of the head weights' gradients.
 """
 
 import triton

@@ -1,38 +1,31 @@
-"""Runs the second pass over a chunk of rows: the KL and all gradients, in partial sums.
+"""Runs both passes over the scores of a chunk of rows, one head at a time.
 
-G is the softmax of the scores minus the target. For indexer head j let z_j = q_j . k / sqrt(DI) + bias_j, weight_j the
-head weight and slope_j the derivative of the activation at z_j. The gradients are:
-    dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
-
-In the code dz_j has a factor log2(e), which comes from the weights. triton_reduce.py removes this factor.
-
-A program owns BM rows and loops over a segment of the keys. Sums over keys (dq_j and the row sums) accumulate until the
-segment ends. Sums over rows (dk) are stored for every key tile. A separate kernel for dk would recompute the scores.
+The first pass computes the log-sum-exp of the scores and the sum of the target over the attended set. The second pass
+computes the KL, and the gradient of the scores G, which is the softmax of the scores minus the target.
+triton_grad_products.py computes the other gradients from G. A program that accumulates those of all heads spills
+registers.
 """
-
-# Tuples grow by addition, because Triton does not support starred expressions in tuples.
-# ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
 
 import triton
 import triton.language as tl
 
 from gsa_kernels.loss.triton_scores import (
     NOT_A_SCORE,
+    RELU,
+    SIGMOID,
     TANH,
-    activate,
     attended_tile,
-    load_biases,
-    load_head_weights,
+    load_head_weight,
     load_keys,
-    load_queries,
     load_target,
     score_tile,
-    slope,
     target_places,
 )
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_rows import rows_of_program
+
+G_SCALE = tl.constexpr(2.0**14)
+"""Factor of G in memory. With it, fp16 has 11 digits for probabilities above 4e-9, and its largest number is 4."""
 
 
 @triton.jit
@@ -75,7 +68,7 @@ def kl_terms(log2_q, q, p, log2_p):
 
 
 @triton.jit
-def grad_kernel(
+def score_pass_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]
     weight_logits,  # [B, R, HI]
@@ -85,11 +78,7 @@ def grad_kernel(
     target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
-    row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
-    first_keys,  # [B, tiles] int32, of the first pass
-    row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
-    dq_parts,  # out: [segments, B, tiles, BLOCK_D, HI * BM] fp32
-    dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32
+    row_stats,  # [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target; out: if FIRST
     R,
     L,
     W,
@@ -100,6 +89,11 @@ def grad_kernel(
     target_stride_part,
     target_stride_row,
     scale,
+    log_sum,  # [B, R] fp32, or None: the first pass computes it
+    inverse_target_sum,  # if there is `log_sum`
+    kl_parts,  # out: [segments, B, tiles * BM] fp32, if WITH_VALUE
+    grad_scores,  # out: [B, tiles * BM, grad_stride] fp16 or fp32: G_SCALE times G; 0 off the attended set
+    grad_stride,
     PARTS: tl.constexpr,
     TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
@@ -116,8 +110,15 @@ def grad_kernel(
     WEIGHT_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    FIRST: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
+    WITH_VALUE: tl.constexpr,
 ):
+    """One program computes scores of BM rows for SEGMENT keys. The grid is (segments, tiles, B). A program writes
+    nothing if its segment has no causal key of the rows. Scores are multiplied by log2(e), for exp2.
+
+    G is written for key tiles with a causal key of the rows. It has the same bits whether the KL is computed or not.
+    """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -128,95 +129,82 @@ def grad_kernel(
     starts = rows
     if HAS_STARTS:
         starts = tl.load(document_starts + row_index, mask=valid, other=L)
-        first = tl.load(first_keys + b * num_tiles + tile)
+        first = tl.min(starts, 0)
     begin = tl.maximum(segment * SEGMENT, first // BN * BN)
     end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
     if begin < end:
+        factor = tl.load(beta) * LOG2_E
         padded_rows = num_tiles * BM
         segment_stride = tl.num_programs(2).to(tl.int64) * padded_rows
-        plane = tl.num_programs(0) * segment_stride
         row_offsets = b.to(tl.int64) * padded_rows + local
-        lse, target_sum = merge_segments(
-            row_stats, first // SEGMENT, last // SEGMENT, plane, segment_stride, row_offsets, BM
-        )
-        counted = target_sum > 0
-        inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
+        plane = tl.num_programs(0) * segment_stride
+        if FIRST:
+            maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
+            exp_sum = tl.zeros([BM], tl.float32)
+            target_sum = tl.zeros([BM], tl.float32)
+        elif log_sum is None:
+            # Rows without a target get q = p = 0.
+            lse, target_sum = merge_segments(
+                row_stats, first // SEGMENT, last // SEGMENT, plane, segment_stride, row_offsets, BM
+            )
+            counted = target_sum > 0
+            inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)[:, None]
+            lse = tl.where(counted, lse, -NOT_A_SCORE)
+        else:
+            inverse_sum = inverse_target_sum
+            lse = tl.load(log_sum + row_index, mask=valid, other=0.0) * LOG2_E
+            if KIND != SIGMOID and KIND != RELU:  # The log-sum belongs to scores with the constant of tanh.
+                for head in range(HI):
+                    lse -= factor * load_head_weight(
+                        weight_logits, weight_bias, row_index, valid, head, HI, KIND, WEIGHT_BIAS
+                    )
 
-        queries = load_queries(q_idx, row_index, valid, HI, DI, BLOCK_D)
-        weights = load_head_weights(weight_logits, weight_bias, row_index, valid, HI, KIND, WEIGHT_BIAS)
-        factor = tl.load(beta)
-        scaled = ()
-        dq = ()
-        grad_a = ()
-        grad_z = ()
-        for j in tl.static_range(HI):
-            scaled = scaled + (weights[j] * (factor * LOG2_E),)
-            dq = dq + (tl.zeros([BLOCK_D, BM], tl.float32),)
-            grad_a = grad_a + (tl.zeros([BM], tl.float32),)
-            grad_z = grad_z + (tl.zeros([BM], tl.float32),)
-        biases = load_biases(score_bias, HI, SCORE_BIAS)
         target_at = target_places(
             target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
         )
         part_stride = tl.cast(target_stride_part, tl.int64)
-        d = tl.arange(0, BLOCK_D)
-        dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
-        dk_places = d[:, None] * BN + tl.arange(0, BN)[None, :]
-
+        grad_rows = grad_scores + row_offsets * grad_stride
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         kl = tl.zeros([BM], tl.float32)
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
-            scores = score_tile(queries, keys, scaled, biases, scale, HI, KIND, PRECISION)
+            scores = score_tile(
+                q_idx, keys, weight_logits, score_bias, weight_bias, row_index, valid, factor, scale,
+                HI, DI, BLOCK_D, KIND, PRECISION, SCORE_BIAS, WEIGHT_BIAS,
+            )  # fmt: skip
             attended = attended_tile(
                 packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
             )
-            attended = attended & counted[:, None]
             p = load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
-            p *= inverse_sum[:, None]
-            log2_q = tl.where(attended, scores - lse[:, None], 0.0)
-            q = tl.where(attended, tl.exp2(log2_q), 0.0)
-            log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
-            kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
-
-            if WITH_GRADIENTS:
-                g = q - p
-                keys_t = tl.trans(keys)
-                dk_t = tl.zeros([BLOCK_D, BN], tl.float32)
-                new_dq = ()
-                new_grad_a = ()
-                new_grad_z = ()
-                for j in tl.static_range(HI):
-                    # The product is recomputed, because HI tiles of activations do not fit the registers. "ieee" has no
-                    # effect on 16-bit types, but keeps the compiler from merging this product with the first one.
-                    product = tl.dot(queries[j], keys_t, input_precision="ieee")
-                    a = activate(product, scale, biases[j], KIND)
-                    dz = g * scaled[j][:, None] * slope(a, KIND)
-                    new_grad_a = new_grad_a + (grad_a[j] + tl.sum(g * a, 1),)
-                    new_grad_z = new_grad_z + ((grad_z[j] + tl.sum(dz, 1)) if SCORE_BIAS else grad_z[j],)
-                    narrow = dz.to(keys.dtype)
-                    new_dq = new_dq + (tl.dot(keys_t, tl.trans(narrow), dq[j], input_precision=PRECISION),)
-                    dk_t = tl.dot(tl.trans(queries[j]), narrow, dk_t, input_precision=PRECISION)
-                dq = new_dq
-                grad_a = new_grad_a
-                grad_z = new_grad_z
-                tl.store(dk_tile + key * BLOCK_D + dk_places, dk_t)
-
-        sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
-        tl.store(sums, kl)
-        if WITH_GRADIENTS:
-            dq_tile = (segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile
-            dq_rows = (
-                dq_parts
-                + dq_tile * (BLOCK_D * HI * BM)
-                + (d * (HI * BM))[:, None]
-                + tl.arange(0, BM)[None, :]
-            )
-            for j in tl.static_range(HI):
-                tl.store(sums + (1 + j) * plane, grad_a[j])
-                tl.store(sums + (1 + HI + j) * plane, grad_z[j])
-                tl.store(dq_rows + j * BM, dq[j])
+            if FIRST:
+                target_sum += tl.sum(p, 1)
+                scores = tl.where(attended, scores, NOT_A_SCORE)
+                # Until a row's first attended key, exp_sum adds meaningless values. The first real score or the merge
+                # of segments multiplies this sum by 0.
+                new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+                exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + tl.sum(
+                    tl.exp2(scores - new_maximum[:, None]), 1
+                )
+                maximum = new_maximum
+            else:
+                log2_q = tl.where(attended, scores - lse[:, None], NOT_A_SCORE)
+                q = tl.exp2(log2_q)
+                if WITH_GRADIENTS:
+                    # An explicit fma leaves the compiler no choice that depends on WITH_VALUE.
+                    g = tl.fma(p, -inverse_sum, q) * G_SCALE
+                    tl.store(grad_rows[:, None] + cols[None, :], g.to(grad_scores.dtype.element_ty))
+                if WITH_VALUE:
+                    p *= inverse_sum
+                    log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
+                    kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
+        place = segment * segment_stride + row_offsets
+        if FIRST:
+            tl.store(row_stats + place, maximum)
+            tl.store(row_stats + place + plane, exp_sum)
+            tl.store(row_stats + place + 2 * plane, target_sum)
+        elif WITH_VALUE:
+            tl.store(kl_parts + place, kl)
 
 
 @triton.jit

@@ -9,21 +9,25 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.triton_tiles import count_multiprocessors
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.hopper.triton_stacked_stats import stacked_stats_kernel
-from gsa_kernels.limits import loss_tile
+from gsa_kernels.limits import GRADIENT_KEYS, count_key_parts, loss_tile
 from gsa_kernels.loss import triton_scores as kinds
-from gsa_kernels.loss.triton_grad import grad_kernel
+from gsa_kernels.loss.triton_grad import score_pass_kernel
+from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel
 from gsa_kernels.loss.triton_reduce import reduce_kernel, totals_kernel
-from gsa_kernels.loss.triton_stats import stats_kernel
 from gsa_kernels.sampling import SampledRows
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Holds block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles."""
+    """Holds block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles.
+
+    By head, the kernel for the scores' gradient has the tiles of the first pass (`stats_keys`). These are a multiple of
+    the tiles of the kernels for the queries' and keys' gradients (`grad_keys`)."""
 
     rows: int
     stats_keys: int
@@ -35,6 +39,15 @@ class Blocks:
     grad_stages: int = 2
     stacked: bool = False
     """Whether to run the kernels with the heads side by side."""
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Launch options of the kernels with tiles of `stats_keys`."""
+        return {"BN": self.stats_keys, "num_warps": self.stats_warps, "num_stages": self.stats_stages}
+
+    @property
+    def grad(self) -> dict[str, int]:
+        return {"BN": self.grad_keys, "num_warps": self.grad_warps, "num_stages": self.grad_stages}
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Inputs:
     query_start: int = 0
     target_sum: float | None = None
     log_sum: torch.Tensor | None = None
-    """[B, R]. Only the stacked kernels read `target_sum` and `log_sum`."""
+    """[B, R]. By head, it is used together with `target_sum` only."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,8 @@ class Outputs:
 
     adds_keys: bool = True
     """If True, kernels add to dk, which the caller initialises to 0 in fp32. If False, there is one chunk, which writes
-    all of dk."""
+    all of dk. The stacked kernels' dk is [B, L, DI]. By head it is fp32 [parts, B, L, DI], each part the sum over
+    HI / parts heads."""
 
     gradient_scale: torch.Tensor | None = None
     """Factor of dq, dk and dw, but not of `partial_sums`: fp32 with one element; None means 1."""
@@ -88,6 +102,7 @@ SUMMED_ROWS = 16
 
 def new_outputs(
     inputs: Inputs,
+    blocks: Blocks,
     *,
     with_value: bool = True,
     with_gradients: bool,
@@ -110,10 +125,13 @@ def new_outputs(
     dq = dk = dw = None
     if with_gradients:
         dq, dw = create(q_idx.shape, dtype=q_idx.dtype), create(logits.shape, dtype=logits.dtype)
-        if one_chunk:
-            dk = torch.empty(k_idx.shape, dtype=k_idx.dtype, device=device)
+        make = torch.empty if one_chunk else torch.zeros
+        if blocks.stacked:
+            dk = make(k_idx.shape, dtype=k_idx.dtype if one_chunk else fp32, device=device)
         else:
-            dk = torch.zeros(k_idx.shape, dtype=fp32, device=device)
+            programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
+            parts = count_key_parts(programs, heads, count_multiprocessors(device))
+            dk = make(parts, *k_idx.shape, dtype=fp32, device=device)
     kl_rows = create(batch, rows, dtype=fp32) if with_value else None
     return Outputs(kl_rows, create(sums, dtype=fp32), dq, dk, dw, not one_chunk, gradient_scale)
 
@@ -127,7 +145,7 @@ STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
 """Fastest blocks for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments are
 faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
 
-BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
+BY_HEAD = Blocks(64, 64, 8, GRADIENT_KEYS[2], 4, segment=512, stats_stages=3, grad_stages=3)
 """Blocks for bf16 with a loop over heads."""
 
 
@@ -145,7 +163,10 @@ def choose_blocks(inputs: Inputs) -> Blocks:
         return replace(STACKED, rows=tile.rows, segment=tile.segment)
     if q_idx.dtype == torch.float32:
         # With more than one stage the products spill kilobytes.
-        return Blocks(tile.rows, 32, FP32_WARPS, 32, FP32_WARPS, tile.segment, stats_stages=1, grad_stages=1)
+        keys = GRADIENT_KEYS[4]
+        return Blocks(
+            tile.rows, keys, FP32_WARPS, keys, FP32_WARPS, tile.segment, stats_stages=1, grad_stages=1
+        )
     return replace(BY_HEAD, rows=tile.rows, segment=tile.segment)
 
 
@@ -171,127 +192,84 @@ def run_chunk(
         launch()
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """Holds the launch sizes of a chunk, and the memory that the kernels share."""
-
-    tiles: int
-    segments: int
-    num_keys: int
-    """Number of keys up to the last causal key of any row in the chunk."""
-    block_d: int
-    stacked_heads: int
-    """Heads in a tile of rows."""
-    row_stats: torch.Tensor
-    first_keys: torch.Tensor
-    row_sums: torch.Tensor
-    dq_parts: torch.Tensor
-    dk_parts: torch.Tensor
-
-
 def chunk_launches(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
     """Return the kernels of `run_chunk` by name, in the order in which they must run."""
     assert chunk.every == 1 or chunk.stretch % blocks.rows == 0 or blocks.rows % chunk.stretch == 0, "rows_of"
-    sum_given = blocks.stacked and inputs.target_sum is not None
-    lse_given = sum_given and inputs.log_sum is not None
-    memory = _allocate(inputs, chunk, blocks, outputs.dq is not None, sum_given, lse_given)
-    stats: Any = stacked_stats_kernel if blocks.stacked else stats_kernel
-    grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
-    grid = (memory.segments, memory.tiles, inputs.q_idx.shape[0])
-    reads, sizes, constants = _arguments(inputs, target, chunk, blocks, memory)
-    given: dict[str, Any] = {}
-    if blocks.stacked:
-        constants |= {"HEADS": memory.stacked_heads, "SUM_GIVEN": sum_given}
-        given = {
-            "WITH_VALUE": outputs.kl_rows is not None,
-            "log_sum": inputs.log_sum if lse_given else None,
-            "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
-        }
-    launches: dict[str, Callable[[], object]] = {}
-    if not lse_given:
-        launches["stats"] = partial(
-            stats[grid],
-            *reads,
-            memory.row_stats,
-            memory.first_keys,
-            *sizes,
-            BN=blocks.stats_keys,
-            num_warps=blocks.stats_warps,
-            num_stages=blocks.stats_stages,
-            **constants,
-        )
-    launches["gradients"] = partial(
-        grad[grid],
-        *reads,
-        memory.row_stats,
-        memory.first_keys,
-        memory.row_sums,
-        memory.dq_parts,
-        memory.dk_parts,
-        *sizes,
-        BN=blocks.grad_keys,
-        WITH_GRADIENTS=outputs.dq is not None,
-        num_warps=blocks.grad_warps,
-        num_stages=blocks.grad_stages,
-        **given,
-        **constants,
+    sizes = Sizes(
+        batch=inputs.q_idx.shape[0],
+        tiles=triton.cdiv(chunk.count, blocks.rows),
+        num_keys=inputs.query_start + chunk.row(chunk.count - 1) + 1,
+        segment=blocks.segment,
     )
-    launches["reduce"] = _reduction(inputs, outputs, chunk, blocks, memory)
-    return launches
+    arguments = _arguments(inputs, outputs, target, chunk, blocks)
+    launches = _stacked_launches if blocks.stacked else _launches_by_head
+    return launches(inputs, outputs, blocks, sizes, arguments)
 
 
-def _allocate(
-    inputs: Inputs, chunk: SampledRows, blocks: Blocks, with_gradients: bool, sum_given: bool, lse_given: bool
-) -> Scratch:
-    batch, _, heads, dim = inputs.q_idx.shape
-    allocate = partial(scratch, device=inputs.q_idx.device)
-    fp32 = torch.float32
-    num_keys = inputs.query_start + chunk.row(chunk.count - 1) + 1
-    block_d = max(16, triton.next_power_of_2(dim))
-    tiles = triton.cdiv(chunk.count, blocks.rows)
-    padded = tiles * blocks.rows
-    segments = triton.cdiv(num_keys, blocks.segment)
-    stacked_heads = triton.next_power_of_2(heads) if blocks.stacked else heads
-    row_stats = allocate(2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32)
-    first_keys = allocate(batch, tiles, dtype=torch.int32)
-    row_sums = allocate(1 + 2 * heads, segments, batch, padded, dtype=fp32)
-    dq_parts = dk_parts = row_sums  # never read or written without gradients
-    if with_gradients:
-        dq_parts = allocate(segments, batch, tiles, block_d, stacked_heads * blocks.rows, dtype=fp32)
-        # bf16 halves the traffic. The parts come from bf16 products, and their sum is rounded to bf16.
-        part_type = torch.bfloat16 if blocks.stacked and inputs.q_idx.dtype == torch.bfloat16 else fp32
-        key_blocks = triton.cdiv(inputs.k_idx.shape[1], blocks.grad_keys)
-        dk_parts = allocate(batch, tiles, key_blocks, block_d, blocks.grad_keys, dtype=part_type)
-    return Scratch(
-        tiles, segments, num_keys, block_d, stacked_heads, row_stats, first_keys, row_sums, dq_parts, dk_parts
-    )
+@dataclass(frozen=True)
+class Sizes:
+    batch: int
+    tiles: int
+    num_keys: int
+    """Number of keys up to the last causal key of any row in the chunk."""
+    segment: int
+
+    @property
+    def segments(self) -> int:
+        return triton.cdiv(self.num_keys, self.segment)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.segments, self.tiles, self.batch
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **own: Any
+) -> Callable[[], object]:
+    """Prepare a launch. The kernel takes those of the arguments whose names it has."""
+    taken = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+    return partial(kernel[grid], **{**taken, **own})
 
 
 def _arguments(
-    inputs: Inputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks, memory: Scratch
-) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
-    _, num_rows, heads, dim = inputs.q_idx.shape
-    # q_idx replaces a tensor that does not exist; the kernel does not touch it.
-    absent = inputs.q_idx
-    optional = (inputs.score_bias, inputs.weight_bias, inputs.packed_mask, inputs.document_starts)
-    score_bias, weight_bias, packed_mask, starts = (
-        absent if tensor is None else tensor for tensor in optional
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
+) -> dict[str, Any]:
+    """Return the arguments that have the same name and value in all kernels."""
+    heads, dim = inputs.q_idx.shape[2:]
+    names = (
+        "q_idx",
+        "k_idx",
+        "weight_logits",
+        "beta",
+        "score_bias",
+        "weight_bias",
+        "packed_mask",
+        "document_starts",
     )
-    projections = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
-    reads = (*projections, score_bias, weight_bias, inputs.beta, target, packed_mask, starts)
-    num_words = inputs.packed_mask.shape[2] if inputs.packed_mask is not None else 0
-    query_start = inputs.query_start or None  # None is a compile-time constant for 0
-    lengths = (num_rows, inputs.k_idx.shape[1], num_words)
-    sizes = (*lengths, query_start, chunk.start, chunk.count, *target.stride()[:3], dim**-0.5)
-    constants = {
+    given = {name: getattr(inputs, name) for name in names} | {"target": target}
+    given |= {name: getattr(outputs, name) for name in ("kl_rows", "partial_sums", "dq", "dk", "dw")}
+    strides = zip(("b", "part", "row"), target.stride()[:3], strict=True)
+    return {
+        # q_idx replaces a tensor that does not exist; the kernel does not touch it.
+        **{name: inputs.q_idx if tensor is None else tensor for name, tensor in given.items()},
+        **{f"target_stride_{name}": stride for name, stride in strides},
+        "gradient_scale": outputs.gradient_scale,
+        "R": inputs.q_idx.shape[1],
+        "L": inputs.k_idx.shape[1],
+        "W": inputs.packed_mask.shape[2] if inputs.packed_mask is not None else 0,
+        "query_start": inputs.query_start or None,  # None is a compile-time constant for 0
+        "row_start": chunk.start,
+        "num_rows": chunk.count,
+        "scale": dim**-0.5,
         "PARTS": target.shape[1],
         "TARGET_IN_BLOCKS": target.ndim == 5,
         "HI": heads,
         "DI": dim,
-        "BLOCK_D": memory.block_d,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "BM": blocks.rows,
+        "BR": SUMMED_ROWS,
         "SEGMENT": blocks.segment,
         "STRETCH": chunk.stretch,
         "SPACING": chunk.spacing,
@@ -301,67 +279,103 @@ def _arguments(
         "WEIGHT_BIAS": inputs.weight_bias is not None,
         "HAS_MASK": inputs.packed_mask is not None,
         "HAS_STARTS": inputs.document_starts is not None,
+        "ADDS": outputs.adds_keys,
+        "WITH_GRADIENTS": outputs.dq is not None,
+        "WITH_VALUE": outputs.kl_rows is not None,
     }
-    return reads, sizes, constants
 
 
-def _reduction(
-    inputs: Inputs, outputs: Outputs, chunk: SampledRows, blocks: Blocks, memory: Scratch
-) -> Callable[[], object]:
-    batch, num_rows, heads, dim = inputs.q_idx.shape
-    with_gradients = outputs.dq is not None
-    block_keys, block_dims = 32, 16
-    key_programs = 0
+def _launches_by_head(
+    inputs: Inputs, outputs: Outputs, blocks: Blocks, sizes: Sizes, arguments: dict[str, Any]
+) -> dict[str, Callable[[], object]]:
+    assert blocks.stats_keys % blocks.grad_keys == 0, "whole tiles of G are written"
+    fp32, heads = torch.float32, inputs.q_idx.shape[2]
+    allocate = partial(scratch, device=inputs.q_idx.device)
+    sums_given = inputs.log_sum is not None and inputs.target_sum is not None
+    with_gradients, padded = outputs.dq is not None, sizes.tiles * blocks.rows
+    stride = triton.cdiv(sizes.num_keys, blocks.stats_keys) * blocks.stats_keys
+    arguments = arguments | {
+        "row_stats": allocate(3, 0 if sums_given else sizes.segments, sizes.batch, padded, dtype=fp32),
+        "log_sum": inputs.log_sum if sums_given else None,
+        "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
+        "kl_parts": allocate(sizes.segments, sizes.batch, padded, dtype=fp32),
+        # fp16 halves the traffic. It has more digits than the bf16 operands of the products.
+        "grad_scores": allocate(
+            sizes.batch,
+            padded,
+            stride if with_gradients else 0,
+            dtype=fp32 if inputs.q_idx.dtype == fp32 else torch.float16,
+        ),
+        "grad_stride": stride,
+    }
+    launches: dict[str, Callable[[], object]] = {}
+    if not sums_given:
+        launches["stats"] = _launch(score_pass_kernel, sizes.grid, arguments, FIRST=True, **blocks.stats)
+    # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
+    registers = None if outputs.kl_rows is not None else 128
+    launches["scores"] = _launch(
+        score_pass_kernel, sizes.grid, arguments, FIRST=False, **blocks.stats, maxnreg=registers
+    )
+    row_grid = (heads if with_gradients else 1, sizes.tiles, sizes.batch)
+    launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
+    if outputs.dk is not None:
+        parts, num_keys = outputs.dk.shape[0], sizes.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
+        key_grid = (parts, triton.cdiv(num_keys, blocks.grad_keys), sizes.batch)
+        launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **blocks.grad)
+    return launches
+
+
+def _stacked_launches(
+    inputs: Inputs, outputs: Outputs, blocks: Blocks, sizes: Sizes, arguments: dict[str, Any]
+) -> dict[str, Callable[[], object]]:
+    segments, tiles, batch = sizes.grid
+    heads, block_d, fp32 = inputs.q_idx.shape[2], arguments["BLOCK_D"], torch.float32
+    allocate = partial(scratch, device=inputs.q_idx.device)
+    sum_given, with_gradients = inputs.target_sum is not None, outputs.dq is not None
+    lse_given = sum_given and inputs.log_sum is not None
+    padded, stacked_heads = tiles * blocks.rows, triton.next_power_of_2(heads)
+    row_stats = allocate(2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32)
+    row_sums = allocate(1 + 2 * heads, segments, batch, padded, dtype=fp32)
+    dq_parts = dk_parts = row_sums  # never read or written without gradients
     if with_gradients:
-        num_keys = memory.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
-        key_programs = triton.cdiv(num_keys, block_keys) * (memory.block_d // block_dims)
-    row_programs = memory.tiles * blocks.rows // SUMMED_ROWS * (heads if with_gradients else 1)
-    absent = inputs.q_idx
-    return partial(
-        reduce_kernel[(key_programs + row_programs, batch)],
-        inputs.weight_logits,
-        inputs.weight_bias if inputs.weight_bias is not None else absent,
-        inputs.beta,
-        memory.first_keys,
-        memory.row_sums,
-        memory.dq_parts,
-        memory.dk_parts,
-        outputs.kl_rows if outputs.kl_rows is not None else absent,
-        outputs.partial_sums,
-        outputs.dq if outputs.dq is not None else absent,
-        outputs.dk if outputs.dk is not None else absent,
-        outputs.dw if outputs.dw is not None else absent,
-        num_rows,
-        inputs.k_idx.shape[1],
-        inputs.query_start or None,  # None is a compile-time constant for 0
-        chunk.start,
-        chunk.count,
-        memory.tiles,
-        memory.segments,
-        key_programs,
-        dim**-0.5,
-        outputs.gradient_scale,
-        HI=heads,
-        HEADS=memory.stacked_heads,
-        DI=dim,
-        BLOCK_D=memory.block_d,
-        BM=blocks.rows,
+        dq_parts = allocate(segments, batch, tiles, stacked_heads * blocks.rows, block_d, dtype=fp32)
+        # bf16 halves the traffic. The parts come from bf16 products, and their sum is rounded to bf16.
+        part_type = torch.bfloat16 if inputs.q_idx.dtype == torch.bfloat16 else fp32
+        key_blocks = triton.cdiv(inputs.k_idx.shape[1], blocks.grad_keys)
+        dk_parts = allocate(batch, tiles, key_blocks, block_d * blocks.grad_keys, dtype=part_type)
+    arguments = arguments | {
+        "row_stats": row_stats,
+        "first_keys": allocate(batch, tiles, dtype=torch.int32),
+        "row_sums": row_sums,
+        "dq_parts": dq_parts,
+        "dk_parts": dk_parts,
+        "log_sum": inputs.log_sum if lse_given else None,
+        "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
+        "HEADS": stacked_heads,
+        "SUM_GIVEN": sum_given,
+    }
+    launches: dict[str, Callable[[], object]] = {}
+    if not lse_given:
+        launches["stats"] = _launch(stacked_stats_kernel, sizes.grid, arguments, **blocks.stats)
+    launches["gradients"] = _launch(stacked_grad_kernel, sizes.grid, arguments, **blocks.grad)
+    block_keys, block_dims, key_programs = 32, 16, 0
+    if with_gradients:
+        num_keys = sizes.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
+        key_programs = triton.cdiv(num_keys, block_keys) * (block_d // block_dims)
+    row_programs = padded // SUMMED_ROWS * (heads if with_gradients else 1)
+    launches["reduce"] = _launch(
+        reduce_kernel,
+        (key_programs + row_programs, batch),
+        arguments,
+        num_tiles=tiles,
+        num_segments=segments,
+        key_programs=key_programs,
         BN=blocks.grad_keys,
-        BR=SUMMED_ROWS,
         BK=block_keys,
         BD=block_dims,
-        SEGMENT=blocks.segment,
-        STRETCH=chunk.stretch,
-        SPACING=chunk.spacing,
-        KIND=inputs.kind,
-        WEIGHT_BIAS=inputs.weight_bias is not None,
-        HAS_STARTS=inputs.document_starts is not None,
-        STACKED=blocks.stacked,
-        ADDS=outputs.adds_keys,
-        WITH_GRADIENTS=with_gradients,
-        WITH_VALUE=outputs.kl_rows is not None,
         num_warps=4,
     )
+    return launches
 
 
 class Totals(NamedTuple):

@@ -1,7 +1,7 @@
-"""Adds the partial sums of a chunk of rows in a fixed order, so that results repeat bit for bit.
+"""Adds the stacked kernels' partial sums over a chunk of rows in a fixed order, so that results repeat bit for bit.
 
-After the last chunk, `totals_kernel` adds the sums over all rows. The partial sums of dq, dk and the score biases'
-gradients have a factor log2(e) (triton_grad.py). This module removes the factor.
+The partial sums of dq, dk and the score biases' gradients have a factor log2(e), because the scores are for exp2. This
+module removes the factor. After the last chunk, `totals_kernel` adds the sums over all rows, of all kernels.
 """
 
 import triton
@@ -23,7 +23,7 @@ def _reduce_rows(
     beta,  # [1] fp32
     first_keys,  # [B, tiles] int32
     row_sums,  # [1 + 2 HI, segments, B, tiles * BM] fp32
-    dq_parts,  # [segments, B, tiles, BLOCK_D, HEADS * BM] fp32; if STACKED the last two turned round
+    dq_parts,  # [segments, B, tiles, HEADS * BM, BLOCK_D] fp32
     kl_rows,  # out: [B, R] fp32, if WITH_VALUE
     partial_sums,  # out: [1 + 3 HI, B, ceil(R / BR)] fp32, of BR rows: KL; then by head d/d beta, d/d w_j, d/d b_j
     dq,  # out: [B, R, HI, DI]
@@ -47,7 +47,6 @@ def _reduce_rows(
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
-    STACKED: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
@@ -89,10 +88,7 @@ def _reduce_rows(
         dq_head = tl.zeros([BLOCK_D, BR], tl.float32)
         row = group * BR % BM + tl.arange(0, BR)
         dq_tile = dq_parts + (b.to(tl.int64) * num_tiles + tile) * (BLOCK_D * HEADS * BM)
-        if STACKED:
-            dq_places = place_in_stack(head, row, HEADS, BM)[None, :] * BLOCK_D + d[:, None]
-        else:
-            dq_places = d[:, None] * (HEADS * BM) + (head * BM + row)[None, :]
+        dq_places = place_in_stack(head, row, HEADS, BM)[None, :] * BLOCK_D + d[:, None]
         for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
             offsets = segment * segment_stride + row_offsets
             grad_a += tl.load(row_sums + (1 + head) * plane + offsets)
@@ -123,7 +119,7 @@ def _reduce_keys(
     group,
     part,
     first_keys,  # [B, tiles] int32
-    dk_parts,  # [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32; if STACKED [.., BLOCK_D * BN], `as_held`
+    dk_parts,  # [B, tiles, ceil(L / BN), BLOCK_D * BN] bf16 or fp32, `as_held`
     dk,  # out: [B, L, DI]; if ADDS in and out, of the chunks before, and fp32
     L,
     query_start,
@@ -140,7 +136,6 @@ def _reduce_keys(
     STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    STACKED: tl.constexpr,
     ADDS: tl.constexpr,
 ):
     """Add up the parts of dk from all tiles of rows, for BK keys from group * BK on and BD dimensions from part * BD
@@ -156,17 +151,11 @@ def _reduce_keys(
     total = tl.zeros([BK, BD], tl.float32)
     if ADDS:
         total = tl.load(out, mask=inside, other=0.0)
-    if STACKED:
-        tl.static_assert(BD == 16 and BK % 16 == 0 and BN % BK == 0, "whole pieces of 16 dimensions and keys")
-        total = by_key_as_held(total)
-        columns = by_key_as_held(tl.broadcast_to(cols[:, None], [BK, BD]))
-        piece = key % BN // 16 + tl.arange(0, BK * BD) // 256
-        places = (
-            key // BN * (BLOCK_D * BN) + (piece * (BLOCK_D // BD) + part) * 256 + tl.arange(0, BK * BD) % 256
-        )
-    else:
-        columns = cols[:, None]
-        places = (cols // BN * (BLOCK_D * BN) + cols % BN)[:, None] + d[None, :] * BN
+    tl.static_assert(BD == 16 and BK % 16 == 0 and BN % BK == 0, "whole pieces of 16 dimensions and keys")
+    total = by_key_as_held(total)
+    columns = by_key_as_held(tl.broadcast_to(cols[:, None], [BK, BD]))
+    piece = key % BN // 16 + tl.arange(0, BK * BD) // 256
+    places = key // BN * (BLOCK_D * BN) + (piece * (BLOCK_D // BD) + part) * 256 + tl.arange(0, BK * BD) % 256
     tile_size = tl.cdiv(L, BN) * (BLOCK_D * BN)
     first_row = tl.maximum(key - query_start, 0)  # first row with a causal key among these
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, STRETCH, SPACING) // BM
@@ -177,8 +166,7 @@ def _reduce_keys(
             written = written & (columns >= tl.load(first_keys + b * num_tiles + tile))
         pointers = dk_parts + (b * num_tiles + tile) * tile_size + places
         total += scale * tl.load(pointers, mask=written, other=0.0).to(tl.float32)
-    if STACKED:
-        total = held_by_key(total, BK)
+    total = held_by_key(total, BK)
     tl.store(out, total.to(dk.dtype.element_ty), mask=inside)
 
 
@@ -221,7 +209,6 @@ def reduce_kernel(
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    STACKED: tl.constexpr,
     ADDS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
@@ -236,7 +223,7 @@ def reduce_kernel(
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
                 num_tiles, scale * LN_2 * factor, DI, BLOCK_D, BM, BN, BK, BD, STRETCH, SPACING,
-                HAS_STARTS, STACKED, ADDS,
+                HAS_STARTS, ADDS,
             )  # fmt: skip
     else:
         program -= key_programs
@@ -244,7 +231,7 @@ def reduce_kernel(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
             kl_rows, partial_sums, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
             factor, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, STRETCH, SPACING, KIND, WEIGHT_BIAS,
-            STACKED, WITH_GRADIENTS, WITH_VALUE,
+            WITH_GRADIENTS, WITH_VALUE,
         )  # fmt: skip
 
 

@@ -9,8 +9,6 @@ TANH omits the row's constant sum_j weight_j. Softmax, KL and gradients do not c
 scores of a row.
 """
 
-# Tuples grow by addition, because Triton does not support starred expressions in tuples.
-# ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
 import triton
@@ -64,6 +62,13 @@ def slope(a, KIND: tl.constexpr):
 
 
 @triton.jit
+def times_slope(g, product, a, KIND: tl.constexpr):
+    """Compute g * da/dz. ReLU needs only the sign of the product, which saves computing a. Where the product is NaN,
+    the result is g, which is NaN in an attended pair."""
+    return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
+
+
+@triton.jit
 def head_weight(logit, KIND: tl.constexpr):
     """Return the weight of one head from w + c."""
     if KIND == RELU:
@@ -88,44 +93,42 @@ def head_weight_slope(weight, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_head_weights(
-    weight_logits, weight_bias, row_index, valid, HI: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr
+def load_head_weight(
+    weight_logits,
+    weight_bias,
+    row_index,
+    valid,
+    head,
+    HI: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
-    """Load a tuple of HI tensors [BM]. `row_index` is b * R + r, int64."""
-    weights = ()
-    for j in tl.static_range(HI):
-        logit = tl.load(weight_logits + row_index * HI + j, mask=valid, other=0.0).to(tl.float32)
-        if BIASED:
-            logit += tl.load(weight_bias + j).to(tl.float32)
-        weights = weights + (head_weight(logit, KIND),)
-    return weights
+    """Load the weights [BM] of one head. `row_index` is b * R + r, int64."""
+    logit = tl.load(weight_logits + row_index * HI + head, mask=valid, other=0.0).to(tl.float32)
+    if BIASED:
+        logit += tl.load(weight_bias + head).to(tl.float32)
+    return head_weight(logit, KIND)
 
 
 @triton.jit
-def load_queries(q_idx, row_index, valid, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load a tuple of HI tiles [BM, BLOCK_D]."""
+def load_queries(q_idx, row_index, valid, head, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the queries [BM, BLOCK_D] of one head."""
     d = tl.arange(0, BLOCK_D)
-    queries = ()
-    for j in tl.static_range(HI):
-        pointers = q_idx + (row_index * HI + j)[:, None] * DI + d[None, :]
-        if DI == BLOCK_D:
-            tile = tl.load(pointers, mask=valid[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=valid[:, None] & (d < DI)[None, :], other=0.0)
-        queries = queries + (tile,)
-    return queries
+    pointers = q_idx + (row_index * HI + head)[:, None] * DI + d[None, :]
+    if DI == BLOCK_D:
+        tile = tl.load(pointers, mask=valid[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=valid[:, None] & (d < DI)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
-def load_biases(score_bias, HI: tl.constexpr, BIASED: tl.constexpr):
-    """Load a tuple of HI scalars."""
-    biases = ()
-    for j in tl.static_range(HI):
-        if BIASED:
-            biases = biases + (tl.load(score_bias + j).to(tl.float32),)
-        else:
-            biases = biases + (tl.full([], 0.0, tl.float32),)
-    return biases
+def load_bias(score_bias, head, BIASED: tl.constexpr):
+    if BIASED:  # noqa: SIM108 (known at compile time)
+        bias = tl.load(score_bias + head).to(tl.float32)
+    else:
+        bias = tl.full([], 0.0, tl.float32)
+    return bias
 
 
 @triton.jit
@@ -142,21 +145,36 @@ def load_keys(k_sequence, cols, L, DI: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def score_tile(
-    queries,
+    q_idx,
     keys,
-    weights,
-    biases,
+    weight_logits,
+    score_bias,
+    weight_bias,
+    row_index,
+    valid,
+    factor,
     scale,
     HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCORE_BIAS: tl.constexpr,
+    WEIGHT_BIAS: tl.constexpr,
 ):
-    """Compute scores [BM, BN], times the factor in `weights`."""
+    """Compute scores [BM, BN] times `factor`. The queries of a head are loaded when its turn comes, because the queries
+    of all heads do not fit the registers."""
     keys_t = tl.trans(keys)
-    scores = tl.zeros([queries[0].shape[0], keys.shape[0]], tl.float32)
-    for j in tl.static_range(HI):
-        product = tl.dot(queries[j], keys_t, input_precision=PRECISION)
-        scores += weights[j][:, None] * activate(product, scale, biases[j], KIND)
+    scores = tl.zeros([row_index.shape[0], keys.shape[0]], tl.float32)
+    if KIND == RELU:  # relu(scale x) is scale relu(x)
+        factor *= scale
+        scale = 1.0
+    for head in range(HI):
+        queries = load_queries(q_idx, row_index, valid, head, HI, DI, BLOCK_D)
+        weight = load_head_weight(weight_logits, weight_bias, row_index, valid, head, HI, KIND, WEIGHT_BIAS)
+        bias = load_bias(score_bias, head, SCORE_BIAS)
+        product = tl.dot(queries, keys_t, input_precision=PRECISION)
+        scores += (weight * factor)[:, None] * activate(product, scale, bias, KIND)
     return scores
 
 

@@ -119,6 +119,7 @@ def fused_ops_step(monkeypatch: pytest.MonkeyPatch, fused: bool, phase: Any, **s
     return result, gradients, read_stats(model), names
 
 
+RECOMMENDED = {"indexer_activation": "relu", "indexer_norm": True, "indexer_rope": True}
 FUSED_OPS = {
     "GSA": (SPARSE, {}),
     "warm-up": (WARM_UP, {}),
@@ -127,7 +128,19 @@ FUSED_OPS = {
     "qk_norm": (SPARSE, {"model": {"qk_norm": True}}),
     "qkv_bias": (SPARSE, {"model": {"qkv_bias": True}}),
     "half of the channels turn": (SPARSE, {"model": {"rotary_percent": 0.5}}),
-    "YaRN": (SPARSE, {"model": {"rope_base": 100.0, "rope_scaling": RopeScalingConfig("yarn", 4.0, 16)}}),
+    "YaRN": (
+        SPARSE,
+        {
+            "model": {"rope_base": 100.0, "rope_scaling": RopeScalingConfig("yarn", 4.0, 16)},
+            "gsa": {"indexer_rope": True},
+        },
+    ),
+    "the indexer's norms": (SPARSE, {"gsa": {"indexer_norm": True, "indexer_activation": "plain"}}),
+    "the recommended indexer, warm-up": (WARM_UP, {"gsa": RECOMMENDED}),
+    "the recommended indexer, recomputed layers": (
+        SPARSE,
+        {"gsa": RECOMMENDED, "train": {"recompute": "full"}},
+    ),
     "recomputed layers": (SPARSE, {"train": {"recompute": "full"}}),
 }
 
