@@ -52,35 +52,23 @@ SHAPES = {
 }
 
 STANDARD, BASELINE = "standard", "baseline"
+REUSE = 4
+"""Number of layers that share a selection in `gsa_reuse`."""
 MODELS: dict[str, tuple[str, ...]] = {
     STANDARD: ("gsa.dense_attention=cudnn",),
     "gsa": (),
-    "gsa_rope": ("gsa.indexer_rope=true",),
+    "gsa_k512": ("gsa.k_base=512", "gsa.k_min=128"),
+    "gsa_groups_16": ("gsa.key_group_size=16",),
+    "gsa_reuse": (f"gsa.selection_reuse={REUSE}",),
 }
 """Overrides that each model applies to its shape's config, which is standard or GSA."""
 
-REUSE = 4
-"""Number of layers that share a selection in `..._reuse` models."""
-MODELS["gsa_rope_reuse"] = (*MODELS["gsa_rope"], f"gsa.selection_reuse={REUSE}")
-
-BUDGETS = (512, 1024)
-"""Values of `k_base` in the `..._k<budget>` models."""
-MODELS |= {
-    f"gsa_rope_reuse_k{budget}": (
-        *MODELS["gsa_rope_reuse"],
-        f"gsa.k_base={budget}",
-        f"gsa.k_min={budget // 8}",
-        f"gsa.k_max={2 * budget}",
-    )
-    for budget in BUDGETS
-}
-
 _GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
-MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in MODELS if not name.startswith("gsa_rope")}
+MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in (STANDARD, "gsa")}
 
 MODELS[BASELINE] = MODELS[STANDARD]
 
-BY_DEFAULT = (STANDARD, "gsa", "gsa_rope")
+BY_DEFAULT = (STANDARD, "gsa")
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
