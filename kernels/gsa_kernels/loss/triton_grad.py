@@ -67,7 +67,7 @@ def kl_terms(log2_q, q, p, log2_p):
     return tl.where((tl.abs(r) < 0.25) & (p > 0), near, far)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_start", "num_rows"])  # all chunks run the same code
 def score_pass_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]

@@ -26,7 +26,7 @@ from gsa_kernels.loss.triton_scores import (
 from gsa_kernels.triton_rows import number_of, row_of, rows_of, rows_of_program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_start", "num_rows"])  # all chunks run the same code
 def grad_queries_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]
@@ -143,7 +143,7 @@ def sum_of_groups(x, valid, BR: tl.constexpr):
     return tl.sum(tl.reshape(tl.where(valid, x, 0.0), [x.shape[0] // BR, BR]), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_start", "num_rows"])  # all chunks run the same code
 def grad_keys_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]
