@@ -4,9 +4,8 @@
 
 The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
 Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
-the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. The other times are
-the kernels for the last last_chunk_rows rows: stats_ms, gradients_ms and reduce_ms, or by head stats_ms, scores_ms,
-queries_ms and keys_ms.
+the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms, scores_ms,
+queries_ms and keys_ms are the kernels for the last last_chunk_rows rows.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """

@@ -26,7 +26,7 @@ PARTS = (
     ),
     (
         "indexer KL",
-        r"^_?(stacked_|gathered_)?(probs_kernel|stats_kernel|score_pass_kernel|grad_(queries_|keys_)?kernel|reduce_kernel|totals_kernel)",
+        r"^_?(gathered_)?(probs_kernel|stats_kernel|score_pass_kernel|grad_(queries_|keys_)?kernel|reduce_kernel|totals_kernel)",
     ),
     (
         "attention",

@@ -8,7 +8,6 @@ tokens and sizes in bytes, unless stated otherwise.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 # ---- shapes
@@ -132,36 +131,10 @@ FUSED_LOSS_HEADS = 4
 """Number of query heads whose probabilities attention's backward pass adds up. The loss then adds these sums. The
 number of query heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
 
-STACKED_MAX_WIDTH = 256
-"""Largest HI * DI, with DI padded to a power of two, for which all heads fit side by side in one bf16 product."""
-
-
-@dataclass(frozen=True)
-class LossTile:
-    """Describes the tiles of the loss kernels over packed masks (loss/triton_launch.py)."""
-
-    rows: int
-    segment: int
-    """Keys per program."""
-    stacked: bool
-    """Whether one bf16 product on Hopper computes all heads side by side."""
-
-
-def loss_tile(heads: int, dim: int, element_bytes: int, stacks: bool) -> LossTile:
-    """Return the tile for an indexer of `heads` heads of size `dim`.
-
-    Args:
-        element_bytes: 2 for bf16, 4 for fp32
-        stacks: whether the device and the dtype allow the stacked kernels
-    """
-    width = heads * max(16, next_power_of_2(dim))
-    if element_bytes == 2 and stacks and width <= STACKED_MAX_WIDTH:
-        # The matrix units take 64 rows at a time; here the rows belong to several heads.
-        return LossTile(rows=32 if heads > 1 else 64, segment=1024, stacked=True)
-    if element_bytes == 2:
-        return LossTile(rows=64, segment=512, stacked=False)
-    # fp32 products do not use the matrix units. With more rows their tiles do not fit the registers.
-    return LossTile(rows=32, segment=256, stacked=False)
+LOSS_TILES = {2: (64, 512), 4: (32, 256)}
+"""Rows per tile and keys per program of the loss kernels over packed masks, by element size in bytes
+(loss/triton_launch.py). Products of fp32 do not use the matrix units. With more rows their tiles do not fit the
+registers."""
 
 
 # ---- scratch memory: more is faster, up to a point

@@ -202,7 +202,8 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
         # different places, and a few rows do not average this out.
         floor = (1e-3 if approximate else 3e-6) * want.norm() + 1e-6
         if approximate and problem.tensors[name].dtype == torch.float32:
-            floor = floor + 2e-3 * want.norm()  # biases and beta are fp32, from rounded inputs
+            # Biases and beta are fp32 sums over all pairs of rounded terms, which may cancel.
+            floor = floor + 2e-3 * want.norm() + 1e-3 * exact.grads["inverse_temperature"].norm()
         assert error <= 2 * of_reference + floor, f"{name}: {error} against {of_reference} of {want.norm()}"
         if want.norm() > 1e-3 and want.numel() > 1:
             assert torch.nn.functional.cosine_similarity(value.flatten(), want.flatten(), 0) > 0.9999, name

@@ -105,14 +105,18 @@ def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.
         calls.append((rows.start, rows.stop))
         target = backward_queries_with_target(*arguments)
         assert target.dtype == torch.float16
-        assert target.shape == (1, 2, 2 if len(rows) <= 64 else 4, 4, 32 * 32)
+        assert target.shape == (1, 2, 2 * -(-len(rows) // 64), 6, 32 * 32)
         return target
 
     monkeypatch.setattr(op, "backward_queries_with_target", recorded)
-    case = make_case(70, device, heads=(8, 2), documents=True)
+    case = make_case(150, device, heads=(8, 2), documents=True)
     whole = run(case)
-    row_bytes = 2 * 2 * 70
-    for chunk_bytes, ends in ((None, (0, 70)), (1, (0, 32, 64, 70)), (64 * row_bytes, (0, 64, 70))):
+    row_bytes = 2 * 2 * 150
+    for chunk_bytes, ends in (
+        (None, (0, 150)),
+        (1, (0, 64, 128, 150)),
+        (128 * row_bytes, (0, 128, 150)),
+    ):
         calls.clear()
         assert_equal(run(case, chunk_bytes=chunk_bytes), whole)
         assert calls == list(pairwise(ends))

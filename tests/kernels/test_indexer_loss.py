@@ -21,7 +21,7 @@ from gsa_kernels.loss import triton_launch
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.loss.triton_gathered_launch import GatheredBlocks
-from gsa_kernels.loss.triton_launch import BY_HEAD, Blocks
+from gsa_kernels.loss.triton_launch import BF16_BLOCKS, Blocks
 from gsa_kernels.reference import renormalise_target
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Indexer, RowSample
@@ -29,13 +29,9 @@ from gsa_kernels.types import Indexer, RowSample
 on_gpu = pytest.mark.parametrize("device", [GPU])
 BF16 = torch.bfloat16
 
-# A sequence of 70 tokens has several of these tiles, and several segments. The stacked form needs 64 keys. With fewer
-# keys Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
-SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
-# 64 keys: with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
-STACKED = replace(SMALL, stats_keys=64, grad_keys=64, segment=64, stacked=True)
+# A sequence of 70 tokens has several of these tiles, and several segments.
+SMALL = Blocks(rows=32, score_keys=32, score_warps=8, grad_keys=32, grad_warps=8, segment=32)
 SMALL_GATHERED = GatheredBlocks(16, 8, 16, 8, segment=32, stats_stages=1)
-BLOCKS = {"own": None, "small": SMALL, "side by side": STACKED}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +61,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
         *("dense", "dense, documents", "packed mask", "packed mask, documents, log-sum"),
         *("key lists", "key lists, documents"),
     ],
-    kernels=["bf16", "own", "small", "side by side"],
+    kernels=["bf16", "own", "small"],
     length=[1, 40, 70],
     heads=[(4, 1), (6, 2), (5, 1), (2, 2)],
     head_size=[32, 256],
@@ -80,7 +76,7 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
     more digits. Samples are taken from at least three stretches of `STRETCH_ROWS` queries."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
-    cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
+    cut(monkeypatch, SMALL if case["kernels"] == "small" else None, None if case["one_chunk"] else 1)
     samples = {
         "all": RowSample(),
         "half": RowSample(0.5, draw=3),
@@ -119,7 +115,6 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], documents: bool) -> None:
-    """The widths include the widest for which one product takes the heads side by side."""
     check(make_problem(form, 150, device, dtype=BF16, indexer=indexer, batch=1, documents=documents))
 
 
@@ -133,27 +128,23 @@ def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], 
     ],
     ids=["sigmoid", "relu", "sample", "three heads"],
 )
-def test_bf16_head_by_head(
+def test_bf16_in_chunks(
     device: str, rows: RowSample, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wide indexers, and all indexers on devices other than Hopper, loop over the heads. Neither chunks nor repetitions
-    change a bit."""
+    """Neither chunks nor repetitions change a bit."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
     problem = make_problem("packed mask", 250 if device == "cpu" else 1600, device, dtype=BF16, **options)
-    cut(monkeypatch, BY_HEAD)
+    cut(monkeypatch, BF16_BLOCKS)
     got = check(problem, rows)
     loss = through_api(problem, "triton", rows)
     assert_same(differentiate(problem, loss), got)
-    cut(monkeypatch, BY_HEAD, 1)
+    cut(monkeypatch, BF16_BLOCKS, 1)
     assert_same(differentiate(problem, loss), got)
 
 
 @pytest.mark.parametrize("form", ["packed mask", "key lists"])
-@pytest.mark.parametrize("blocks", ["small", "side by side"])
-def test_saturated_scores(device: str, form: str, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if form == "key lists" and blocks == "side by side":
-        pytest.skip("has one form")
-    cut(monkeypatch, BLOCKS[blocks])
+def test_saturated_scores(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, SMALL)
     check(make_problem(form, 50, device, size=6.0, beta=5.0, batch=1))
 
 
@@ -195,20 +186,14 @@ def test_long_sequences(
 
 
 @pytest.mark.parametrize(
-    ("form", "blocks", "log_sum"),
-    [
-        ("packed mask", SMALL, False),
-        ("packed mask", SMALL, True),
-        ("packed mask", STACKED, True),
-        ("key lists", SMALL, False),
-    ],
+    ("form", "log_sum"), [("packed mask", False), ("packed mask", True), ("key lists", False)]
 )
 def test_rows_without_target_or_attended_keys(
-    device: str, form: str, blocks: Blocks, log_sum: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, form: str, log_sum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows without a target, and rows without attended keys, give a value and gradient of 0. With a log-sum every row
     has a target."""
-    cut(monkeypatch, blocks, 1)
+    cut(monkeypatch, SMALL, 1)
     problem = make_problem(form, 50, device, batch=1, log_sum=log_sum)
     mask = problem.mask.clone()
     mask[:, 40] = False
@@ -282,16 +267,14 @@ def test_chunks_and_repetitions_change_nothing(
     assert_same(chunked, whole, near=() if form == "packed mask" else ("keys",))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "names"), [(STACKED, ["gradients", "reduce"]), (SMALL, ["scores", "queries", "keys"])]
-)
 def test_the_sums_of_selection_and_attention_spare_a_pass(
-    device: str, blocks: Blocks, names: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss needs no pass for statistics if it gets the log-sum-exps of attention and of the selected
     scores. If the log-sum-exps of the scores are wrong by 1e-3, the loss changes by less than 1e-6 per
     row."""
-    cut(monkeypatch, blocks)
+    cut(monkeypatch, SMALL)
+    names = ["scores", "queries", "keys"]
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
 
@@ -331,8 +314,7 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
     return lambda indexer, q, k: masked_indexer_loss(indexer, made, attended, **options)
 
 
-@pytest.mark.parametrize("blocks", [STACKED, SMALL], ids=["side by side", "by head"])
-def test_value_near_its_minimum(device: str, blocks: Blocks) -> None:
+def test_value_near_its_minimum(device: str) -> None:
     """The target differs from the softmax of the scores by about 1%, so the KL is much smaller than the log-sums from
     which it is computed. Rounding of these log-sums must hardly change the KL."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
@@ -343,25 +325,22 @@ def test_value_near_its_minimum(device: str, blocks: Blocks) -> None:
     exact = torch.where(p > 0, p * (p.log() - q.log()), 0).nan_to_num(0.0).sum()
     assert 2e-5 < exact / 100 < 2e-4
     for row_sum in (None, 1.0):
-        total = differentiate(problem, of_target(problem, target, row_sum, blocks=blocks)).total
+        total = differentiate(problem, of_target(problem, target, row_sum, blocks=SMALL)).total
         torch.testing.assert_close(total.double(), exact, rtol=3e-5, atol=0)
 
 
 @pytest.mark.parametrize(
     ("blocks", "dtype"),
-    [
-        (None, BF16),
-        (STACKED, torch.float32),
-        (SMALL, torch.float32),
-        (replace(SMALL, rows=16), torch.float32),
-    ],
-    ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
+    [(None, BF16), (SMALL, torch.float32), (replace(SMALL, rows=16), torch.float32)],
+    ids=["bf16", "fp32", "16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
     """The target is the sum of several tensors (parts). Passing the parts gives the same loss as passing
     their sum. Entries of unattended keys are NaN. Rows have gaps in memory."""
-    documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
-    problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
+    parts = 2 if dtype == BF16 else 3
+    problem = make_problem(
+        "packed mask", 70, device, dtype=dtype, batch=1, documents=dtype == BF16, log_sum=True
+    )
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)
     shares = torch.rand(1, parts, 70, 70, generator=torch.Generator().manual_seed(parts)).to(device)
     shares = target[:, None] * shares / shares.sum(1, keepdim=True)
@@ -375,7 +354,7 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
     def of_rows(rows: SampledRows) -> torch.Tensor:
         return torch.nn.functional.pad(shares[:, :, rows.rows(device)], (0, 5))[..., :-5]
 
-    row_sum = 4.0 if blocks in (None, STACKED) else None
+    row_sum = 4.0 if blocks is None else None
     for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, draw=3)):
         options: dict[str, Any] = {"rows": sample, "blocks": blocks}
         want = differentiate(problem, of_target(problem, target, row_sum, **options))

@@ -115,11 +115,9 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         entries, per_entry = _loss_entries(config, sizes)
         heads += 4 * sizes.all_tokens * gsa.indexer_dim  # the sum of the keys' gradients, fp32 [B, Lw, d_I]
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
-    # For each pair: the target, which is fp16 in bf16 runs, and partial gradients.
-    target = 2 if sizes.value == 2 else 4
-    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk * share)
-    return max(gathering, heads + loss_key_bytes(config, sizes) + pairs * (target + gradients))
+    # For each pair: the target and the gradient of the score, which are fp16 in bf16 runs.
+    return max(gathering, heads + loss_key_bytes(config, sizes) + pairs * 2 * sizes.value)
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
@@ -148,34 +146,18 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
 
 def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries. They are the target
-    of a row chunk in fp16, as partial sums, and the partial gradients of `learning_bytes`."""
-    gsa = config.gsa
+    of a row chunk in fp16, as partial sums, and the gradients of the scores."""
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
-    of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
-    return loss_key_bytes(config, sizes) + pairs * (target + of_row)
-
-
-def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Returns the bytes per query and key that the indexer loss stores in addition to the target: the gradient of the
-    score, or with the stacked kernels partial gradients. Keys have a partial gradient for each tile of queries, and
-    queries for each segment of keys. Sizes are padded to powers of two (chunk_launches of
-    gsa_kernels/loss/triton_launch.py). The estimate assumes Hopper, where bf16 has the stacked kernels."""
-    tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
-    if not tile.stacked:
-        return value_bytes
-    heads, dim = limits.next_power_of_2(heads), max(16, limits.next_power_of_2(dim))
-    return 2 * dim / tile.rows + 4 * heads * dim / tile.segment
+    return loss_key_bytes(config, sizes) + pairs * (target + sizes.value)
 
 
 def loss_key_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the sum of the indexer keys' gradients over all chunks, fp32 [B, Lw, d_I], in parts of the
     indexer's heads."""
     gsa, batch, length = config.gsa, config.train.micro_batch_size, config.train.seq_len_tokens
-    parts, heads = 1, gsa.indexer_heads
-    if not limits.loss_tile(heads, gsa.indexer_dim, sizes.value, stacks=sizes.value == 2).stacked:
-        programs = batch * limits.ceil_div(length, limits.GRADIENT_KEYS[sizes.value])
-        parts = limits.count_key_parts(programs, heads, limits.MULTIPROCESSORS)
+    programs = batch * limits.ceil_div(length, limits.GRADIENT_KEYS[sizes.value])
+    parts = limits.count_key_parts(programs, gsa.indexer_heads, limits.MULTIPROCESSORS)
     return 4 * parts * sizes.all_tokens * gsa.indexer_dim
 
 

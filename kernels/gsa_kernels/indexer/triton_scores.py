@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.checks import kernels_use_sigmoid
-from gsa_kernels.devices import on_hopper, shared_memory
+from gsa_kernels.devices import shared_memory
 from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.limits import SCORED_KEYS, TILE_QUERIES, ceil_div, next_power_of_2
-from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 
 
 class Tiles(NamedTuple):
@@ -34,13 +33,11 @@ class Tiles(NamedTuple):
 
 BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
-STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
-"""Tiles for stacked heads (triton_stacks.py), the fastest measured (docs/kernels.md, Tuning)."""
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tiles of heads that are not stacked. If the queries of all heads are wide, GPUs with less shared
-    memory than Hopper have fewer stages, then fewer rows. Key lists need a multiple of TILE_QUERIES rows.
+    """Return the tiles. If the queries of all heads are wide, GPUs with less shared memory than Hopper have fewer
+    stages, then fewer rows. Key lists need a multiple of TILE_QUERIES rows.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.
@@ -86,8 +83,7 @@ def write_scores(
     """
     batch, num_rows, _, dim = inputs.indexer.queries.shape
     rows, columns = row_stop - row_start, out.shape[2]
-    stacked = can_stack(inputs)
-    tiles = STACKED_TILES if stacked else score_tiles(inputs)
+    tiles = score_tiles(inputs)
     key_tiles = ceil_div(inputs.position(row_stop - 1) // key_stride + 1, tiles.cols)
     grid = (ceil_div(key_tiles, tiles.per_program), ceil_div(rows, tiles.rows), batch)
     _scores_kernel[grid](
@@ -105,16 +101,9 @@ def write_scores(
         out.stride(1),
         dim**-0.5,
         KEY_STRIDE=key_stride,
-        STACKED=stacked,
         KEY_GROUP=inputs.key_group_size,
         **score_options(inputs, tiles),
     )
-
-
-def can_stack(inputs: ScoreInputs) -> bool:
-    """Return whether one matrix product can compute the scores of all heads (triton_stacks.py)."""
-    queries = inputs.indexer.queries
-    return queries.dtype == torch.bfloat16 and queries.shape[2] in (2, 4) and on_hopper(queries.device)
 
 
 def score_tensors(inputs: ScoreInputs) -> tuple[torch.Tensor | None, ...]:
@@ -152,20 +141,15 @@ def fast_tanh(x):
 
 
 @triton.jit
-def load_queries(
-    q_ptr, tokens, row_ok, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr, STACKED: tl.constexpr
-):
-    """Load the queries: a tuple of [BLOCK_ROWS, BLOCK_D] per head, or all heads together [HI * BLOCK_ROWS, BLOCK_D]."""
-    if STACKED:
-        queries = (load_stacked_queries(q_ptr, tokens, row_ok, HI, HI, DI, BLOCK_D),)
-    else:
-        dims = tl.arange(0, BLOCK_D)
-        dim_ok = dims < DI
-        queries = ()
-        for head in tl.static_range(HI):
-            query_ptrs = q_ptr + (tokens[:, None] * HI + head) * DI + dims[None, :]
-            query = tl.load(query_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
-            queries = queries + (query,)
+def load_queries(q_ptr, tokens, row_ok, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the queries, a tuple of [BLOCK_ROWS, BLOCK_D] per head."""
+    dims = tl.arange(0, BLOCK_D)
+    dim_ok = dims < DI
+    queries = ()
+    for head in tl.static_range(HI):
+        query_ptrs = q_ptr + (tokens[:, None] * HI + head) * DI + dims[None, :]
+        query = tl.load(query_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
+        queries = queries + (query,)
     return queries
 
 
@@ -221,7 +205,6 @@ def tile_scores(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
-    STACKED: tl.constexpr,
 ):
     """Compute scores [BLOCK_ROWS, BLOCK_COLS] of the keys from `col` on, with the same bits in every kernel.
 
@@ -238,11 +221,8 @@ def tile_scores(
     scores = tl.zeros([BLOCK_ROWS, BLOCK_COLS], dtype=tl.float32)
     if TANH and SIGMOID:
         scores += base[:, None]
-    if STACKED:
-        products = split_stack(tl.dot(queries[0], keys, input_precision=PRECISION), HI)
     for head in tl.static_range(HI):
-        product = products[head] if STACKED else tl.dot(queries[head], keys, input_precision=PRECISION)
-        logits = product * scale
+        logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
         if SIGMOID:
             logits += biases[head]
             activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
@@ -296,7 +276,6 @@ def _scores_kernel(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
-    STACKED: tl.constexpr,
     KEY_GROUP: tl.constexpr,
 ):
     """One program scores BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
@@ -324,7 +303,7 @@ def _scores_kernel(
         if first_col >= end_col:
             return
 
-    queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D, STACKED)
+    queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
     weights, biases, base = load_weights(
         weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
     )
@@ -346,7 +325,6 @@ def _scores_kernel(
             SIGMOID,
             TANH,
             PRECISION,
-            STACKED,
         )
         cols = col + tl.arange(0, BLOCK_COLS)
         if KEY_GROUP > 1:

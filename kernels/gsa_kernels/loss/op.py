@@ -170,10 +170,9 @@ def value_and_gradients(
         return sums.kl, kl_rows, (None,) * 6
     beta = indexer.inverse_temperature
     assert isinstance(beta, torch.Tensor)
-    dk = outputs.dk if chosen.stacked else outputs.dk.sum(0)
     gradients = (
         outputs.dq,
-        dk.to(indexer.keys.dtype),
+        outputs.dk.sum(0).to(indexer.keys.dtype),
         outputs.dw,
         sums.d_score_bias,
         sums.d_weight_bias,

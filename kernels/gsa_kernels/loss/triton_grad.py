@@ -2,8 +2,8 @@
 
 The first pass computes the log-sum-exp of the scores and the sum of the target over the attended set. The second pass
 computes the KL, and the gradient of the scores G, which is the softmax of the scores minus the target.
-triton_grad_products.py computes the other gradients from G. A program that accumulates those of all heads spills
-registers.
+triton_grad_products.py computes the other gradients from G. A program that accumulates the gradients of all heads
+spills registers.
 """
 
 import triton

@@ -224,3 +224,36 @@ def grad_keys_kernel(
         dz = times_slope(g * (weight * factor)[:, None], product, a, KIND)
         total = tl.dot(tl.trans(dz.to(keys.dtype)), queries, total, input_precision=PRECISION)
     tl.store(out, total, mask=inside)
+
+
+@triton.jit
+def totals_kernel(
+    partial_sums,  # [1 + 3 HI, size] fp32
+    total,  # out: [1] fp32
+    d_beta,  # out: [HI] fp64, of each head's part
+    d_weight_bias,  # out: [HI]
+    d_score_bias,  # out: [HI]
+    size,
+    gradient_scale,  # of these three; [1] fp32, or None for 1
+    HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program sums a row of `partial_sums`, in fp64 because it has tens of thousands of numbers of both signs."""
+    row = tl.program_id(0)
+    sums = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, size, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        part = tl.load(partial_sums + row.to(tl.int64) * size + place, mask=place < size, other=0.0)
+        sums += part.to(tl.float64)
+    summed = tl.sum(sums)
+    if total is not None:
+        tl.store(total, summed.to(tl.float32), mask=row == 0)
+    if gradient_scale is not None:
+        summed *= tl.load(gradient_scale)
+    which, head = (row + HI - 1) // HI, (row + HI - 1) % HI
+    if d_beta is not None:
+        tl.store(d_beta + head, summed, mask=which == 1)
+    if d_weight_bias is not None:
+        tl.store(d_weight_bias + head, summed.to(d_weight_bias.dtype.element_ty), mask=which == 2)
+    if d_score_bias is not None:
+        tl.store(d_score_bias + head, summed.to(d_score_bias.dtype.element_ty), mask=which == 3)

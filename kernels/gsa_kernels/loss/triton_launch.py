@@ -1,7 +1,7 @@
 """Chooses block shapes, allocates scratch memory and launches the indexer loss kernels for one chunk of rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,39 +11,32 @@ import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import count_multiprocessors
 from gsa_kernels.checks import kernels_use_sigmoid
-from gsa_kernels.devices import on_hopper
-from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
-from gsa_kernels.hopper.triton_stacked_stats import stacked_stats_kernel
-from gsa_kernels.limits import GRADIENT_KEYS, count_key_parts, loss_tile
+from gsa_kernels.limits import GRADIENT_KEYS, LOSS_TILES, count_key_parts
 from gsa_kernels.loss import triton_scores as kinds
 from gsa_kernels.loss.triton_grad import score_pass_kernel
-from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel
-from gsa_kernels.loss.triton_reduce import reduce_kernel, totals_kernel
+from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel, totals_kernel
 from gsa_kernels.sampling import SampledRows
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Holds block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles.
-
-    By head, the kernel for the scores' gradient has the tiles of the first pass (`stats_keys`). These are a multiple of
-    the tiles of the kernels for the queries' and keys' gradients (`grad_keys`)."""
+    """Holds block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of `score_keys`, and
+    `score_keys` is a multiple of `grad_keys`."""
 
     rows: int
-    stats_keys: int
-    stats_warps: int
+    score_keys: int
+    """Keys per tile of both passes over the scores."""
+    score_warps: int
     grad_keys: int
+    """Keys per tile of the kernels for the queries' and keys' gradients."""
     grad_warps: int
     segment: int
-    stats_stages: int = 2
+    score_stages: int = 2
     grad_stages: int = 2
-    stacked: bool = False
-    """Whether to run the kernels with the heads side by side."""
 
     @property
-    def stats(self) -> dict[str, int]:
-        """Launch options of the kernels with tiles of `stats_keys`."""
-        return {"BN": self.stats_keys, "num_warps": self.stats_warps, "num_stages": self.stats_stages}
+    def score(self) -> dict[str, int]:
+        return {"BN": self.score_keys, "num_warps": self.score_warps, "num_stages": self.score_stages}
 
     @property
     def grad(self) -> dict[str, int]:
@@ -69,7 +62,7 @@ class Inputs:
     query_start: int = 0
     target_sum: float | None = None
     log_sum: torch.Tensor | None = None
-    """[B, R]. By head, it is used together with `target_sum` only."""
+    """[B, R], used together with `target_sum` only."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +78,12 @@ class Outputs:
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
+    """fp32 [parts, B, L, DI]. Each part is the sum over HI / parts heads."""
     dw: torch.Tensor | None
 
     adds_keys: bool = True
-    """If True, kernels add to dk, which the caller initialises to 0 in fp32. If False, there is one chunk, which writes
-    all of dk. The stacked kernels' dk is [B, L, DI]. By head it is fp32 [parts, B, L, DI], each part the sum over
-    HI / parts heads."""
+    """If True, kernels add to dk, which the caller initialises to 0. If False, there is one chunk, which writes all of
+    dk."""
 
     gradient_scale: torch.Tensor | None = None
     """Factor of dq, dk and dw, but not of `partial_sums`: fp32 with one element; None means 1."""
@@ -125,13 +118,9 @@ def new_outputs(
     dq = dk = dw = None
     if with_gradients:
         dq, dw = create(q_idx.shape, dtype=q_idx.dtype), create(logits.shape, dtype=logits.dtype)
-        make = torch.empty if one_chunk else torch.zeros
-        if blocks.stacked:
-            dk = make(k_idx.shape, dtype=k_idx.dtype if one_chunk else fp32, device=device)
-        else:
-            programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
-            parts = count_key_parts(programs, heads, count_multiprocessors(device))
-            dk = make(parts, *k_idx.shape, dtype=fp32, device=device)
+        programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
+        parts = count_key_parts(programs, heads, count_multiprocessors(device))
+        dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
     kl_rows = create(batch, rows, dtype=fp32) if with_value else None
     return Outputs(kl_rows, create(sums, dtype=fp32), dq, dk, dw, not one_chunk, gradient_scale)
 
@@ -141,33 +130,24 @@ FP32_WARPS = 8
 infinite."""
 
 
-STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
-"""Fastest blocks for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments are
-faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
-
-BY_HEAD = Blocks(64, 64, 8, GRADIENT_KEYS[2], 4, segment=512, stats_stages=3, grad_stages=3)
-"""Blocks for bf16 with a loop over heads."""
+BF16_BLOCKS = Blocks(
+    LOSS_TILES[2][0], 64, 8, GRADIENT_KEYS[2], 4, LOSS_TILES[2][1], score_stages=3, grad_stages=3
+)
+FP32_BLOCKS = Blocks(
+    LOSS_TILES[4][0],
+    GRADIENT_KEYS[4],
+    FP32_WARPS,
+    GRADIENT_KEYS[4],
+    FP32_WARPS,
+    LOSS_TILES[4][1],
+    score_stages=1,  # with more stages the products spill kilobytes
+    grad_stages=1,
+)
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
-    """Return block shapes that fit registers and shared memory.
-
-    Indexer heads are stacked in one product on Hopper only. In the register layout of other GPUs the heads of a row are
-    in several warps. This is slower, and on Blackwell Triton 3.7 sums four heads wrongly (hopper/miscompile_guard.py).
-    """
-    q_idx = inputs.q_idx
-    heads, dim = q_idx.shape[2:]
-    stacks = q_idx.dtype == torch.bfloat16 and on_hopper(q_idx.device)
-    tile = loss_tile(heads, dim, q_idx.dtype.itemsize, stacks)
-    if tile.stacked:
-        return replace(STACKED, rows=tile.rows, segment=tile.segment)
-    if q_idx.dtype == torch.float32:
-        # With more than one stage the products spill kilobytes.
-        keys = GRADIENT_KEYS[4]
-        return Blocks(
-            tile.rows, keys, FP32_WARPS, keys, FP32_WARPS, tile.segment, stats_stages=1, grad_stages=1
-        )
-    return replace(BY_HEAD, rows=tile.rows, segment=tile.segment)
+    """Return block shapes that fit registers and shared memory (docs/kernels.md, Tuning)."""
+    return FP32_BLOCKS if inputs.q_idx.dtype == torch.float32 else BF16_BLOCKS
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -184,9 +164,9 @@ def run_chunk(
         target: fp32 or fp16 [B, parts, rows, Lk], last dimension contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
-    if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
+    if fp32_on_gpu and min(blocks.score_warps, blocks.grad_warps) < FP32_WARPS:
         raise ValueError(
-            f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
+            f"blocks has {blocks.score_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
         )
     for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
         launch()
@@ -197,38 +177,51 @@ def chunk_launches(
 ) -> dict[str, Callable[[], object]]:
     """Return the kernels of `run_chunk` by name, in the order in which they must run."""
     assert chunk.every == 1 or chunk.stretch % blocks.rows == 0 or blocks.rows % chunk.stretch == 0, "rows_of"
-    sizes = Sizes(
-        batch=inputs.q_idx.shape[0],
-        tiles=triton.cdiv(chunk.count, blocks.rows),
-        num_keys=inputs.query_start + chunk.row(chunk.count - 1) + 1,
-        segment=blocks.segment,
+    assert blocks.score_keys % blocks.grad_keys == 0, "whole tiles of G are written"
+    batch, _, heads, _ = inputs.q_idx.shape
+    tiles = triton.cdiv(chunk.count, blocks.rows)
+    num_keys = inputs.query_start + chunk.row(chunk.count - 1) + 1  # up to the last causal key of any row
+    segments = triton.cdiv(num_keys, blocks.segment)
+    grid, fp32 = (segments, tiles, batch), torch.float32
+    allocate = partial(scratch, device=inputs.q_idx.device)
+    sums_given = inputs.log_sum is not None and inputs.target_sum is not None
+    with_gradients, padded = outputs.dq is not None, tiles * blocks.rows
+    stride = triton.cdiv(num_keys, blocks.score_keys) * blocks.score_keys
+    arguments = _arguments(inputs, outputs, target, chunk, blocks) | {
+        "row_stats": allocate(3, 0 if sums_given else segments, batch, padded, dtype=fp32),
+        "log_sum": inputs.log_sum if sums_given else None,
+        "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
+        "kl_parts": allocate(segments, batch, padded, dtype=fp32),
+        # fp16 halves the traffic. It has more digits than the bf16 operands of the products.
+        "grad_scores": allocate(
+            batch,
+            padded,
+            stride if with_gradients else 0,
+            dtype=fp32 if inputs.q_idx.dtype == fp32 else torch.float16,
+        ),
+        "grad_stride": stride,
+    }
+    launches: dict[str, Callable[[], object]] = {}
+    if not sums_given:
+        launches["stats"] = _launch(score_pass_kernel, grid, arguments, FIRST=True, **blocks.score)
+    # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
+    registers = None if outputs.kl_rows is not None else 128
+    launches["scores"] = _launch(
+        score_pass_kernel, grid, arguments, FIRST=False, **blocks.score, maxnreg=registers
     )
-    arguments = _arguments(inputs, outputs, target, chunk, blocks)
-    launches = _stacked_launches if blocks.stacked else _launches_by_head
-    return launches(inputs, outputs, blocks, sizes, arguments)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    batch: int
-    tiles: int
-    num_keys: int
-    """Number of keys up to the last causal key of any row in the chunk."""
-    segment: int
-
-    @property
-    def segments(self) -> int:
-        return triton.cdiv(self.num_keys, self.segment)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return self.segments, self.tiles, self.batch
+    row_grid = (heads if with_gradients else 1, tiles, batch)
+    launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
+    if outputs.dk is not None:
+        parts, written_keys = outputs.dk.shape[0], num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
+        key_grid = (parts, triton.cdiv(written_keys, blocks.grad_keys), batch)
+        launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **blocks.grad)
+    return launches
 
 
 def _launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **own: Any
 ) -> Callable[[], object]:
-    """Prepare a launch. The kernel takes those of the arguments whose names it has."""
+    """Prepare a launch with the arguments that the kernel names."""
     taken = {name: value for name, value in arguments.items() if name in kernel.arg_names}
     return partial(kernel[grid], **{**taken, **own})
 
@@ -283,99 +276,6 @@ def _arguments(
         "WITH_GRADIENTS": outputs.dq is not None,
         "WITH_VALUE": outputs.kl_rows is not None,
     }
-
-
-def _launches_by_head(
-    inputs: Inputs, outputs: Outputs, blocks: Blocks, sizes: Sizes, arguments: dict[str, Any]
-) -> dict[str, Callable[[], object]]:
-    assert blocks.stats_keys % blocks.grad_keys == 0, "whole tiles of G are written"
-    fp32, heads = torch.float32, inputs.q_idx.shape[2]
-    allocate = partial(scratch, device=inputs.q_idx.device)
-    sums_given = inputs.log_sum is not None and inputs.target_sum is not None
-    with_gradients, padded = outputs.dq is not None, sizes.tiles * blocks.rows
-    stride = triton.cdiv(sizes.num_keys, blocks.stats_keys) * blocks.stats_keys
-    arguments = arguments | {
-        "row_stats": allocate(3, 0 if sums_given else sizes.segments, sizes.batch, padded, dtype=fp32),
-        "log_sum": inputs.log_sum if sums_given else None,
-        "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
-        "kl_parts": allocate(sizes.segments, sizes.batch, padded, dtype=fp32),
-        # fp16 halves the traffic. It has more digits than the bf16 operands of the products.
-        "grad_scores": allocate(
-            sizes.batch,
-            padded,
-            stride if with_gradients else 0,
-            dtype=fp32 if inputs.q_idx.dtype == fp32 else torch.float16,
-        ),
-        "grad_stride": stride,
-    }
-    launches: dict[str, Callable[[], object]] = {}
-    if not sums_given:
-        launches["stats"] = _launch(score_pass_kernel, sizes.grid, arguments, FIRST=True, **blocks.stats)
-    # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
-    registers = None if outputs.kl_rows is not None else 128
-    launches["scores"] = _launch(
-        score_pass_kernel, sizes.grid, arguments, FIRST=False, **blocks.stats, maxnreg=registers
-    )
-    row_grid = (heads if with_gradients else 1, sizes.tiles, sizes.batch)
-    launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
-    if outputs.dk is not None:
-        parts, num_keys = outputs.dk.shape[0], sizes.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
-        key_grid = (parts, triton.cdiv(num_keys, blocks.grad_keys), sizes.batch)
-        launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **blocks.grad)
-    return launches
-
-
-def _stacked_launches(
-    inputs: Inputs, outputs: Outputs, blocks: Blocks, sizes: Sizes, arguments: dict[str, Any]
-) -> dict[str, Callable[[], object]]:
-    segments, tiles, batch = sizes.grid
-    heads, block_d, fp32 = inputs.q_idx.shape[2], arguments["BLOCK_D"], torch.float32
-    allocate = partial(scratch, device=inputs.q_idx.device)
-    sum_given, with_gradients = inputs.target_sum is not None, outputs.dq is not None
-    lse_given = sum_given and inputs.log_sum is not None
-    padded, stacked_heads = tiles * blocks.rows, triton.next_power_of_2(heads)
-    row_stats = allocate(2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32)
-    row_sums = allocate(1 + 2 * heads, segments, batch, padded, dtype=fp32)
-    dq_parts = dk_parts = row_sums  # never read or written without gradients
-    if with_gradients:
-        dq_parts = allocate(segments, batch, tiles, stacked_heads * blocks.rows, block_d, dtype=fp32)
-        # bf16 halves the traffic. The parts come from bf16 products, and their sum is rounded to bf16.
-        part_type = torch.bfloat16 if inputs.q_idx.dtype == torch.bfloat16 else fp32
-        key_blocks = triton.cdiv(inputs.k_idx.shape[1], blocks.grad_keys)
-        dk_parts = allocate(batch, tiles, key_blocks, block_d * blocks.grad_keys, dtype=part_type)
-    arguments = arguments | {
-        "row_stats": row_stats,
-        "first_keys": allocate(batch, tiles, dtype=torch.int32),
-        "row_sums": row_sums,
-        "dq_parts": dq_parts,
-        "dk_parts": dk_parts,
-        "log_sum": inputs.log_sum if lse_given else None,
-        "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
-        "HEADS": stacked_heads,
-        "SUM_GIVEN": sum_given,
-    }
-    launches: dict[str, Callable[[], object]] = {}
-    if not lse_given:
-        launches["stats"] = _launch(stacked_stats_kernel, sizes.grid, arguments, **blocks.stats)
-    launches["gradients"] = _launch(stacked_grad_kernel, sizes.grid, arguments, **blocks.grad)
-    block_keys, block_dims, key_programs = 32, 16, 0
-    if with_gradients:
-        num_keys = sizes.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
-        key_programs = triton.cdiv(num_keys, block_keys) * (block_d // block_dims)
-    row_programs = padded // SUMMED_ROWS * (heads if with_gradients else 1)
-    launches["reduce"] = _launch(
-        reduce_kernel,
-        (key_programs + row_programs, batch),
-        arguments,
-        num_tiles=tiles,
-        num_segments=segments,
-        key_programs=key_programs,
-        BN=blocks.grad_keys,
-        BK=block_keys,
-        BD=block_dims,
-        num_warps=4,
-    )
-    return launches
 
 
 class Totals(NamedTuple):

@@ -214,7 +214,7 @@ def _candidates_kernel(
         ):  # the span ends before the documents of all queries
             return
 
-    queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D, STACKED=False)
+    queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
     weights, biases, base = load_weights(
         weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
     )
@@ -260,7 +260,6 @@ def _candidates_kernel(
                 SIGMOID,
                 TANH,
                 PRECISION,
-                STACKED=False,
             )
             cols = col + tl.arange(0, BLOCK_COLS)
             edge = (col + BLOCK_COLS > first_position + 1) | (col < last_start)

@@ -112,7 +112,7 @@ def test_the_loss_of_runs_of_queries_takes_the_sums_that_selection_and_attention
     monkeypatch.setattr(fused_op, "can_fuse_indexer_loss", lambda q, k: fuses)
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
-    blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
+    blocks = Blocks(32, 32, 4, 32, 4, segment=32)
     seen: list[Inputs] = []
     monkeypatch.setattr(kl_op, "choose_blocks", lambda inputs: (seen.append(inputs), blocks)[1])
     gsa = {"indexer_temperature": "learned", "local_window": 3}
