@@ -39,8 +39,8 @@ STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tiles of heads that are not stacked. If the queries of all heads are wide, GPUs with less shared
-    memory than Hopper have fewer stages, then fewer rows. Key lists need a multiple of TILE_QUERIES rows.
+    """Return the tiles for heads that are not stacked (triton_stacks.py). If the tiles of all heads do not fit the
+    shared memory, they get fewer stages, then fewer rows. Key lists need a multiple of TILE_QUERIES rows.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.
