@@ -185,6 +185,7 @@ class GSAModel(GSAPreTrainedModel):
             `indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
+            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice. Keys
             that are not causal are ignored. A query without a key keeps the indexer's choice.
         """
         coefficient = self.config.indexer_loss_coef

@@ -13,8 +13,7 @@ previous one. The rest of the document stays in the pool as a shorter document. 
 therefore predicted exactly once, from its own document. After an EOS nothing is predicted (pack.loss_mask).
 
 A block begins with the oldest document, so a saved position refers only to recently read documents. The pool grows by
-one document per block until it is full. If it were full at once, the first blocks of a run would hold only long
-documents.
+one document per block until it is full. If it were full at once, a run would begin with blocks of long documents only.
 """
 
 from __future__ import annotations

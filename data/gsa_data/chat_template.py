@@ -187,7 +187,7 @@ class ChatEncoder:
 
         Raises:
             TemplateRefused: the template cannot format the conversation
-            NoPrefix: the template has no generation blocks, and writes earlier messages differently when others follow
+            NoPrefix: a template without generation blocks writes earlier messages differently when others follow
             TemplateEndless: formatting takes too long
         """
         text, parts = self.render(messages, tools)

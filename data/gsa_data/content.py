@@ -1,8 +1,8 @@
 """Hash small samples of a corpus's files, so that a resume can name a changed file.
 
 Each file is sampled at its start, middle and end. Small files are read whole. Changes between the samples of a large
-file are not detected. Size and time of a file do not suffice, because a replaced shard may have the same size, and
-copying changes the time.
+file are not detected. Size and time do not suffice, because a replaced shard may have the same size, and copying
+changes the time.
 """
 
 from __future__ import annotations

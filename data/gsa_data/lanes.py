@@ -1,9 +1,9 @@
 """Read a corpus in lanes, which fix its order.
 
 A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts, and a (shard, part) is a unit.
-Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes. A lane reads its units one
-after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number of
-lanes, the tokenizer and the weights of sources (source_weights.py), not on ranks, workers or prefetch.
+Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes in turn. A lane reads its units
+one after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number
+of lanes, the tokenizer and the weights of sources (source_weights.py). Ranks, workers and prefetch do not change it.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ def _obey_only(trainer: int, _worker_id: int) -> None:
     torchrun and Slurm send SIGTERM to readers too, but training needs the readers until it has stopped cleanly. A
     thread of the reader therefore ignores SIGTERM from other processes. The thread also checks whether the process
     `trainer` exists. It does not check the reader's parent, because with a fork server the parent is another process.
-    torch's own check of the parent is not enough: it ends the reader's loop, but the reader then waits until its output
-    queue has been read. If the queue's pipe is full, this wait never ends.
+    torch's own check of the parent only ends the reader's loop. The reader then waits until its output queue has been
+    read, and this wait never ends if the queue's pipe is full.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

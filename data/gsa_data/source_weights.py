@@ -4,10 +4,10 @@ Epoch e has floor((e + 1) w + u) - floor(e w + u) copies of a document of weight
 of the document. Any E consecutive epochs together therefore have floor(E w) or ceil(E w) copies. A weight of 0 leaves a
 source out, 0.5 takes a document every other epoch, and 2 gives two copies per epoch.
 
-A unit (a part of a shard, see lanes.py) of n documents is read in n places. Place j has the slots (j, 0), (j, 1), (j,
-2), ... Slot (j, 0) has document j, slot (j, 1) document j - n/2, slot (j, 2) document j - n/4, and so on by the van der
-Corput sequence, modulo n. A slot is skipped if its document has fewer copies. Copies of a document are therefore far
-apart, and the shares of the sources are constant along a unit. Slots do not depend on the weights, so weights may
+A unit (a part of a shard, see lanes.py) of n documents is read in n places. Place j has one slot (j, c) for each copy
+number c. Slot (j, 0) has document j, slot (j, 1) document j - n/2, slot (j, 2) document j - n/4, and so on by the van
+der Corput sequence, modulo n. A slot is skipped if its document has fewer copies. Copies of a document are therefore
+far apart, and the shares of the sources are constant along a unit. Slots do not depend on the weights, so weights may
 change at any slot.
 """
 
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 NO_SOURCE = "unknown"
 """The source of documents whose line names no source"""
 MAX_WEIGHT = 100.0
-"""The largest weight. The reader visits every slot of the grid, and more than a few dozen repeats teach nothing more
-(Muennighoff et al. 2023, arXiv 2305.16264)."""
+"""The largest weight. The reader visits every slot, and more than a few dozen repeats teach nothing more (Muennighoff
+et al. 2023, arXiv 2305.16264)."""
 
 NO_WEIGHTS: Mapping[str, float] = {}
 

@@ -2,9 +2,8 @@
 functions.
 
 The caller names the implementation, and each function runs that implementation or raises an error. `triton` runs the
-fused kernels, which need a CUDA device. `reference` runs plain torch on any device. The results and gradients of the
-two implementations agree up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in
-shapes.
+fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Both give the same results and
+gradients up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
 Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the budget k_base. The query selects that
 number of causal keys, but which keys is unspecified. If it selects a key with a NaN score, its KL and the loss are NaN.
@@ -53,8 +52,8 @@ def select(
         indexer: queries [B, L, HI, DI]; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
         kernel: the attention kernel that will read the selection. `masked` reads a packed mask. `gathered` reads key
-            lists (for each tile of queries, the keys that any of them selects). `auto` gives a packed mask with the
-            reference. With Triton, `auto` gives key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask
+            lists (for each tile of queries, the keys that any of them selects). With the reference, `auto` gives a
+            packed mask. With Triton, it gives key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask
             below limits.MEASURED_FROM_TOKENS keys. In between, the measured density of the selection decides. Key lists
             synchronise the host with the device, because their length depends on the data.
         with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a

@@ -7,8 +7,8 @@ the results, which are deterministic.
 
 On Hopper each kernel starts before the previous kernel ends, and later waits for that end (rules in row_product/op.py).
 The scores kernel starts early only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait.
-With `cache.settled`, the scores kernel also reads the indexer's keys before its wait, except each sequence's newest
-key.
+With `cache.settled`, only the newest indexer key of each sequence may still change. The scores kernel then reads the
+other keys before its wait.
 """
 
 from collections.abc import Mapping

@@ -48,9 +48,8 @@ def attend_to_indices(
 ) -> None:
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
-    `chain` has two flags: whether this kernel starts before the previous kernel ends, and whether the previous kernel
-    is the selection's. After the selection, q and the gate are read before the wait, because kernels before the
-    selection wrote them.
+    `chain` has two flags: whether this kernel starts before the previous kernel ends, and whether that kernel is the
+    selection's. After the selection, q and the gate are read before the wait, because earlier kernels wrote them.
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape

@@ -137,8 +137,8 @@ def launch_joined(
 
 def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
-    G1, the indexer's key and queries, and the indexer's head weights. The tiles of q and k come first. A section that
-    is not wanted has no tiles."""
+    G1, the indexer's key and queries, and the indexer's head weights. Tile 0 is the first of q and k. A section that is
+    not wanted has no tiles."""
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0
     ends = [0]

@@ -37,8 +37,7 @@ def fused_split_projection(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return queries [B, L, heads, dim], keys [B, L, dim] and weight logits [B, L, heads], all contiguous.
 
-    `split_projection` of split_reference.py defines the result. The backward pass keeps `together` with norms, and
-    nothing without.
+    `split_projection` of split_reference.py defines the result. With norms, `together` is kept for the backward pass.
 
     Args:
         together: [L, B, columns], contiguous, bf16 or fp32. Columns after the weights get gradients of 0

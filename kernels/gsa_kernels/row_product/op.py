@@ -7,9 +7,9 @@ dependent launch). Five rules make this safe for all kernels of this package tha
    has ended and its writes are visible.
 2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends only after its
    predecessor, and a wait for the predecessor is a wait for all earlier kernels.
-3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
-   exceptions. The kernel that begins the chain (look_up.py) may write the data, because it waits for all earlier work.
-   The last kernel of a chain may write the data after its own wait, when all readers have ended.
+3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). The last kernel
+   of a chain may write the data after its own wait, when all readers have ended. The next chain begins with a kernel
+   that starts only after all earlier kernels have ended (look_up.py).
 4. A kernel may run at the same time as its predecessor P and read results of kernels before P. P must let it start
    only after P's own wait, when these kernels have ended. The kernel may write what P neither reads nor writes. One of
    its programs waits before the kernel ends, for rule 2.
