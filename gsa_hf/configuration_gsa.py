@@ -67,10 +67,10 @@ class GSAConfig(PreTrainedConfig):
         output_gate (`bool`, *optional*, defaults to `True`):
             Whether the gate G1 multiplies the attention output by sigmoid(h W + b).
         key_gate, query_gate, projection_gate (`bool`, *optional*, defaults to `False`):
-            Whether G3 gates the keys and G4 the queries, before their rotary embedding, and G5 the result of the output
-            projection.
+            Whether G3 gates the keys and G4 the queries (before their rotary embedding), and whether G5 gates the
+            result of the output projection.
         gate_granularity (`str`, *optional*, defaults to `"elementwise"`):
-            `"elementwise"` gates have a value for each channel, `"headwise"` gates one value for a head. This option
+            `"elementwise"` gates have one value per channel, `"headwise"` gates have one value per head. This option
             and the next four apply to all gates.
         gate_sharing (`str`, *optional*, defaults to `"head_specific"`):
             `"head_specific"` gates differ between heads, `"head_shared"` gates are equal for all heads.
@@ -131,8 +131,8 @@ class GSAConfig(PreTrainedConfig):
         local_window (`int`, *optional*, defaults to 0):
             Number of latest keys that every query attends to, in addition to its budget.
         key_group_size (`int`, *optional*, defaults to 1):
-            Number of keys in a group, counted from the sequence's first real token. Each causal key gets the highest
-            causal score in its group.
+            Number of keys in a group. Groups are counted from the sequence's first real token. Each causal key gets the
+            highest score of the causal keys in its group.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Number of neighbouring layers that share the selection of the first of these layers.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):

@@ -1,8 +1,9 @@
 """Decode one token of each sequence for `Generator`, by the model's forward pass or by fused steps.
 
-`FusedDecoder` concatenates all projections of one input into a joined weight. It multiplies by torch, or by kernels for
-few rows (row_layers.py). It writes into a static cache and never synchronizes with the host, so CUDA graphs can capture
-a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, and Lk cache slots.
+`FusedDecoder` concatenates the weights of all projections of one input into a joined weight. It multiplies by torch, or
+by kernels for few sequences (row_layers.py). It writes into a static cache and never synchronizes with the host, so
+CUDA graphs can capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d,
+and Lk cache slots.
 """
 
 import dataclasses
@@ -95,8 +96,8 @@ class FusedDecoder:
         Args:
             model: has `attn_implementation` "gsa", or only dense layers
             compile: fuse the operations between torch's products by torch.compile; the first step takes longer
-            products: "torch", "rows" (kernels for few sequences), or "auto" (the faster). `open` writes its choice into
-                the attribute `products` and into the log.
+            products: "torch", "rows" (kernels for few sequences), or "auto" (`open` takes the faster). `open` writes
+                its choice into the attribute `products` and into the log.
 
         Raises:
             ValueError: `products` is unknown, sparse layers have another `attn_implementation`, or fused steps lack a
@@ -251,8 +252,8 @@ class FusedDecoder:
         return formats.AngleTable(values, self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Return cosines and sines [B, channels] of the tokens' positions, for heads and the indexer. Return a table of
-        all positions instead if a kernel looks up the angles."""
+        """Return the rotary cosines and sines [B, channels] of the tokens' positions, for heads and the indexer. Return
+        the table of all positions instead if a kernel looks them up."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()
         found = self._angles_of((self.lengths - 1)[:, None], h)

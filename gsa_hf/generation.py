@@ -90,7 +90,7 @@ class Generator:
     """Generates from batches of prompts with one model and its current weights.
 
     On a CUDA device with `attn_implementation` "gsa", decoding steps are fused and captured in a CUDA graph. Otherwise,
-    and for features that fused steps lack (`not_fused`), a step is the model's forward pass.
+    or if fused steps lack a feature of the model (`not_fused`), a step is the model's forward pass.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Generator:
         """
         Args:
             context_tokens: limit for a prompt with its new tokens (default: `max_position_embeddings`)
-            vocab_size: the tokenizer's size, if the model's is larger; larger ids are never chosen
+            vocab_size: number of the tokenizer's tokens, if the model has more; larger ids are never chosen
             compile: fuse the operations between matrix products of fused steps by torch.compile; the first step takes
                 longer
         """

@@ -134,8 +134,8 @@ def enter(
     slot: torch.Tensor,
     rotary: Rotary,
 ) -> Projected:
-    """Compute the inputs of attention from the residual stream h [B, d]. Write keys, values and indexer rows into the
-    cache at `slot`, int64 [1]."""
+    """Compute the inputs of attention from the residual stream h [B, d]. Write keys, values and the indexer's keys into
+    the cache at `slot`, int64 [1]."""
     x = nn.functional.rms_norm(h, h.shape[-1:], layer.norm, sizes.eps)
     projected = nn.functional.linear(x, layer.joined, layer.bias)
     q, k, v, value_gate, gate, index_k, index_q, index_w, _ = projected.split(sizes.parts, -1)

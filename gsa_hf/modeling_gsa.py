@@ -180,12 +180,13 @@ class GSAModel(GSAPreTrainedModel):
         past_key_values, cache (`Cache`, *optional*):
             Two names of one argument.
         output_indexer_loss (`bool`, *optional*):
-            Return the indexer loss with its graph, for the caller to add. If unset, in training with
-            `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` also differentiates
+            If True, return the indexer loss with its graph, for the caller to add. If unset, in training with
+            `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` adds the gradient of
             `indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
-            For each layer with an indexer, the keys of each query, in place of the indexer's choice. Queries without
-            a key, and keys that are not causal, are ignored.
+            For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
+            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice. Keys
+            that are not causal are ignored. A query without a key keeps the indexer's choice.
         """
         coefficient = self.config.indexer_loss_coef
         joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()
@@ -303,11 +304,11 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
     ) -> GSACausalLMOutputWithPast:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Token ids, which the model shifts to next tokens. -100 counts in no loss. In training with
-            `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the
-            language model's loss. Without labels the backward pass of the logits adds the same gradient.
+            Token ids, which the model shifts by one. The loss ignores labels of -100. In training with
+            `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the language
+            model's loss. Without labels the backward pass of the logits adds the same gradient.
         output_indexer_loss (`bool`, *optional*):
-            Return the indexer loss with its graph, for the caller to add. Not with labels.
+            If True, return the indexer loss with its graph, for the caller to add. Not allowed with labels.
         """
         coefficient = self.config.indexer_loss_coef
         if labels is not None and output_indexer_loss is not None:
@@ -359,7 +360,8 @@ def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
     """Return the fraction of an optimizer step's labels that this forward pass has. Trainer divides the language
-    model's loss by the step's number of labels, `num_items_in_batch`. Without this number the fraction is 1."""
+    model's loss by `num_items_in_batch`, the step's number of labels. This fraction scales the indexer loss in the same
+    way. Without `num_items_in_batch` it is 1."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

@@ -4,8 +4,8 @@
         tokens = model.generate(prompts, attention_mask=mask)
         logits = model(tokens, attention_mask=longer_mask).logits
 
-Rounding differs between decoding and scoring. Two keys with close scores can change places, so that another key is
-selected and the log-probability changes by more than rounding.
+Rounding differs between decoding and scoring. If two keys have close scores, scoring may therefore select another key
+than decoding. The log-probability then changes by more than rounding.
 """
 
 from collections.abc import Iterator
@@ -52,8 +52,8 @@ class _Generation:
         self.sequences = [tokens[real].tolist() for tokens, real in rows]
 
     def find(self, tokens: list[int]) -> int | None:
-        """Return the row whose sequence begins with these tokens. The last of these tokens may be missing from the
-        sequence, because `generate` makes no pass with it."""
+        """Return the row whose sequence begins with these tokens, or None. A recorded sequence lacks the last token
+        that `generate` returned, because `generate` makes no pass with this token."""
         for row, known in enumerate(self.sequences):
             if len(known) >= len(tokens) - 1 and known[: len(tokens)] == tokens[: len(known)]:
                 return row
@@ -131,8 +131,8 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
 
     Args:
         model: contains a `GSAModel`, perhaps in adapters
-        generations: number of latest `generate` calls whose selections are kept. A selection has a bool for each pair
-            of tokens in each layer with an indexer.
+        generations: number of latest `generate` calls whose selections are kept. They take one byte for each pair of
+            tokens in each layer with an indexer.
 
     Raises:
         ValueError: the model has no `GSAModel`; in a pass, tokens that `model.generate` did not generate

@@ -83,8 +83,8 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
-    """Multiply by the joined projections, apply norms, rotary embedding and gate G2, and write into the cache, in two
-    launches. With a table of all angles return an `Entry`, which needs one launch."""
+    """Multiply by the joined projections, apply norms, rotary embedding and gate G2, and write into the cache. This
+    takes two launches. If `rotary` is a table of all angles, return an `Entry` instead, which takes one launch."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts

@@ -43,7 +43,7 @@ def token_numbers(
 
     Args:
         visible: bool [B, 1, L, Lk], the keys that each query may see; or None
-        padding: [B, slots], 0 at padding; read only if `visible` is None. Masks of other shapes are ignored.
+        padding: [B, slots], 0 at padding; read only if `visible` is None, and ignored if it has another shape
         layer_idx: a layer whose cache does not have these tokens yet
     """
     length = x.shape[1]

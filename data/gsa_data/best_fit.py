@@ -1,19 +1,19 @@
 """Pack documents into blocks without cutting a document that fits into a block (`packing: best_fit`).
 
-The module streams the best-fit packing of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv
-2404.10830). Each lane (one of the fixed token streams of a run) keeps a pool of documents, oldest first. A block is
-filled in three steps:
+This module packs a stream of documents by best fit (Ding et al. 2024, "Fewer Truncations Improve Language Modeling",
+arXiv 2404.10830). Each lane (one of the fixed token streams of a run) keeps a pool of documents, oldest first. A block
+is filled in three steps:
 
 1. The block takes the oldest document of the pool.
-2. The block repeatedly takes the largest document that fits into the free space, or the oldest one if several do.
+2. The block repeatedly takes the largest document that fits into the free space. Of equal lengths it takes the oldest.
 3. FILLER tokens fill the remaining space.
 
-A document longer than a block is first cut into whole blocks. The last token of each is repeated at the start of the
-next. The end of the document stays in the pool as a shorter document. Every token except a document's first is
-therefore predicted from its own document exactly once. The token after an EOS is not predicted (pack.loss_mask).
+A document longer than a block is first cut into whole blocks. Each of these blocks begins with the last token of the
+previous one. The rest of the document stays in the pool as a shorter document. Every token except a document's first is
+therefore predicted exactly once, from its own document. After an EOS nothing is predicted (pack.loss_mask).
 
-The oldest document goes first, so that a saved position never points far back. The pool grows by one document per block
-until it is full. A pool that is filled at once would build the first blocks of a run only from long documents.
+A block begins with the oldest document, so a saved position refers only to recently read documents. The pool grows by
+one document per block until it is full. If it were full at once, a run would begin with blocks of long documents only.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def best_fit(
 
     Args:
         documents: the lane's endless documents from `start` on, with their EOS and cursors
-        waiting: the documents in the pool of a saved position
-        block_number: number of the lane's blocks before this position
+        waiting: the documents that were in the pool at `start`, oldest first
+        block_number: number of the lane's blocks before `start`
         seq_len_tokens: L; a block has L + 1 tokens
-        pool_documents: size of the pool, if these documents fill MIN_POOL_BLOCKS blocks
+        pool_documents: size of the full pool, which is larger if documents are short (MIN_POOL_BLOCKS)
     """
     room = seq_len_tokens + 1
     held = list(waiting)
@@ -136,8 +136,8 @@ def pool_of(rows: Iterable[Sequence[int]]) -> Pool:
 
 
 def packing_shares(counters: Mapping[str, int]) -> dict[str, float | None]:
-    """Returns the share of FILLER in the labels, the share of cut documents, and the documents or parts per block. The
-    values are None before the first block."""
+    """Returns the share of labels that are FILLER, the share of documents that are cut, and the mean number of
+    documents and parts in a block. The values are None before the first block."""
 
     def ratio(part: str, whole: str) -> float | None:
         return counters.get(part, 0) / counters[whole] if counters.get(whole) else None

@@ -2,8 +2,8 @@
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
-A conversation is one document. Marks (marks.py) store the loss mask in bits of the tokens, so the mask passes through
-packing, saved positions and the broadcast to the ranks.
+A conversation is one document. A bit above each token's id says whether the loss covers the token (marks.py). The loss
+mask therefore stays with the tokens in packing and in the broadcast to the ranks.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def _read_template(
 class ChatEncoder:
     """Encodes conversations to tokens with marks. Data workers can receive the encoder by pickle.
 
-    The template's `{% generation %}` blocks hold the assistant's tokens. A template without these blocks is rendered
-    with and without an answer, and the difference is the assistant's text.
+    The template's `{% generation %}` blocks hold the assistant's tokens. If a template has no such blocks, the encoder
+    formats the messages with and without each answer, and the difference is the assistant's text.
 
     Raises TokenizerError if the template does not fit this tokenizer, or transformers is not installed.
     """
@@ -187,7 +187,7 @@ class ChatEncoder:
 
         Raises:
             TemplateRefused: the template cannot format the conversation
-            NoPrefix: a template without generation blocks does not show the assistant's tokens
+            NoPrefix: a template without generation blocks writes earlier messages differently when others follow
             TemplateEndless: formatting takes too long
         """
         text, parts = self.render(messages, tools)

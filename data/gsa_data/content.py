@@ -1,7 +1,8 @@
 """Hash small samples of a corpus's files, so that a resume can name a changed file.
 
-A replaced shard may have the same size, and copying changes modification times. Therefore each file is sampled at its
-start, middle and end. Small files are read whole. Changes between the samples of a large file are not detected.
+Each file is sampled at its start, middle and end. Small files are read whole. Changes between the samples of a large
+file are not detected. Size and time do not suffice, because a replaced shard may have the same size, and copying
+changes the time.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
 
 
 def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Returns one line that names the changed files. The line is empty if no file changed, or if the two states cannot
-    be compared (no earlier samples, or another kind of corpus)."""
+    """Returns one line that names the changed files. The line is empty if no file changed. It is also empty if `before`
+    is None or the samples of another kind of corpus (text, tokens)."""
     if before is None or before["kind"] != now["kind"]:
         return ""
     old, new = before["files"], now["files"]
@@ -103,8 +104,8 @@ class _LocalParts(threading.Thread):
 
 
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
-    """Read samples of local files concurrently, because opening a file waits for a server on a network file system.
-    fsspec would open each file three times, one file after another."""
+    """Read samples of local files concurrently, because on a network file system each opening waits for a server.
+    fsspec would be slower: it opens each file three times, and one file after another."""
     readers = [_LocalParts(path, parts) for path, parts in files]
     for reader in readers:
         reader.start()

@@ -32,8 +32,8 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     A folder with .idx files, itself or in its sub-folders, holds megatron-core's datasets. Otherwise its shards are
     text.
 
-    Raises DataFault for a missing, empty or damaged folder, for a folder that would be read only in part, and for
-    tokens that are not on a local or mounted file system.
+    Raises DataFault for a missing, empty or damaged folder, for a folder with both text and tokens, for tokens too deep
+    in sub-folders, and for tokens that are not on a local or mounted file system.
     """
     reading = reading or Reading()
     filesystem, base = file_system(root, reading)
@@ -104,9 +104,13 @@ def shard_reader(
 ) -> ShardReader:
     """Returns the reader of the corpus.
 
-    Raises DataFault for tokens that another tokenizer made, for tokens that lack a source of `weights`, and
-    TokenizerError for a chat template that does not fit the tokenizer. The sources of text are known only after
-    reading, so a wrong name appears in the log as a source without tokens."""
+    The sources of text are known only after reading. A wrong source name for text therefore appears only in the log,
+    as a source without tokens.
+
+    Raises:
+        DataFault: another tokenizer made the tokens, or `weights` names a source that the tokens do not have
+        TokenizerError: the chat template does not fit the tokenizer
+    """
     if isinstance(corpus, ChatFolder):
         return ChatReader(corpus, tokenizer, reading)
     if isinstance(corpus, IndexedFolder):

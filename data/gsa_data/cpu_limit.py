@@ -19,8 +19,8 @@ class OverLimit(BaseException):
 class CpuLimit:
     """Ends `with` blocks that take too much CPU time, whatever the load of the machine.
 
-    One thread polls all blocks, so a block costs microseconds. The object can be pickled and forked. A single call of C
-    code is not interrupted.
+    One thread checks all blocks every POLL_SECONDS, so a block costs microseconds. A single call of C code is not
+    interrupted. The object can be pickled and forked.
     """
 
     def __init__(self) -> None:

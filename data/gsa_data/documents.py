@@ -95,7 +95,7 @@ def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 
     A line is {"text": ..., "meta": {"redpajama_set_name": ...}}, as in SlimPajama. "meta" is optional. The faults are:
 
     bad_utf8, bad_json: the line is not valid UTF-8 or JSON, or has a lone surrogate
-    missing_text: "text" is missing, null or no string
+    missing_text: "text" is missing, null or not a string
     empty_text: the line or its text is only white space
     huge_document: the text has more than max_document_bytes in UTF-8
     """

@@ -220,9 +220,9 @@ class _Outcome(Generic[T]):
 class _Connector(threading.Thread):
     """Connects to file systems on behalf of one reading thread.
 
-    fsspec caches a file system for the thread that asked for it. A connector therefore stays alive and serves
-    all connections of its reading thread. If a connection gets no answer, the reading thread abandons the
-    connector and starts a new one.
+    fsspec caches a file system for the thread that asked for it. A connector therefore stays alive and serves all
+    connections of its reading thread. If a connection gets no answer, the reading thread abandons this connector and
+    starts a new one.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,14 @@
 """Read megatron-core's indexed datasets (NAME.bin and NAME.idx) as a corpus of tokens.
 
-NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code of the ids' type, int64 sequences S,
-int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin, int64 first sequence
-of each document [D] (the last is S). The layout follows megatron.core.datasets.indexed_dataset.
+NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code of the ids' type, int64 number of
+sequences S, int64 D = number of documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin,
+int64 first sequence of each document [D] (the last entry is S). The layout follows
+megatron.core.datasets.indexed_dataset.
 
 Every dataset is a shard of this corpus, and every document is a line of the shard. The source of a document is the
-sub-folder of its dataset, or NO_SOURCE for a dataset in the folder itself. Sizes and pointers must fit exactly,
-because megatron-core checks no sizes. The reader compares ids with the vocabulary, and a dataset of `prepare.py tokens`
-with its record (prepared.py).
+sub-folder of its dataset, or NO_SOURCE for a dataset in the folder itself. Sizes and pointers must fit exactly, which
+megatron-core does not check. Ids must lie in the vocabulary. A dataset of `prepare.py tokens` must match its record
+(prepared.py).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class IndexedFolder:
     def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
         """Read the header of every dataset and compare the sizes. Sub-folders of sub-folders are not read.
 
-        Raises DataFault for a file of a wrong size or format, a file named only `.bin` or `.idx`, or a missing file,
-        and for a folder that `prepare.py tokens` has not finished.
+        Raises DataFault for a file of a wrong size or format, a file named only `.bin` or `.idx`, a missing file, or a
+        folder that `prepare.py tokens` has not finished.
         """
         base = Path(root)
         shards: list[tuple[str, int]] = []
@@ -234,8 +235,8 @@ class IndexedReader:
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
-    """Returns the position in the .bin file, in ids, at which each of these sequences begins. Do not call it for all
-    sequences of a dataset, because they would take gigabytes in each lane."""
+    """Returns where each of these sequences begins in the .bin file, counted in ids. Do not call it for all sequences
+    of a dataset, because their positions would take gigabytes in each lane."""
     places = np.full(len(sequences), size_bytes, np.int64)
     is_before = sequences < index.header.sequences
     places[is_before] = index.pointers[sequences[is_before]]

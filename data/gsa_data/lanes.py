@@ -1,9 +1,9 @@
 """Read a corpus in lanes, which fix its order.
 
 A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts, and a (shard, part) is a unit.
-Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes. A lane reads its units one
-after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number of
-lanes, the tokenizer and the weights of sources (source_weights.py), not on ranks, workers or prefetch.
+Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes in turn. A lane reads its units
+one after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number
+of lanes, the tokenizer and the weights of sources (source_weights.py). Ranks, workers and prefetch do not change it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class OpenUnit(NamedTuple):
     thinning: Thinning | None
 
     def is_lost(self, line: int) -> bool:
-        """Returns whether a line is lost. A shard may fail or lose its end between a save and a resume. The other lines
-        keep their index."""
+        """Returns whether a line is lost, because its shard failed or lost its end between a save and a resume. The
+        other lines keep their index."""
         return line >= len(self.lines)
 
     def line_at(self, document: int, copy: int) -> int:
@@ -144,8 +144,8 @@ class LaneReader:
         Counters count nothing twice across a resume.
 
         Args:
-            begun: whether the document at `start` was begun and counted before the save. The rest of a begun document
-                comes first, whatever its weight is now.
+            begun: whether the document at `start` was begun and counted before the save. If so, its rest comes first,
+                whatever the weight of its source is now.
         """
         epoch, unit, document, token_offset, copy, known_lines = start
         resumed = start != LANE_START

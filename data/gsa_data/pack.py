@@ -19,8 +19,8 @@ AnyTokens = NDArray[np.integer[Any]]
 class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
-    The document is in the lane's unit `unit`, a part of a shard, at slot (`document`, `copy`). Slots are defined in
-    source_weights.py. Without weights of sources `copy` is 0.
+    The document is in the unit (a part of a shard) that the lane reads as number `unit` in this epoch. Its slot in the
+    unit is (`document`, `copy`), see source_weights.py. Without weights of sources `copy` is 0.
     """
 
     epoch: int
@@ -42,9 +42,9 @@ FILLER = -1
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
     """Concatenate pieces and cut blocks [seq_len_tokens + 1], each with the cursor of the next block.
 
-    A piece is a document with its EOS, and the cursor of its first token. The stride is seq_len_tokens: the last token
-    of a block opens the next block. Each token is therefore a label exactly once. Tokens at the end that do not fill a
-    block are dropped.
+    A piece is a document with its EOS, and the cursor of its first token. Blocks start seq_len_tokens apart, so the
+    last token of a block opens the next block. Each token is therefore a label exactly once. Tokens at the end that do
+    not fill a block are dropped.
     """
     waiting: deque[tuple[Cursor, AnyTokens]] = deque()
     waiting_tokens = 0
@@ -81,8 +81,8 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def document_starts(document_ids: Tensor, query_start: int = 0) -> Tensor:
-    """Returns the first position of each token's document, int32 [B, L - query_start], for tokens from `query_start`
-    on. `document_ids`, int32 [B, L], never decrease along a row."""
+    """Returns the position of the first token of each token's document, int32 [B, L - query_start], for the tokens from
+    position `query_start` on. `document_ids`, int32 [B, L], never decrease along a row."""
     document_ids = document_ids.contiguous()
     return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 

@@ -144,8 +144,8 @@ def _sources(table: Any, arrow: Any) -> list[bytes | None]:
 
 
 def _plain_type(kind: Any, arrow: Any) -> Any:
-    """Returns the type of the values in a dictionary (categories, enumerations) or an extension (JSON), also inside
-    structs and lists. Other types are returned unchanged."""
+    """Returns the type of the stored values for a dictionary type (categories, enumerations) or an extension type
+    (JSON), also inside structs and lists. Other types are returned unchanged."""
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _plain_type(kind.storage_type, arrow)

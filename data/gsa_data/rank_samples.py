@@ -58,9 +58,9 @@ def last_sample(lane: int, consumed_samples: int, num_lanes: int) -> int:
 class RankSamples(IterableDataset[list[Block]]):
     """Yields the samples of one rank. Worker w of W yields every W-th sample, starting at w, in groups.
 
-    If ranks x workers does not divide num_lanes, several readers share a lane. The start of a block depends on all
-    earlier blocks, so each of these readers makes all blocks of the lane, and drops the other readers' blocks and
-    counts. Every block is therefore returned and counted once.
+    If ranks x workers does not divide num_lanes, several workers share a lane. The start of a block depends on all
+    earlier blocks, so each of these workers makes all blocks of the lane. It drops the blocks of the other workers and
+    their counts. Every block is therefore returned and counted once.
     """
 
     def __init__(
@@ -206,11 +206,11 @@ def _next_group(groups: Any) -> list[Block]:
 def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only when the training process `trainer` sends SIGTERM or no longer exists.
 
-    torchrun and Slurm send SIGTERM to readers too, but training needs the readers' text until it has stopped cleanly. A
-    thread therefore ignores SIGTERM from other processes. The thread also polls whether the process
-    `trainer` exists. It does not ask for the reader's parent, because with a fork server the parent is another process.
-    torch's own check of the parent is not enough. That check ends the reader's loop, but the reader then waits until
-    the pipe of its output queue has been read. If the pipe is full, this wait never ends.
+    torchrun and Slurm send SIGTERM to readers too, but training needs the readers until it has stopped cleanly. A
+    thread of the reader therefore ignores SIGTERM from other processes. The thread also checks whether the process
+    `trainer` exists. It does not check the reader's parent, because with a fork server the parent is another process.
+    torch's own check of the parent only ends the reader's loop. The reader then waits until its output queue has been
+    read, and this wait never ends if the queue's pipe is full.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

@@ -126,7 +126,7 @@ def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
     """Read all lines of one shard of JSON lines, without newlines and byte order mark.
 
     A missing or unreadable shard is treated as in `read_shard`. A shard that is truncated, corrupt, too large when
-    unpacked, or of another size than in the manifest counts as shards_damaged, and "skip" keeps its complete lines.
+    unpacked, or of another size than in the manifest counts as shards_damaged. "skip" then keeps its complete lines.
     """
     packed = read_shard(manifest, relpath, reading, counters)
     if packed is None:

@@ -1,13 +1,14 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-A document of weight w comes floor((e + 1) w + u) - floor(e w + u) times in epoch e, where u in [0, 1) is a fixed number
-of the document. Over any E epochs the document therefore comes floor(E w) or ceil(E w) times. A weight of 0 leaves a
+Epoch e has floor((e + 1) w + u) - floor(e w + u) copies of a document of weight w, where u in [0, 1) is a fixed number
+of the document. Any E consecutive epochs together therefore have floor(E w) or ceil(E w) copies. A weight of 0 leaves a
 source out, 0.5 takes a document every other epoch, and 2 gives two copies per epoch.
 
-The order of a unit of n documents (a part of a shard, see lanes.py) is a grid of slots (document, copy). At place j are
-copy 0 of document j, copy 1 of document j - n / 2, copy 2 of document j - n / 4, and so on by the van der Corput
-sequence, modulo n. A slot whose document has fewer copies is passed over. Copies of a document are therefore far apart,
-and the mixture is constant along a unit. The grid does not depend on the weights, so weights may change at any slot.
+A unit (a part of a shard, see lanes.py) of n documents is read in n places. Place j has one slot (j, c) for each copy
+number c. Slot (j, 0) has document j, slot (j, 1) document j - n/2, slot (j, 2) document j - n/4, and so on by the van
+der Corput sequence, modulo n. A slot is skipped if its document has fewer copies. Copies of a document are therefore
+far apart, and the shares of the sources are constant along a unit. Slots do not depend on the weights, so weights may
+change at any slot.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from numpy.typing import NDArray
 NO_SOURCE = "unknown"
 """The source of documents whose line names no source"""
 MAX_WEIGHT = 100.0
-"""The largest weight. The reader visits every slot of the grid, and more than a few dozen repeats teach nothing more
-(Muennighoff et al. 2023, arXiv 2305.16264)."""
+"""The largest weight. The reader visits every slot, and more than a few dozen repeats teach nothing more (Muennighoff
+et al. 2023, arXiv 2305.16264)."""
 
 NO_WEIGHTS: Mapping[str, float] = {}
 

@@ -2,9 +2,8 @@
 
 The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is block i // num_lanes of lane i % num_lanes.
 Rank r of D takes the samples with i % D == r. If D does not divide num_lanes, ranks share lanes. Each block carries the
-position of its lane's next block: a cursor and, with best_fit packing, the lane's pool of documents. The main process
-saves the positions after the returned blocks, so prefetched blocks never enter a saved state. Data flows through these
-classes:
+position of its lane's next block: a cursor and, with best_fit packing, the lane's pool of documents. A saved state has
+the positions after the returned blocks, so prefetched blocks do not change it. Data flows through these classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -43,8 +42,8 @@ class StateMismatch(ValueError):
 class BlockStream:
     """Streams the blocks of one data-parallel rank endlessly, from the start or from a merged state.
 
-    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if
-    tokens lack a source that has a weight. `next_blocks` raises DataFault for faults of the text.
+    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if a
+    weight belongs to no source of the tokens. `next_blocks` raises DataFault for faults of the text.
 
     Args:
         carried_counters: counters to continue if a run starts again on other data; cannot be combined with `state`
@@ -195,10 +194,10 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the `local_state()` of all data-parallel ranks into one state of plain values.
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
-    packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations), seq_len_tokens,
-    source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]),
-    pools ([num_lanes][waiting documents][fields of a cursor]). If ranks share a lane, the rank with the lane's newest
-    block has the position. Raises ValueError if ranks are missing or disagree.
+    packing_pool_documents (only best_fit), chat_version and chat_template_fingerprint (only conversations),
+    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document,
+    token_offset, copy, lines]), pools ([num_lanes][waiting documents][fields of a cursor]). If ranks share a lane, its
+    position comes from the rank with the lane's newest block. Raises ValueError if ranks are missing or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}
@@ -238,8 +237,8 @@ def replay_blocks(
     """Yields the samples of all data-parallel ranks of a run again, as int32 [n, seq_len_tokens + 1] arrays with
     n <= 64. The replay begins at the start of the run and stops at `end`, a state that `merge_states` returned.
 
-    Raises StateMismatch after the last sample if the replay ends elsewhere in the text. This happens if the run changed
-    its weights of sources or its sequence length at a resume.
+    Raises StateMismatch after the last sample if the replay does not end at the positions in `end`. This happens if the
+    weights of sources or the sequence length changed at a resume of the run.
     """
     stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
     count = end["consumed_samples"]

@@ -138,9 +138,9 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Text that spells a special token becomes that token, which `encode` does not do. The text is split only at
-        special tokens (control symbols of sentencepiece), as in transformers' apply_chat_template, and not at the ends
-        of `parts`.
+        Unlike `encode`, this function turns text that spells a special token into that token. The text is split only at
+        special tokens (control symbols of sentencepiece), as in transformers' apply_chat_template. It is not split at
+        the ends of `parts`.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)

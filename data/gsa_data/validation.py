@@ -71,9 +71,9 @@ def read_validation_set(
 ) -> ValidationSet:
     """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
-    The documents of a source are concatenated, and the last sequence of a source is padded. No text is left out, so
-    with isolated documents the scored tokens of the sources add up to the scored tokens of the set. A source without
-    scored tokens is left out.
+    To group by source, the documents of each source are concatenated, and its last sequence is padded. No text is left
+    out. With isolated documents the scored tokens of the sources therefore add up to the scored tokens of the set. A
+    source without scored tokens is left out.
 
     Raises TooLittleText if the split is shorter than one sequence or has nothing to score, and DataFault if it cannot
     be read.
@@ -153,8 +153,8 @@ def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
 def is_scored(
     blocks: Tokens, lengths: NDArray[np.int64], eos_id: int, attend_across_documents: bool
 ) -> NDArray[np.bool_]:
-    """Returns whether each label of [n, L + 1] blocks is scored, [n, L]. In text pack.loss_mask decides. In
-    conversations only the assistant's labels are scored."""
+    """Returns whether each label of [n, L + 1] blocks is scored, [n, L]. In text the rule is the rule of
+    pack.loss_mask. In conversations only the assistant's labels are scored."""
     inputs = blocks[:, :-1] & ~UNSCORED
     is_text: NDArray[np.bool_] = np.arange(inputs.shape[1]) < lengths[:, None]
     is_text &= (blocks[:, 1:] & UNSCORED) == 0

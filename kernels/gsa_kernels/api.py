@@ -2,13 +2,13 @@
 functions.
 
 The caller names the implementation, and each function runs that implementation or raises an error. `triton` runs the
-fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Results and gradients of both agree
-up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
+fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Both give the same results and
+gradients up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
-Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the base budget. The query selects that
+Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the budget k_base. The query selects that
 number of causal keys, but which keys is unspecified. If it selects a key with a NaN score, its KL and the loss are NaN.
-With infinite inputs only the size and the causality of the selection are guaranteed. The results of all other queries
-change at most in the last bits.
+With infinite inputs only the number and the causality of the selected keys are guaranteed. The results of all other
+queries change at most in the last bits.
 
 The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. With a
 packed mask this holds bit for bit. With key lists, a tile of limits.TILE_QUERIES neighbouring queries shares one list
@@ -52,12 +52,12 @@ def select(
         indexer: queries [B, L, HI, DI]; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
         kernel: the attention kernel that will read the selection. `masked` reads a packed mask. `gathered` reads key
-            lists (for each tile of queries, the keys that any of them selects). `auto` gives a packed mask with the
-            reference. With Triton, `auto` gives key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask
+            lists (for each tile of queries, the keys that any of them selects). With the reference, `auto` gives a
+            packed mask. With Triton, it gives key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask
             below limits.MEASURED_FROM_TOKENS keys. In between, the measured density of the selection decides. Key lists
             synchronise the host with the device, because their length depends on the data.
-        with_log_sum: also return `Selection.log_sum`, which saves the indexer loss one pass; needs a packed mask and
-            key_group_size 1
+        with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a
+            packed mask and key_group_size 1.
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.
@@ -153,8 +153,8 @@ def sparse_attention_with_loss(
     """Compute `sparse_attention`. The backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
 
     Attention's backward pass computes the attention probabilities, which are the target of the indexer loss. Triton
-    rounds this target to fp16. The loss is known only in the backward pass, and `FusedLoss.on_rows` receives it. Triton
-    requires `can_fuse_indexer_loss`.
+    rounds this target to fp16. The KL of each row is known only in the backward pass, which passes it to
+    `FusedLoss.on_rows`. With Triton, `can_fuse_indexer_loss` must be true.
     """
     _check_rows(loss.indexer, geometry)
     _check_selection(selection, geometry, q, k)

@@ -126,7 +126,7 @@ def check_differentiated_once() -> None:
     """Raise ValueError if the caller asks autograd for a graph of the gradients (`create_graph=True`).
 
     The kernels' backward passes record no graph, so a second derivative would be silently wrong. torch's
-    `once_differentiable` raises only if the upstream gradient requires a gradient. The gradient of a sum requires none.
+    `once_differentiable` would miss cases, because it raises only if the upstream gradient requires a gradient.
     """
     if torch.is_grad_enabled():
         raise ValueError(

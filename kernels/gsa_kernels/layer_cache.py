@@ -1,7 +1,7 @@
 """Implements the cache of `GatedSparseAttention`, and the attention of new tokens to the tokens in the cache.
 
-`api.decode_step` computes sparse attention of a single new token. Otherwise the functions for training run, with the
-new tokens as the last queries of the sequence (`Geometry.query_start`).
+`api.decode_step` computes sparse attention of a single new token. For several new tokens, or dense attention, the
+functions for training run, with the new tokens as the last queries of the sequence (`Geometry.query_start`).
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _taken_rows(
     num_rows: int, selection: Selection | None, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
     """Return the sampled rows, int64 (None: all rows), and the factor that scales their sum to an estimate for all
-    rows. The kernels over key lists sample whole tiles. The kernels over packed masks sample stretches of rows
+    rows. As in the kernels, the sample has whole tiles with key lists, and stretches of rows with packed masks
     (`sample_rows`)."""
     rank, size = rows.share
     by_lists = selection is not None and selection.key_lists is not None

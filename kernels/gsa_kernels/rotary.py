@@ -14,8 +14,8 @@ from gsa_kernels.checks import check_at_least
 class YarnScaling:
     """Scales the rotation rates of channels. Fields have the names of transformers' `rope_parameters`.
 
-    A channel that turns often within the original length keeps its rate. A channel that turns less than once is slowed
-    down by `factor`. Channels in between are partly slowed.
+    A channel with at least `beta_fast` turns within the original length keeps its rate. A channel with fewer than
+    `beta_slow` turns is slowed down by `factor`. Channels in between are partly slowed.
     """
 
     factor: float

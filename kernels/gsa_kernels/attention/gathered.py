@@ -34,8 +34,8 @@ def gathered_attention(
         v: [B, Lk, Hkv, D]
         lists: S_t of the queries; the first query is at position lists.query_start
         gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
-        scratch_bytes: limit on the memory of partial sums in the backward pass, in addition to fp32 sums of the
-            gradients of k and v. Less memory costs time.
+        scratch_bytes: limit on the memory of partial sums in the backward pass. The fp32 sums of the gradients of k and
+            v come in addition. A smaller limit makes the backward pass slower.
 
     Returns:
         out: [B, L, H, D], in the dtype and the memory order of q

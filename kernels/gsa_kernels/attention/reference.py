@@ -45,7 +45,7 @@ def sparse_attention(
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, Dv]
         mask: bool [B or 1, Lq, Lk], S_t
-        recall_among: bool [B or 1, Lq, Lk], the causal keys; if given, the recall is measured
+        recall_among: bool [B or 1, Lq, Lk], the causal keys, for `AttentionOutput.recall`
     """
     check_shape("q", q, "[B, Lq, H, D]", (None, None, None, None))
     batch, num_queries, heads, dim = q.shape

@@ -2,9 +2,9 @@
 
 One kernel computes the gradient of q, and another kernel computes the gradients of k and v.
 
-Let O be the output before the gate, `out` the gated output, and U the gradient of `out`. Then dO = U * sigmoid(gate),
-delta = sum_d dO O = sum_d U out and dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). The forward pass therefore
-saves only `out`.
+Let O be the output before the gate, `out` the gated output, and U the gradient of `out`. Then dO = U sigmoid(gate),
+delta = sum_d dO O = sum_d U out, and dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). These need `out` but not
+O, so the forward pass saves only `out`.
 """
 
 import torch

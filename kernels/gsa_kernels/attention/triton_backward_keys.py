@@ -137,7 +137,7 @@ def _keys_kernel(
     """One program computes the gradients of one tile of keys of one key-value head from GROUP / SPLITS query heads.
 
     The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands of
-    products, which can stay in registers. The first tiles of keys run first, because they have the most queries.
+    products, so they can stay in registers. The first tiles of keys run first, because they have the most queries.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

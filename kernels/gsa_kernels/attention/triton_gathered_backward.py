@@ -112,7 +112,7 @@ def _launch(
     """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: number of the first key-value head's part. Parts are counted over all key-value heads, head by head.
+        part: S * g + j, for key-value head g (the first of the N) and part j of the S parts of its query heads
         grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale

@@ -175,7 +175,7 @@ def _forward_kernel(
 @triton.jit
 def load_entry_words(words, entries, count, COPIES: tl.constexpr):
     """Load the mask words of the entries (keys), in shape [entries, COPIES]. Words at or beyond `count` are 0. Each
-    word is loaded COPIES times, so that every thread loads one element. The compiler would load a shorter vector in the
-    register layout of the logits, in which each thread would load and mask 16 words."""
+    word is loaded COPIES times, so that every thread loads one element. Without copies, the compiler would use the
+    register layout of the logits, in which each thread loads and masks 16 words."""
     several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
     return tl.load(words + several, mask=several < count, other=0)

@@ -1,7 +1,7 @@
 """Sums attention probabilities over heads for each entry of the key lists: the target of the indexer loss.
 
-The rows of a matrix product are the entries, and its columns are pairs (head, query). In the register layout of this
-product, one thread holds all heads of a query. The sum over heads therefore adds registers of one thread.
+A matrix product has the entries as rows and pairs (head, query) as columns. In its register layout, one thread holds
+all heads of a query. The sum over heads therefore adds registers of one thread.
 """
 
 from typing import NamedTuple

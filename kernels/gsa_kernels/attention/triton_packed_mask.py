@@ -33,8 +33,8 @@ def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
     """Each program transposes the bits of 32 queries and 256 keys. In `packed_mask` these bits are 8 words of each
-    query. In `turned` they are one word of each key. The last query of block i has its own key in word i +
-    first_diagonal of `packed_mask`."""
+    query. In `turned` they are one word of each key. In block i of 32 queries, the last query's own key is in word i +
+    first_diagonal of `packed_mask`, and no query selects a later key."""
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)

@@ -135,9 +135,9 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
-    In the register layout of a product, bits 1 and 2 of a thread's column numbers come from its lane. The other bits
-    are known at compile time. The shift of a word therefore has two parts. The first part is one instruction. The
-    compiler folds the second part, and the choice of the word, into the test of the bit.
+    A shift by c % 32 is split into shifts by c & 6 and by c & 25. In the register layout of a product, bits 1 and 2 of
+    column c come from the lane, so the first shift is an instruction. The other bits are known at compile time. The
+    compiler folds the second shift, and the choice of the word, into the test of the bit.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

@@ -2,7 +2,7 @@
 decoding.
 
 This module serves several sequences, or layers with norms of q and k. For one sequence without these norms, joined.py
-fuses the product, too. On Hopper the launch starts before the previous kernel ends (row_product/op.py).
+also computes the projection. On Hopper the launch starts before the previous kernel ends (row_product/op.py).
 """
 
 import torch

@@ -1,14 +1,14 @@
 """Decodes with Gated Sparse Attention: one new query per sequence against a cache of keys, values and indexer keys.
 
 A step takes four launches: scores, two for the selection, attention. The host reads nothing back, and if the caller
-passes `out`, nothing is allocated. A CUDA graph can therefore capture a call and replay it while `cache.lengths`, a
-device tensor, grows. The grids cover the whole cache. `decode_top_k` and `decode_attention` define the results, which
-are deterministic.
+passes `out`, nothing is allocated. `cache.lengths` is a device tensor, and the grids cover the whole cache. A CUDA
+graph can therefore capture a call and replay it while the lengths grow. `decode_top_k` and `decode_attention` define
+the results, which are deterministic.
 
 On Hopper each kernel starts before the previous kernel ends, and later waits for that end (rules in row_product/op.py).
 The scores kernel starts early only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait.
-With `cache.settled`, the scores kernel also reads the indexer's keys before its wait, except each sequence's newest
-key.
+With `cache.settled`, only the newest indexer key of each sequence may still change. The scores kernel then reads the
+other keys before its wait.
 """
 
 from collections.abc import Mapping

@@ -230,8 +230,7 @@ def default_splits(programs: int, rows: int) -> int:
     """Return `splits` of a workspace, a power of two.
 
     Args:
-        programs: number of programs that should run at once, approximately; 0 gives two splits, which suit the
-            interpreter
+        programs: approximate number of programs that should run at once; 0 without a GPU, which gives two splits
         rows: number of key-value heads in all sequences
     """
     if programs == 0:

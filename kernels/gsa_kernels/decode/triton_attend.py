@@ -1,7 +1,7 @@
 """Computes attention of one query per sequence over selected keys and its local window, split along the keys.
 
-The query heads of one key-value head are the rows of a product. Each program attends to one part of the keys. The last
-program of a head to finish joins the parts in their fixed order and applies gate G1.
+The query heads of one key-value head are the rows of a product. Each program attends to one part of the keys. The
+program that finishes last for a key-value head joins the parts in their fixed order and applies gate G1.
 """
 
 from typing import NamedTuple
@@ -48,8 +48,8 @@ def attend_to_indices(
 ) -> None:
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
-    `chain` tells whether to start before the previous kernel ends, and whether that kernel is the selection's. If that
-    kernel is the selection's, q and the gate are read before the wait, because earlier kernels wrote them.
+    `chain` has two flags: whether this kernel starts before the previous kernel ends, and whether that kernel is the
+    selection's. After the selection, q and the gate are read before the wait, because earlier kernels wrote them.
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape
@@ -162,8 +162,8 @@ def _attend_kernel(
 ):
     """One program takes one part of the keys of one key-value head of one sequence.
 
-    With IN_CHAIN the next kernel may start after this kernel's wait. Otherwise, if the previous kernel is the caller's,
-    the next kernel may start after the keys have been attended to.
+    With IN_CHAIN the next kernel may start after this kernel's wait. Without IN_CHAIN it may start after the loop over
+    the keys, or at the end of this kernel if the previous kernel is the selection's.
     """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -1,8 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
-A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or any
-two other rows. No program therefore needs the result of another program. Norms of the indexer are an exception, because
-they need whole heads. The program that finishes last for the indexer applies them.
+A program takes pairs of the weight's rows, so that it needs no results of other programs. A pair is two channels that
+rotate together, a value and its gate, or any two other rows. Norms of the indexer are an exception, because they need
+whole heads. The program that finishes last for the indexer applies them.
 """
 
 from typing import NamedTuple
@@ -137,7 +137,8 @@ def launch_joined(
 
 def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
-    G1, the indexer's key and queries, and the indexer's head weights. A section that is not wanted has no tiles."""
+    G1, the indexer's key and queries, and the indexer's head weights. Tile 0 is the first of q and k. A section that is
+    not wanted has no tiles."""
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0
     ends = [0]
@@ -172,9 +173,9 @@ def _pairs_of(
 ):
     """Return for each pair of rows: first row, second row, end of the section, table indices of cosine and sine.
 
-    The last result tells whether the pair rotates. All results are [TILE]. The first `channels` rows of a head rotate
-    in pairs (i, i + channels / 2). The head's other rows form pairs in the same way. If there are K values, the row of
-    a value's gate is K rows after the row of the value.
+    The last result says whether the pair rotates. All results are [TILE]. The first `channels` rows of a head rotate in
+    pairs (i, i + channels / 2). The head's other rows form pairs in the same way. The gate of a value is K rows after
+    the value, where K is the number of values.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

@@ -2,8 +2,8 @@
 
 A histogram of all scores is slow, because many similar scores share a bin, and increments of one bin are serialized.
 Each program therefore first scores the same few keys, spread evenly over the sequence. From these scores the program
-derives a floor that more than k keys should reach. It then counts only scores above the floor's bin. A floor above the
-k-th score makes the selection slower, but not wrong.
+derives a floor that more than k keys should reach. In the histogram it counts only scores above the floor's bin. A
+floor that is too high makes the selection slower, but not wrong.
 """
 
 import torch
@@ -39,8 +39,8 @@ def score_keys(
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
     `decode_select` explains the arguments and has checked them. `chained` lets the next kernel start early. With
-    `cache.in_chain` this kernel also starts before the previous kernel ends. With `cache.settled`, all keys except the
-    newest are loaded before the wait.
+    `cache.in_chain` this kernel also starts before the previous kernel ends, and waits for it. With `cache.settled`, it
+    loads all keys except the newest before this wait.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]

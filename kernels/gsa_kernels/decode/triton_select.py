@@ -1,10 +1,10 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-`score_keys` has counted the scores above a floor in a histogram. In the first kernel, every program finds the bin of
-the k-th highest score. The program counts its keys in higher bins and appends its keys in that bin to a list. A second
-kernel searches the list for the exact k-th score and writes the indices of the selected keys. Each program has one span
-of keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another.
-The order of the list depends on timing, but the result does not.
+`score_keys` has counted the scores above a floor in a histogram. Each program has one span of keys. In the first kernel
+a program finds the bin of the k-th highest score. It counts its keys in higher bins, and appends its keys in that bin
+to a list. In the second kernel a program finds the exact k-th score in the list, and writes the indices of its selected
+keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another. The
+order of the list depends on timing, but the result does not.
 
 Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
 `LayerCache.beside` launches starts at once.
@@ -178,8 +178,8 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """One program finds the budget k and the bin of the k-th score. In its span it counts keys above this bin, and
-    lists keys in the bin."""
+    """Each program finds the budget k and the bin of the k-th score. It counts the keys of its span in higher bins, and
+    appends its keys in this bin to the list."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)

@@ -1,5 +1,5 @@
-"""Splits the indexer's joint projection and applies RMSNorm and RoPE, by one kernel forward and one backward. A second
-kernel of the backward pass sums the gradients of the norms' weights."""
+"""Splits the indexer's joint projection and applies RMSNorm and RoPE, in one forward and one backward kernel. A second
+backward kernel sums the gradients of the norms' weights."""
 
 from typing import Any
 
@@ -37,8 +37,7 @@ def fused_split_projection(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return queries [B, L, heads, dim], keys [B, L, dim] and weight logits [B, L, heads], all contiguous.
 
-    `split_projection` of split_reference.py defines the result. The backward pass keeps `together` with norms, and
-    nothing without.
+    `split_projection` of split_reference.py defines the result. With norms, `together` is kept for the backward pass.
 
     Args:
         together: [L, B, columns], contiguous, bf16 or fp32. Columns after the weights get gradients of 0
@@ -206,8 +205,8 @@ def _split_backward_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, TOTAL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`queries`, `keys` and `weights` are gradients. With norms, each program stores its sums of the gradients of the
-    norms' weights: DIM of the queries' norm, then DIM of the key's norm."""
+    """`queries`, `keys` and `weights` are gradients. With norms, each program also stores its part of the gradients of
+    the norms' weights: DIM values for the queries' norm, then DIM for the key's norm."""
     rows, exists, mixed, token = _rows_of_program(length, batch, TOTAL, ROWS)
     WIDTH: tl.constexpr = HEADS * DIM
     inputs, of_key, query_sums, key_sums = None, None, None, None

@@ -36,8 +36,8 @@ FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4,
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tiles. If the queries of all heads are wide, GPUs with less shared memory than Hopper have fewer
-    stages, then fewer rows. Key lists need a multiple of TILE_QUERIES rows.
+    """Return the tiles. If the tiles of all heads do not fit the shared memory, they get fewer stages, then fewer rows.
+    Key lists need a multiple of TILE_QUERIES rows.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.

@@ -1,5 +1,6 @@
-"""Defines key lists (CSR): for each tile of adjacent queries, the keys that any of them selects, with membership words.
-The attention and loss kernels use this format for long sequences, whose packed mask would take too much memory."""
+"""Defines key lists (CSR): for each tile of adjacent queries, the keys that any of them selects, each with a word of
+bits that says which queries select it. The attention and loss kernels use this format for long sequences, whose packed
+mask would take too much memory."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ class KeyLists:
     """Holds the lists. Tile i of sequence b has the TILE_QUERIES queries from i * TILE_QUERIES on. The last
     tile may be short.
 
-    Entry j of a tile, 0 <= j < counts[b, i], is the key keys[starts[b, i] + j]. A query attends to it if its bit is set
-    in words[starts[b, i] + j]. Bit r belongs to query i * TILE_QUERIES + r. A key occurs once in a tile's list. The
-    entries ascend. A word may be 0.
+    Entry j of tile i, 0 <= j < counts[b, i], is the key keys[starts[b, i] + j]. Bit r of words[starts[b, i] + j] says
+    whether query i * TILE_QUERIES + r attends to this key. A key occurs once in a tile's list. The keys of a tile
+    ascend. A word may be 0.
     """
 
     keys: torch.Tensor

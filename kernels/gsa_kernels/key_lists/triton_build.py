@@ -63,8 +63,8 @@ def count_keys(
         packed_mask: int32 [B, rows, W]. Bits after the tile's last query are not read.
         rows: the queries, from a multiple of 32 on
         query_start: position of query 0
-        always: int32 [B, tiles, 2], first and last column of a range that the list of each tile holds in any case. The
-            columns then need not be the positions of single keys.
+        always: int32 [B, tiles, 2], first and last of a range of columns that each tile's list contains, even if no
+            query selects them. A column then need not be the position of a key.
     """
     batch, num_rows, num_words = packed_mask.shape
     tiles, pieces = ceil_div(num_rows, TILE_QUERIES), ceil_div(num_words, _WORDS)

@@ -54,8 +54,8 @@ class TileRows:
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Split the tiles into ranges of at most `max_rows` partial rows, but at least one tile. `host_counts` gives the
-    rows of each tile, so the host does not wait.
+    """Split the tiles into ranges of at most `max_rows` partial rows. A tile with more rows is a range of its own. The
+    sizes come from `host_counts`, so the host does not wait for the device.
 
     Args:
         multiple: a range has a multiple of this number of tiles, if `max_rows` allows
@@ -101,7 +101,7 @@ def equal_tiles(lists: KeyLists) -> TileRows:
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
-    """List for each key the partial rows of a range of tiles, on the device. The result takes 4 bytes per partial row.
+    """List for each key its partial rows in a range of tiles, on the device. The result takes 4 bytes per partial row.
     The computation needs B * Lk * tiles / 4 bytes of scratch memory."""
     batch, tiles_per_sequence = lists.counts.shape
     first_tile, num_rows = tile_rows.first, tile_rows.num_rows

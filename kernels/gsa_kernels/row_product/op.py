@@ -7,16 +7,16 @@ dependent launch). Five rules make this safe for all kernels of this package tha
    has ended and its writes are visible.
 2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends only after its
    predecessor, and a wait for the predecessor is a wait for all earlier kernels.
-3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
-   exceptions. The kernel that begins the chain (look_up.py) may write the data, because it waits for all earlier work.
-   The last kernel of a chain may write the data after its own wait, when all readers have ended.
-4. A kernel may run beside its predecessor if the predecessor lets it start only after its own wait, when all earlier
-   kernels have ended. The kernel may then read their results. It may write what the predecessor neither reads nor
-   writes. One of its programs waits before the kernel ends, for rule 2.
-5. A kernel B that runs beside its predecessor A need not wait if the next kernel C waits for both. C waits for B by
-   `gdc_wait`, and for A by a counter (`Awaited`). A increments the counter when its results are written. The wait of C
-   ends, because all programs of A are on the device before C starts. A kernel resets the counter after its own wait,
-   and before any program of A counts.
+3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). The last kernel
+   of a chain may write the data after its own wait, when all readers have ended. The next chain begins with a kernel
+   that starts only after all earlier kernels have ended (look_up.py).
+4. A kernel may run at the same time as its predecessor P and read results of kernels before P. P must let it start
+   only after P's own wait, when these kernels have ended. The kernel may write what P neither reads nor writes. One of
+   its programs waits before the kernel ends, for rule 2.
+5. A kernel B that runs at the same time as its predecessor A need not wait if the next kernel C waits for both. C waits
+   for B by `gdc_wait`, and for A by a counter (`Awaited`). A increments the counter when its results are written. C
+   cannot wait forever, because all programs of A are on the device before C starts. An earlier kernel sets the counter
+   to 0 after its own wait, and before any program of A counts.
 """
 
 import torch
@@ -42,11 +42,11 @@ def row_product(
 ) -> torch.Tensor:
     """Compute `row_product` of reference.py. All tensors are bf16 or all fp32, contiguous, and on one device.
 
-    The product is deterministic and not differentiable. On Hopper it starts before the previous kernel ends. Kernels of
-    a chain must therefore not write weight, bias or norm (rule 3 above).
+    The product is deterministic and not differentiable. On Hopper its kernel starts before the previous kernel ends.
+    Kernels of a chain must therefore not write weight, bias or norm (rule 3 above).
 
     Args:
-        x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py
+        x: [B, K], B in limits.ROW_PRODUCT_ROWS and K in limits.ROW_PRODUCT_COLUMNS
         launch: with one row of x, the launch may also wait for a counter (rule 5) or advance counters
 
     Raises:

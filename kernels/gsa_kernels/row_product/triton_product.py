@@ -1,8 +1,8 @@
 """Computes the product of one row by multiplying and adding, or of up to 16 rows by the matrix units.
 
-For one row, a program has whole rows of the weight in registers. It loads them before it waits for the previous kernel,
-so that memory is never idle between two products. RMSNorm's factor 1 / rms(x) is one number per row of x. Each program
-computes this factor beside the product and applies it at the end.
+For one row, a program holds whole rows of the weight in registers. It loads them before it waits for the previous
+kernel, so that memory is never idle between two products. RMSNorm's factor 1 / rms(x) is one number per row of x. Each
+program computes this factor together with the product, and applies it at the end.
 """
 
 from typing import NamedTuple

@@ -10,9 +10,9 @@ from gsa_kernels.checks import check_budget_rule, check_mask, check_row_counts, 
 def score_moments(scores: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and population variance of each row's scores over its causal keys.
 
-    The variance takes two passes, mean((x - mean(x))^2), because E[x^2] - E[x]^2 cancels if scores are nearly equal.
-    The sums are fp64, so that equal scores have variance 0. Later keys do not change a row's statistics, so prefill and
-    decoding agree.
+    The variance takes two passes, mean((x - mean(x))^2), because E[x^2] - E[x]^2 loses precision if scores are nearly
+    equal. The sums are fp64, so that equal scores have variance 0. Later keys do not change a row's statistics, so
+    prefill and decoding agree.
 
     Args:
         scores: [B, R, Lk]

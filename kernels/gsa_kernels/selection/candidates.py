@@ -28,8 +28,8 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    The golden ratio varies which neighbour is sampled, because text may be periodic. The last group of neighbours may
-    have no sample, because the length of the sequence does not change which keys are sampled.
+    The sampled place within a group of neighbours varies by the golden ratio, because text may be periodic. It does not
+    depend on the length of the sequence. If the last group is short, it may therefore have no sample.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE

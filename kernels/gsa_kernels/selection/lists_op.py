@@ -38,8 +38,8 @@ def select_key_lists(
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. The length of the
-    lists depends on the data. The host therefore waits for a chunk's counts while the device computes the next chunk.
+    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. To allocate a
+    chunk's lists, the host must know their length. The host waits for it while the device computes the next chunk.
     """
     with launching_on(indexer.queries, "the indexer"):
         selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, candidates_from)

@@ -59,9 +59,9 @@ def write_candidates(
 ) -> None:
     """Score `rows` for all their causal keys, and keep the keys that reach the row's threshold.
 
-    Keys whose score equals the threshold are kept up to the tile of keys with the guess's `last`. The kernel sets the
-    candidates' bits in the packed mask. For each tile of rows it writes the packed mask from the first document's start
-    up to the diagonal.
+    Of the keys whose score equals the threshold, it keeps those up to the tile that contains the guess's key `last`.
+    The kernel sets the candidates' bits in the packed mask. For each tile of rows it writes the packed mask from the
+    start of the tile's first document up to the diagonal.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
@@ -187,8 +187,8 @@ def _candidates_kernel(
     TIED: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """One program scores BLOCK_ROWS queries for SPANS spans of up to TILES tiles of BLOCK_COLS keys. With TIED the
-    program handles only tiles with a row whose guess has a finite `last`, and without TIED all other tiles."""
+    """One program scores BLOCK_ROWS queries for SPANS spans of up to TILES tiles of BLOCK_COLS keys. The launch with
+    TIED handles the tiles of queries with a finite `last`. The launch without TIED handles all other tiles."""
     first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS

@@ -21,8 +21,8 @@ def search_options(num_keys: int, min_warps: int = 4) -> dict[str, int]:
 
 @triton.jit
 def order_key(x):
-    """Map fp32 to int32 in the same order. -0.0 and 0.0 map to one value. Only a NaN could map to INT_MAX, which is
-    left free because `find_cut` needs a key above all others."""
+    """Map fp32 to int32 in the same order. -0.0 and 0.0 map to one value. No input maps to INT_MAX, because `find_cut`
+    needs a value above all keys."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), INT_MAX - 1)
 
@@ -38,7 +38,7 @@ def normal_guess(mean, variance, num_valid, k):
     """Estimate the `order_key` of the score that k of num_valid scores reach, if the scores have a normal distribution.
 
     The quantile comes from Tukey's lambda distribution. Its constants 0.14 and 4.91 match the normal quantiles to 0.01
-    between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
+    standard deviations between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))
@@ -59,9 +59,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
 
     The search keeps a lower and an upper bound of the threshold. Each round tries one threshold between the bounds and
     counts the entries at or above it. That threshold becomes one of the bounds. The search ends when exactly k entries
-    reach the threshold. The next threshold is interpolated from the counts at the two bounds. Interpolation does not
-    aim at k but slightly to one side, so that the bound whose count is further from k moves. If a round did not halve
-    the entries between the bounds, the next round bisects the keys.
+    reach the threshold, or no int32 is left between the bounds. The next threshold is interpolated from the counts at
+    the two bounds. Interpolation does not aim at k but slightly to one side, so that the bound whose count is further
+    from k moves. If a round did not halve the entries between the bounds, the next round bisects the keys.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

@@ -1,8 +1,8 @@
 """Finds the logits of the output gate G1 in the gates' projection, and allocates their gradient.
 
 For each key-value head the gates' projection has a row for the value gate G2, then a row of G1 for each query head.
-Attention reads the rows of G1 as a view [..., 1:, :]. The gradient of G1 is the same view of a buffer with the
-projection's shape. The backward pass of G2 fills the first rows, so the buffer becomes the projection's gradient.
+Attention reads the rows of G1 as a view [..., 1:, :], and writes their gradient into the same view of a buffer with the
+projection's shape. The backward pass of G2 fills the first rows. The buffer is then the projection's gradient.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def grouped(logits: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:
 
 def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
     """Allocate the gradient of G1's `logits` [B, L, Hkv, G, D], with G query heads per key-value head. If `logits` is a
-    view of the gates' projection, allocate the rows of G2, too."""
+    view of the gates' projection, the memory also has room for the rows of G2."""
     batch, length, kv_heads, group, size = logits.shape
     width = kv_heads * (1 + group) * size
     if logits.stride() != (width, batch * width, (1 + group) * size, size, 1):
