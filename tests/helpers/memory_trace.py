@@ -140,8 +140,8 @@ def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     each tile of queries: all keys that the tile sees, up to `most`."""
     count_keys = triton_build.count_keys
 
-    def count(words: torch.Tensor, rows: range, query_start: int = 0, *always: torch.Tensor) -> CountedKeys:
-        counted = count_keys(words, rows, query_start, *always)
+    def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
+        counted = count_keys(words, rows, query_start)
         with unset_fake_temporarily():
             ends = query_start + rows.start + 32 * torch.arange(1, counted.host_counts.shape[1] + 1)
             counts = ends.clamp(max=min(most, query_start + rows.stop)).int()

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
-from gsa_kernels.selection.triton_search import count_bits, window_words
+from gsa_kernels.selection.triton_search import count_bits
 
 _WORDS = 128  # words of each row that a program transposes: 4096 keys
 
@@ -29,8 +29,6 @@ class CountedKeys:
 
     counts: torch.Tensor
     """int32 [B, tiles, pieces]"""
-
-    always: torch.Tensor | None
 
     host_counts: torch.Tensor
     """int32 [B, tiles], on the host once the event `done` has occurred."""
@@ -54,27 +52,20 @@ class FilledLists:
     host_counts: torch.Tensor
 
 
-def count_keys(
-    packed_mask: torch.Tensor, rows: range, query_start: int = 0, always: torch.Tensor | None = None
-) -> CountedKeys:
+def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
     """Count, for each tile of 32 queries, the keys that any of them selects.
 
     Args:
         packed_mask: int32 [B, rows, W]. Bits after the tile's last query are not read.
         rows: the queries, from a multiple of 32 on
         query_start: position of query 0
-        always: int32 [B, tiles, 2], first and last of a range of columns that each tile's list contains, even if no
-            query selects them. A column then need not be the position of a key.
     """
     batch, num_rows, num_words = packed_mask.shape
     tiles, pieces = ceil_div(num_rows, TILE_QUERIES), ceil_div(num_words, _WORDS)
     counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=packed_mask.device)
     first_diagonal = rows.start // TILE_QUERIES + (query_start + TILE_QUERIES - 1) // TILE_QUERIES
-    if always is not None:
-        first_diagonal = num_words
     _count_kernel[(pieces, tiles, batch)](
         packed_mask,
-        always,
         counts,
         first_diagonal,
         num_rows,
@@ -88,7 +79,7 @@ def count_keys(
     if packed_mask.is_cuda:
         done = torch.cuda.Event()
         done.record()
-    return CountedKeys(packed_mask, first_diagonal, counts, always, host_counts, done)
+    return CountedKeys(packed_mask, first_diagonal, counts, host_counts, done)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +106,6 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
     members = torch.empty(entries, dtype=torch.int32, device=packed_mask.device)
     _fill_kernel[(pieces, tiles, batch)](
         packed_mask,
-        counted.always,
         starts,
         keys,
         members,
@@ -162,19 +152,17 @@ def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_word
 
 
 @triton.jit
-def _union(rows, always_ptr, slot, index, QUERIES: tl.constexpr):
-    """Return for each word the bits that are set in any row, or that `always` sets."""
+def _union(rows, QUERIES: tl.constexpr):
+    """Return for each word the bits that are set in any row."""
     union = rows[0]
     for r in tl.static_range(1, QUERIES):
         union |= rows[r]
-    if always_ptr is not None:
-        union |= window_words(index, tl.load(always_ptr + 2 * slot), tl.load(always_ptr + 2 * slot + 1))
     return union
 
 
 @triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _count_kernel(
-    words_ptr, always_ptr, counts_ptr, first_diagonal, num_rows, num_words,
+    words_ptr, counts_ptr, first_diagonal, num_rows, num_words,
     QUERIES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     piece, tile = tl.program_id(0), tl.program_id(1)
@@ -186,13 +174,12 @@ def _count_kernel(
         return
     index = piece * WORDS + tl.arange(0, WORDS)
     rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
-    tl.store(count_ptr, tl.sum(count_bits(_union(rows, always_ptr, slot, index, QUERIES), False)))
+    tl.store(count_ptr, tl.sum(count_bits(_union(rows, QUERIES), False)))
 
 
 @triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _fill_kernel(
     words_ptr,
-    always_ptr,
     starts_ptr,
     keys_ptr,
     members_ptr,
@@ -210,7 +197,7 @@ def _fill_kernel(
     rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
     columns = _turn(rows, QUERIES)
     slot = batch * tl.num_programs(1) + tile
-    union = _union(rows, always_ptr, slot, index, QUERIES)
+    union = _union(rows, QUERIES)
     sizes = count_bits(union, False)
     place = tl.cumsum(sizes, axis=0) - sizes
     start = tl.load(starts_ptr + slot * tl.num_programs(0) + piece)

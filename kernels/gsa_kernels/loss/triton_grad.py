@@ -37,9 +37,8 @@ def merge_segments(
     stride,
     offsets,
     BM: tl.constexpr,
-    TARGET: tl.constexpr = True,
 ):
-    """Merge all segments of a row: log2-sum-exp2 of the scores and, with TARGET, the sum of the target."""
+    """Merge all segments of a row: log2-sum-exp2 of the scores, and the sum of the target."""
     maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
     exp_sum = tl.zeros([BM], tl.float32)
     target_sum = tl.zeros([BM], tl.float32)
@@ -49,8 +48,7 @@ def merge_segments(
         new_maximum = tl.maximum(maximum, part_maximum)
         exp_sum = exp_sum * tl.exp2(maximum - new_maximum)
         exp_sum += tl.load(part + plane) * tl.exp2(part_maximum - new_maximum)
-        if TARGET:
-            target_sum += tl.load(part + 2 * plane)
+        target_sum += tl.load(part + 2 * plane)
         maximum = new_maximum
     return maximum + tl.log2(exp_sum), target_sum
 
