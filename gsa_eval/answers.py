@@ -23,8 +23,8 @@ def answer_prompts(
     """Returns the text of each continuation, without the token that ends it.
 
     Args:
-        prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.
-        batch_size: sequences at once. None: on a GPU the number that `BATCH_TOKENS` has room for, on a CPU one.
+        prompts: token ids of each prompt, at least one. Shorter prompts of a batch are padded at the start.
+        batch_size: prompts per batch; None: on a GPU the number that fits into `BATCH_TOKENS`, on a CPU 1.
     """
     longest = max(map(len, prompts)) + max_new_tokens
     most = batch_size or (max(1, BATCH_TOKENS // longest) if generator.device.type == "cuda" else 1)

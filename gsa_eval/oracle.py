@@ -1,9 +1,9 @@
 """Measure retrieval of a model whose attention reads only the keys that a perfect indexer selects.
 
-The selection uses the model's own attention probabilities. Its retrieval is the upper bound for a learned indexer of
-the same form. The form is the number of queries that share a selection, and the number of keys that are selected
-together. Letters in shapes: H query heads, Hkv key-value heads, G heads that share a selection, D head size, L tokens,
-C queries of a chunk.
+The model's own attention probabilities select the keys. The measured retrieval is the upper bound for a learned
+indexer with the same `Form`. The form says how many neighbouring queries share a selection, and how many
+neighbouring keys are selected together. Letters in shapes: H query heads, Hkv key-value heads, G heads that
+share a selection, D head size, L tokens, C queries of a chunk.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _probabilities(
 
 
 def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) -> torch.Tensor:
-    """Returns the selection, bool [Hkv or 1, C, L], for probabilities [Hkv, G, C, L] of the queries at `rows`. `rows`
-    begin at a multiple of `form.queries`. If a query sees only a part of a group of keys, that part is selected."""
+    """Returns the selection, bool [Hkv or 1, C, L], from attention probabilities [Hkv, G, C, L] of the queries
+    at `rows`, which begin at a multiple of `form.queries`. No query gets keys after its own position."""
     length = probs.shape[-1]
     scores = probs.mean(1) if form.per_kv_head else probs.mean((0, 1))[None]
     leaders = scores[:, :: form.queries]

@@ -105,8 +105,8 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert needles at `places` from 0 to 1, in an essay after the sentence at that place. Also returns the number of
-    units before each needle."""
+    """Insert needles at `places`, fractions of the text. With `at_sentences` a needle splits no sentence. Also
+    returns the number of units (pieces of text) before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
     for needle, share in zip(needles, places, strict=True):
@@ -163,8 +163,9 @@ SHORT_TOKENS = 4096
 
 
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make a numbered list with ten common words and `size` others, after an example with its answer. Frequencies, and
-    the 10 or 30 other words of the example, follow RULER's `common_words_extraction.py`."""
+    """Make an example list with its answer, then a list to answer. Each has ten common words. The example has
+    10 or 30 others, and the list has `size`. Numbers and frequencies follow RULER's
+    `common_words_extraction.py`."""
     if setting.length_tokens < SHORT_TOKENS:
         example_others, example_times, times = 10, Frequencies(3, 1), Frequencies(6, 1)
     else:
@@ -196,8 +197,8 @@ MOST_FREQUENT = 100
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make coded words whose frequency falls with the square of their rank. Dots have the first rank. As in RULER's
-    `freq_words_extraction.py`, the number of codes is a 50th of the length in tokens, rounded down."""
+    """Make a text of coded words with frequencies proportional to 1 / rank^2. Dots have rank 1. As in RULER's
+    `freq_words_extraction.py`, a text of n tokens has n // 50 different words, dots included."""
     codes: list[str] = []
     while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)
@@ -269,9 +270,9 @@ essays alternate between prose and code, plus the tokens of a long word."""
 def fill(
     make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
 ) -> tuple[int, Sample]:
-    """Returns the largest number of units, within 1%, for a prompt of at most `room_tokens`, and the sample of that
-    size. Prompts far from the limit are judged by extrapolation from two tokenized prompts, because tokenizing is
-    slow."""
+    """Returns the largest number of units (such as list items), within 1%, for a prompt of at most
+    `room_tokens`, and the sample of that size. Tokenizing is slow, so lengths far from the limit are
+    extrapolated from tokenized prompts."""
     made: dict[int, Sample] = {}
     without_words: dict[int, TooFewWords] = {}
 

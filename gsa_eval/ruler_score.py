@@ -86,8 +86,8 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
-    Other processes make samples while the model answers earlier ones. Fitting a prompt into its length by tokenization
-    takes longer than its answer on a GPU, and holds the interpreter's lock.
+    Other processes make samples while the model answers earlier ones. Tokenizing a prompt until it fits the
+    length takes longer than its answer on a GPU, and holds the interpreter's lock.
 
     Raises:
         ValueError: as in `score_ruler`.

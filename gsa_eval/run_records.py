@@ -68,8 +68,8 @@ def _said(record: Record, ending: str) -> Event:
 
 
 def _is_own(path: Path, folder: Path) -> bool:
-    """Whether a path lies in this folder, which may itself be a link. The target of another link may be any file of
-    the user, so the path is skipped with a warning."""
+    """Returns whether a path lies in this folder after all links are resolved. A link that leads out of the
+    folder may point to any file of the user. It is left out with a warning."""
     own = path.resolve().is_relative_to(folder.resolve())
     if not own:
         logger.warning("%s is a link that leads out of %s; left out", path, folder)

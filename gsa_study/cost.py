@@ -35,9 +35,9 @@ def arm_costs(values: Sequence[RunMetrics], device: str, mfu: float | None) -> l
     """Return the costs in the order of the study.
 
     Args:
-        device: of `gsa_train.model.flops.DEVICES`.
-        mfu: share of the device's peak rate; None takes what the arm's own runs have measured, or else what was
-            measured on such a device.
+        device: a name in `gsa_train.model.flops.DEVICES`.
+        mfu: share of the device's peak rate; None: the share measured in the arm's own runs, or else on such a
+            device.
     """
     costs = []
     for arm in dict.fromkeys(each.run.arm for each in values):

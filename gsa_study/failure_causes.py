@@ -19,8 +19,8 @@ def reason_in(printed: str, crashed: bool) -> str:
     """Return the error of the last Python traceback, or else the last line with text that is not a warning, or "".
 
     Args:
-        crashed: an uncaught error may have ended the job. Otherwise its last line says why, and an earlier traceback
-            is from an error that the job survived.
+        crashed: whether an uncaught error may have ended the job. If not, tracebacks are ignored, because the
+            job survived their errors.
     """
     lines = printed.splitlines()
     found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")
@@ -37,8 +37,8 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """Return the first line after the frames, which are indented. Each line may begin with the rank's name, as in
-    torch (`[rank0]: `). Lines of other ranks may come in between."""
+    """Return the first line after the traceback's frames. Frames are indented. Under torch each line may begin
+    with its rank (`[rank0]: `), and lines of other ranks may come in between."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

@@ -50,9 +50,9 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has. Without such a
-    metric the figure is empty. If the losses of half the arms are recorded, they follow to the right, by tokens and by
-    training time."""
+    """Draw a row per arm with a dot per run, for the study's first metric that any finished run has. Without
+    such a metric the figure is empty. If half of the arms have recorded losses, two plots to the right show
+    them by tokens and by training time."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
     with_losses = sum(any(run.losses for run in row.runs) for row in rows)
@@ -112,9 +112,9 @@ def shown_range(
 ) -> tuple[float, float] | None:
     """Returns bounds of a linear y axis that ignore the first steps and outliers, or None for the range of all values.
 
-    The bounds cover the values after the first tenth of the x axis, except outliers. The spread is the
-    distance from the 2nd to the 98th percentile. An outlier lies more than half the spread below the 2nd or
-    above the 98th percentile.
+    The bounds cover the values after the first tenth of the x axis, except outliers. With q2 and q98, the 2nd
+    and the 98th percentile of these values, an outlier is below q2 - (q98 - q2) / 2 or above
+    q98 + (q98 - q2) / 2.
 
     Args:
         lines: x and y of each.

@@ -43,7 +43,7 @@ def count_gpus() -> int | None:
 
 
 def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
-    """Raise StudyError if a GPU is missing, because its jobs would run on CPUs, or if a run needs more GPUs than
+    """Raise StudyError if a GPU is missing (its jobs would run on CPUs), or if a run needs more GPUs than
     exist. `gpus=None` means CPUs, where ranks share the cores."""
     there = count_gpus() if gpus else None
     for name in gpus or ():

@@ -81,9 +81,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
-    A run is left out if its records are cut off, or if it began with another config than the study now has. A recorded
-    run without a local folder has only its recorded values. With such a run, all runs are compared at the recorded
-    point, where a new run that ended earlier has no value.
+    A run is left out if its records are cut off, or if it began with another config than the study now has. A
+    recorded run without a local folder keeps its recorded values. With such a run, all runs are compared at the
+    recorded tokens and time, where a new run that ended earlier has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.
@@ -122,8 +122,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list[str]]:
-    """Return the usable runs, and a line for each run left out. A usable run has records up to its last step, and began
-    with the config that the study now has. Only the paths of texts may differ."""
+    """Return the usable runs, and a line for each other run. A usable run has records up to its last step. It
+    began with the study's present config, in which only the paths of texts may differ."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:

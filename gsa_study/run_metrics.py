@@ -129,8 +129,8 @@ def flat(record: Record) -> Record:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """Returns (step, tokens) between which tokens grow linearly, or an empty list if unknown. The steps are the first,
-    the last, and each step from which the tokens per step change."""
+    """Return points (step, tokens) between which tokens grow linearly, or an empty list if unknown. The points
+    are at the first step, the last step, and each step from which the tokens per step change."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }
@@ -159,9 +159,9 @@ def number_of(value: Any) -> float | None:
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return (step, seconds of training so far) at the start of the run and at the end of each phase. Between these
-    points time grows linearly, because each step counts the median `step_seconds` of its phase. Compilation, a busy
-    machine, validation, saves and restarts are therefore excluded."""
+    """Return (step, seconds of training so far) at the start of the run and at the end of each phase. Between
+    these points time grows linearly, because each step counts with the median `step_seconds` of its phase. This
+    excludes compilation, a busy machine, validation, saves and restarts."""
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []
@@ -176,8 +176,8 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def interpolate(points: Points, x: float) -> float | None:
-    """Return y at x, on the straight line between the neighbours, or None outside of the points. If several points
-    have one x, such as a step and the validation after it, the last counts."""
+    """Return y at x by linear interpolation between the neighbouring points, or None outside of the points. If
+    several points have the same x, such as a step and its validation, the last one counts."""
     known = dict(points)
     if x in known:
         return known[x]

@@ -67,8 +67,9 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start the jobs that can start now. Return True if the next job must wait because a process still writes the
-        job's run folder. This happens after a study was killed, because its runs save before they end."""
+        """Start the jobs that can start now. Return True if the next job must wait because a process still
+        writes the job's run folder. This happens after a study was killed, because its runs save a checkpoint
+        before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self._due, [each.job for each in self._running], free)

@@ -34,9 +34,9 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """Compute the spread of one arm's values minus another arm's values, seed by seed, over the seeds that both have.
-    Arms of one seed read the same text, and begin with the same weights as far as their shapes agree. The effect of a
-    seed on both arms cancels in their difference."""
+    """Compute the spread of one arm's values minus another arm's values, seed by seed, over the seeds that both
+    have. Runs with the same seed read the same text. Their initial weights are equal where the shapes agree.
+    The effect of a seed on both arms cancels in the difference."""
     return spread_of(
         value - beside
         for seed, value in one.items()

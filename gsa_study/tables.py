@@ -114,8 +114,8 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """Return a row per arm: the study's first metric minus its value for the first arm and the same seed. Arms that
-    share fewer than two seeds with the first arm are left out."""
+    """Return a row for each arm after the first: the mean difference of the study's first metric from the first
+    arm, seed by seed. Arms that share fewer than two seeds with the first arm are left out."""
     if not results.columns:
         return []
     first, column = results.arms[0], results.columns[0]
@@ -202,8 +202,8 @@ FORMULA = tuple("=+-@\t\r")
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Write CSV. Text that a spreadsheet would compute, such as a device's name from a run folder, gets an apostrophe
-    in front, which spreadsheets do not show."""
+    """Write CSV. Text that a spreadsheet would take for a formula, such as a device's name from a run folder,
+    gets an apostrophe in front, which spreadsheets do not show."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()

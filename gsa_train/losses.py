@@ -124,7 +124,7 @@ def indexer_kl_grad_scale(
     Args:
         kl_coeff: lambda of eq. 15.
         num_indexers: layers of the whole model that have an indexer.
-        rows_per_step: 0-d, at least 1: queries of the global batch that count.
+        rows_per_step: number of the global batch's queries in the mean KL, 0-d, at least 1.
         data_parallel_size: ranks over which gradients are averaged, data x context.
     """
     return (kl_coeff * data_parallel_size / num_indexers) / rows_per_step.float()

@@ -33,17 +33,18 @@ def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
 
 
 def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
-    """Return the phase's learning rate at one of its steps, counted from 0. Groups may multiply this rate. The rate
-    rises linearly from 0 to `lr` over `warmup_steps`, then follows the phase's schedule up to the last step. A phase
-    of one step uses `lr`."""
+    """Return the phase's learning rate at one of its steps, counted from 0. Parameter groups may multiply this
+    rate. The rate rises linearly from 0 to `lr` over `warmup_steps`, then follows the phase's schedule up to
+    the last step. A phase of one step uses `lr`."""
     if phase_step + 1 <= phase.warmup_steps:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
     return chosen(SCHEDULES, "phases.decay", phase.decay)(phase_step, phase)
 
 
 def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
-    """Return the phase and its step for `learning_rate`, both in batches of `train.global_batch_size` sequences, so
-    that schedules follow the tokens. Without a ramp these are the phase and its step, counted from 0.
+    """Return phase and step for `learning_rate`, counted in batches of `train.global_batch_size` sequences.
+    During a batch ramp, schedules thus follow the tokens. Without a ramp the step counts from the phase's
+    start.
 
     Args:
         step: number of earlier steps of the run.

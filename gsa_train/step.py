@@ -81,8 +81,8 @@ def train_step(
     """Run one optimizer step: forward and backward over all micro-batches, gradient reduction and clipping, and
     updates.
 
-    The step updates weights, variance averages and router loads. A step that the detector rejects, or whose loss or
-    gradient is not finite, leaves model and optimizer unchanged.
+    The step updates weights, variance averages and router loads. If the spike detector rejects a step, or its
+    loss or gradient is not finite, model and optimizer stay unchanged.
 
     On a GPU the host waits for the device in three cases only:
     - the first step that measures;
@@ -90,7 +90,7 @@ def train_step(
     - experts that are sharded or have a capacity, because their all-to-all needs token counts.
 
     Args:
-        step: number of earlier steps of the run, which seeds the sampled queries.
+        step: number of earlier steps of the run, which seeds the choice of queries for the indexer loss.
         saves: the weights after this step will be saved.
         measures: record attention statistics, because this step is logged.
     """
@@ -236,8 +236,8 @@ def owners_losses(
     all-reduce gives the totals.
 
     Args:
-        batches: micro-batches of one shape, each with the owner of every label: int64 [B, L] from 0 to count - 1, or
-            negative for no owner.
+        batches: micro-batches of one shape, each with the owners of its labels: int64 [B, L], from 0 to
+            count - 1; a negative number is no owner.
     """
     micro_batch_size, seq_len_tokens = batches[0][0].tokens.shape
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
@@ -310,9 +310,9 @@ def _run_graph(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
-    """Replay the CUDA graph for each micro-batch, then reduce the gradients. The schedule without pipelining does the
-    same. With `parallel.overlap_grad_reduce` the last micro-batch runs without the graph, because its backward pass
-    starts the reductions."""
+    """Replay the CUDA graph for each micro-batch, then reduce the gradients, as the schedule without pipelining
+    does. With `parallel.overlap_grad_reduce` the last micro-batch runs without the graph, because its backward
+    pass starts the reductions."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)

@@ -69,8 +69,8 @@ def export_hf(
         dtype: dtype of the weights; None: unchanged.
 
     Raises:
-        ValueError: `out` exists, the checkpoint is damaged or does not fit its config, the model has features that
-            `gsa_hf` lacks, or the tokenizer is missing, differs, or has no counterpart.
+        ValueError: `out` exists, the checkpoint is damaged or does not fit its config, the model has features
+            that `gsa_hf` lacks, or the tokenizer is missing, is not the run's, or cannot be converted.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
@@ -191,8 +191,8 @@ def _plan(
 
 
 def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
-    """Write the generation config as it was imported, except the tokens that end a text. transformers' own class is
-    not used, because it refuses sampling settings that its older versions wrote."""
+    """Write the sampling settings of the imported model, and the ids of the tokens that end a text.
+    transformers' own class is not used, because it refuses sampling settings that its older versions wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
     pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:

@@ -123,8 +123,8 @@ def from_hf_config(found: GSAConfig) -> Config:
 
 
 def _moe_section(found: GSAConfig) -> MoEConfig:
-    """Returns the section `moe`. The model does not say how its routers were balanced. Routers without biases
-    therefore get our default, the loss of the global batch."""
+    """Returns the config section `moe`. The model does not say how training balanced its experts. Routers
+    without biases therefore get our default, a balance loss over the global batch."""
     if found.num_experts == 0:
         return MoEConfig()
     layers = found.num_hidden_layers

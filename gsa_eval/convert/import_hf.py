@@ -40,8 +40,8 @@ def import_hf(
         seq_len_tokens: sequence length of later training; None: the longest that the model supports.
 
     Raises:
-        ValueError: a GSA model cannot represent a field; a shard is missing, damaged or differs from the index; the
-            tokenizer is missing or larger than the embedding.
+        ValueError: a field of the model has no counterpart in a GSA model; a shard is missing, damaged or
+            differs from the index; the tokenizer is missing or larger than the embedding.
     """
     found = read_hf_config(folder, (*ARCHITECTURES, GSAConfig.model_type))
     if found.model_type == GSAConfig.model_type:

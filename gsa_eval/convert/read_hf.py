@@ -36,8 +36,8 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         known: known architectures, by `model_type`.
 
     Raises:
-        ValueError: the config is missing, damaged, of an unknown architecture, or names weights that are not read
-            here; or a file of the folder must not be read.
+        ValueError: the config is missing, damaged, of an unknown architecture, or names weights of another
+            format; or a file of the folder is unsafe to read, such as a pipe.
     """
     check_files(folder)
     path = folder / "config.json"

@@ -31,12 +31,12 @@ def read_source(
 
     Args:
         run_dir, step, checkpoint: arguments of `find_source`.
-        read: called with the checkpoint and its run's folder, perhaps several times; raises OSError or ValueError if
+        read: called with the checkpoint and its run's folder, once per attempt; raises OSError or ValueError if
             something is missing or damaged.
 
     Raises:
-        ValueError: the checkpoint does not exist, the one named by step or path was deleted, or the newest one was
-            deleted `TRIES` times.
+        ValueError: the checkpoint does not exist; one named by step or path was deleted during the read; or
+            this happened to the newest one `TRIES` times.
         ValueError, OSError: raised by `read` while the checkpoint still exists.
     """
     for _ in range(TRIES):

@@ -102,9 +102,9 @@ def write_tokenizer(
 
     Args:
         max_length: tokens of a training sequence.
-        companions: the template of the training conversations, and the special tokens.
-        was_trained: whether the model was trained here, where no token is added to a text. The tokenizer of an imported
-            model may add tokens.
+        companions: the chat template and the special tokens.
+        was_trained: whether the model was trained here. The tokenizer then adds no token to a text, as in
+            training. The tokenizer of an imported model may add tokens.
 
     Raises:
         ValueError: AutoTokenizer gives other ids for some text.

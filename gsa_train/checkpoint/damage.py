@@ -41,9 +41,9 @@ def find_damage(
     detect.
 
     Args:
-        checksums: read the files; otherwise only check that all exist with their sizes.
+        checksums: read the files and compare their checksums; otherwise only compare sizes.
         run_id: ID of the run that the checkpoint must belong to; "" for any.
-        tensors_later: leave the checksums of files with tensors to the load (`tensor_files`).
+        tensors_later: leave the checksums of files with tensors (`tensor_files`) to the load.
     """
     manifest: Manifest | None = None
     shared: list[Any] = [None, {}]

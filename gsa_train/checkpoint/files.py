@@ -227,8 +227,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the last file of a checkpoint, and sync the file and the folder to disk.
 
     Raises:
-        OSError: the file cannot be written; or a listed file does not have the size that was written, as when the
-            ranks do not share one file system.
+        OSError: the file cannot be written; or a listed file does not have the size that its rank wrote, for
+            example because the ranks do not share one file system.
     """
     for name, record in manifest.files.items():
         size = (folder / name).stat().st_size

@@ -23,8 +23,8 @@ MOST_NAMED = 3
 
 @torch.no_grad()
 def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> str | None:
-    """Returns one text, equal on all ranks, that names the tensors with NaN or infinite values by rank, or None. Each
-    rank checks all tensors that it holds. Collective. Call it with whole weights (`PhaseOptimizer.whole_weights`)."""
+    """Returns a line, equal on all ranks, that names each rank's tensors with NaN or infinite values, or None.
+    Each rank checks all tensors that it holds. Collective. Call it inside `PhaseOptimizer.whole_weights`."""
     held = [tensor for _, tensor in _weights(model)]
     held += [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     finite = _all_finite(held).to(parallel.device, torch.int32)

@@ -32,8 +32,8 @@ class HostMemory:
         self._is_awaited = Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Begin to pin memory for tensors of about these sizes in bytes, block by block with pauses. `pinned_like` ends
-        the pauses and waits for the rest."""
+        """Begin to pin memory for tensors of about these sizes in bytes. A thread pins block by block, with
+        pauses. `pinned_like` ends the pauses and waits for the rest."""
         self._end_reserving()
         self._is_awaited.clear()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -121,8 +121,8 @@ def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, 
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns sizes of a few blocks, and (block, offset) for each size, in bytes. torch rounds pinned memory up to a
-    power of two. Blocks therefore have the power of two that wastes least."""
+    """Returns the sizes of a few pinned blocks, and (block, offset) of each tensor, in bytes. torch rounds
+    pinned memory up to a power of two. All blocks have the same power of two, the one that wastes least."""
     if not sizes:
         return [], []
     rounded = [_rounded(size) for size in sizes]

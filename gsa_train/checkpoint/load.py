@@ -119,9 +119,10 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the next phase, whose optimizer starts with fresh moments and loads only
-            the fp32 weights that both phases train. True within a phase, also if parallel.distributed_optimizer,
-            parallel.strategy, train.precision or the phase's learning-rate multipliers have changed.
+        with_optimizer: True within a phase: load the whole optimizer. parallel.distributed_optimizer,
+            parallel.strategy, train.precision and the phase's learning-rate multipliers may have changed. False
+            at the start of the next phase: load only the fp32 weights that both phases train. Moments start
+            fresh.
         unchecked: files with tensors to check while they are read; None if they were checked.
 
     Raises:

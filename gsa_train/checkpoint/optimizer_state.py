@@ -4,8 +4,9 @@ Each rank writes and reads its own shards in place (`StatePart`), without more m
 all shards in the host memory of every data-parallel rank (`fully_reshardable`). Its other formats do not load into
 other tensor or pipeline sizes.
 
-megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). A shard here is a range
-of the flattened matrix. It consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
+megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). A shard of the
+optimizer is a range of the flattened matrix, which has up to three boxes: the end of a row, whole rows, the
+beginning of a row.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 
 @contextmanager
 def noting(log: ReadLog | None) -> Iterator[None]:
-    """Record in `log` what `ParallelReader` reads inside this context. With a log, a failed read is recorded as a
-    fault instead of raised. The ranks agree on faults later, so that no rank waits for a rank that has raised an
-    error."""
+    """Inside this context, record in `log` what `ParallelReader` reads. With a log, a failed read is recorded
+    as a fault and raises no error. The ranks exchange their faults later. No rank then waits for a rank that
+    has raised an error."""
     token = _LOG.set(log)
     try:
         yield

@@ -162,9 +162,9 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start a save of the current state. Returns the saves that have ended by then.
 
-        The call first waits for the save in progress. Without `checkpoint.async_save` it also waits for the new save.
-        No save starts after the last permitted try has failed, because `check` then stops the run. If the state of
-        some rank is not finite, the list ends with a failed save.
+        The call first waits for the save in progress. Without `checkpoint.async_save` it also waits for the new
+        save. After the last permitted try has failed, no save starts, because `check` then stops the run. If
+        some rank's state has NaN or infinite values, the list ends with a failed save.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -268,8 +268,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies that are still being filled, or by filled copies if `waits`.
-        Returns the cause if there is no memory for the copies."""
+        """Replace the tensors of the plan by copies in host memory, filled before the return if `waits`, else
+        later. Returns an error text if there is no memory for the copies."""
         try:
             save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
             if waits:
@@ -289,8 +289,8 @@ class CheckpointSaver:
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Write and publish. Collective over the ranks' threads. Every error goes into one of the two collectives,
-        because the other ranks would otherwise wait for this rank."""
+        """Write and publish the checkpoint. Collective over the ranks' threads. An error is not raised but sent
+        through one of the two collectives, because the other ranks would otherwise wait for this rank."""
         gathered: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
         ranks: list[Written] = gathered

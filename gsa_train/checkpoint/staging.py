@@ -35,8 +35,8 @@ class Copies:
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """Let the update run only after the copies of this save. Work that is queued later on the device waits there.
-        This thread waits only for copies from host memory. Only `wait` reports failed copies."""
+        """Make the update wait for the copies of this save. On the device, all work that is queued later waits.
+        This thread waits only for copies of tensors in host memory. Only `wait` reports failed copies."""
         if not self._sources:
             return
         if self._filled is not None:

@@ -41,7 +41,7 @@ def write_share(writer: Any, buckets: Sequence[Bucket], others: Mapping[Path, by
 
     Args:
         writer: megatron-core's writer of the format.
-        buckets: its plan of this rank's data files, with the tensors to write.
+        buckets: this rank's data files in megatron-core's plan, with the tensors to write.
         others: content of further files, by path.
     """
     tasks: list[Future[tuple[list[Any], str, FileRecord]]] = []

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _stages(train: TrainConfig) -> Iterator[tuple[int, int, int]]:
-    """Yield the first step, the sequences before it, and the sequences per step of each stage. A stage ends with the
-    step that reaches its `until_tokens`."""
+    """Yield for each stage its first step, the sequences before this step, and the sequences per step. A stage
+    ends with the step that reaches its `until_tokens`."""
     step = sequences = 0
     for stage in train.batch_ramp:
         yield step, sequences, stage.global_batch_size

@@ -35,8 +35,8 @@ def check_files(config: Config) -> list[str]:
 
 
 def check_data(data: DataConfig) -> list[str]:
-    """Return a problem for each needed local file that is missing, or whose file system does not answer within the
-    read limit. The reader checks addresses with `://`."""
+    """Return a problem for each needed local file that is missing, or whose file system does not answer within
+    the read limit. Addresses with `://` are checked by their reader."""
     questions = [
         _Question(field, folder, partial(_folder_problems, field, folder))
         for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()

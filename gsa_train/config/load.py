@@ -332,8 +332,8 @@ PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 def _build_dict(
     value_hint: Any, value: object, problems: Problems, field: str, any_names: bool
 ) -> dict[str, Any]:
-    """Build values of one type under names of the user's choice. An entry with a mistake is left out. Names must match
-    PLAIN_NAME, unless the field's metadata allow any name."""
+    """Build a dict from names that the user chose to values of one type. An entry with a mistake is left out.
+    Names must match PLAIN_NAME, unless `any_names`."""
     if value is None:
         problems.add(field, value, "no value", f"write {field}={{}} for none, or {field}.NAME=VALUE for each")
         return {}

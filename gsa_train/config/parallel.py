@@ -71,9 +71,9 @@ class ParallelConfig:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Return the layers of each model chunk, in model order, or an empty list if sizes do not fit (see
-    `check_layout`). Chunk i is on stage i % pipeline, as the (i // pipeline)-th of its virtual_pipeline chunks
-    (interleaved 1F1B)."""
+    """Return the number of layers of each model chunk, in model order, or an empty list if sizes do not fit
+    (see `check_layout`). In interleaved 1F1B, chunk i is on stage i % pipeline, as this stage's chunk
+    i // pipeline."""
     parallel, layers = config.parallel, config.model.num_layers
     chunks = parallel.pipeline * parallel.virtual_pipeline
     if min(layers, parallel.pipeline, parallel.virtual_pipeline) < 1:

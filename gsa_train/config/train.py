@@ -216,9 +216,9 @@ def _of_attention(config: Config) -> list[Reason]:
 
 
 def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons against a CUDA graph that come from experts, whose token counts differ between passes. The
-    counts stay on the device only in torch's grouped products in bf16 (on Hopper and later), on one rank, without a
-    capacity."""
+    """Return the reasons why experts rule out a CUDA graph. Token counts of experts differ between passes, and
+    must stay on the device. They do so only in torch's grouped products in bf16 (on Hopper and later), on one
+    rank, without a capacity."""
     moe, reasons = config.moe, []
     if moe.experts == 0:
         return []

@@ -68,15 +68,15 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Returns the number of queries that select among at least two keys: fp32, 0-d, on the device. Other queries
-    (first tokens of documents, filler) have no choice, and count in no mean of the indexer."""
+    """Returns the number of queries with at least two causal keys: fp32, 0-d, on the device. Other queries
+    (first tokens of documents, filler) have nothing to choose, and no mean of the indexer counts them."""
     return torch.stack([(batch.causal_keys() >= 2).sum() for batch in micro_batches]).sum().float()
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank. Each FILLER
-    becomes an EOS and a separate document without loss, which no other query sees. Tokens marked UNSCORED get no
-    loss. A marked EOS, as inside a conversation, does not end the document."""
+    """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank. Each
+    FILLER (padding) becomes an EOS in a document of its own, without loss. No other query sees it. Tokens
+    marked UNSCORED get no loss. A marked EOS, as inside a conversation, does not end the document."""
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
     ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS only where a document ends
@@ -125,8 +125,8 @@ class TrainBatches:
 
     Args:
         state: result of `state()`, to continue from that position; None starts at the beginning.
-        accept_new_data: if `state` belongs to other text or another order, start at the beginning of the config's text
-            and continue the state's counters. Otherwise such a state is refused.
+        accept_new_data: what to do if `state` belongs to other text or another order. True: start at the
+            beginning of the config's text and continue the state's counters. False: refuse the state.
 
     Raises, on every rank alike:
         StateMismatch: `state` does not fit the config's data.
@@ -161,8 +161,8 @@ class TrainBatches:
         check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
-        """Returns the text, on the main rank and on ranks that read it, and the names of files that differ from
-        `state`. One rank reads the files for all. Collective."""
+        """Returns the text (None on ranks that do not need it), and the names of files that differ from
+        `state`. The main rank compares the files for all. Collective."""
         corpus: Corpus | DataFault | None = None
         shared: list[Any] = ["", {}]
         try:
@@ -371,8 +371,8 @@ def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, s
 def gather_outcomes(
     outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
 ) -> dict[int, Mapping[str, Any]]:
-    """Returns a dict from each rank that looked to what this rank found. Collective. Raises the first error on every
-    rank, so that no rank waits for a rank that has failed."""
+    """Gather each rank's outcome: an error, a result or None. Returns a dict rank -> result. Collective. Raises
+    the first error on every rank, so that no rank waits for a rank that has failed."""
     outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
     dist.all_gather_object(outcomes, outcome)
     found: dict[int, Mapping[str, Any]] = {}
@@ -405,5 +405,5 @@ def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
     """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1]. Raises
-    StateMismatch after the last sequence if the run has read other sequences."""
+    StateMismatch after the last sequence if the run had read other sequences."""
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

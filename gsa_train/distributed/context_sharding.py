@@ -1,9 +1,9 @@
 """Decide which tokens of a sequence each context-parallel rank holds.
 
-With n ranks, the sequence is cut into c groups of n chunks. Rank r holds the r-th chunk of each group, or the r-th
-from the end if the group's number has an odd number of bits set. Two groups give the zig-zag of megatron-core (chunks
-r and 2 n - 1 - r), which gives all ranks the same work under a causal mask. With selected keys, the cost of a query
-grows over the first positions and then hardly changes. More groups balance this cost.
+With n ranks, the sequence is cut into c groups of n chunks. In each group rank r holds chunk r, or chunk
+n - 1 - r if the group's number has an odd number of bits set. Two groups give the zig-zag of megatron-core
+(chunks r and 2 n - 1 - r), which gives all ranks the same work under a causal mask. With selected keys, the
+cost of a query grows over the first positions and then hardly changes. More groups balance this cost.
 """
 
 from __future__ import annotations

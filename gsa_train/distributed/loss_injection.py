@@ -39,8 +39,8 @@ def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale
 def differentiate_indexer_loss(
     out: torch.Tensor, loss: torch.Tensor, grad_scale: Scale, base_has_graph: bool
 ) -> torch.Tensor:
-    """Return `out`, whose backward pass also differentiates a layer's summed KL. In the indexer warm-up the base model
-    has no graph, so the KL is differentiated at once.
+    """Return `out`, whose backward pass also differentiates the layer's indexer loss. In the indexer warm-up
+    the base model has no autograd graph. The loss is then differentiated at once.
 
     Args:
         out: the layer's attention.

@@ -27,7 +27,7 @@ class RendezvousError(RuntimeError):
 @dataclass(frozen=True)
 class Parallel:
     """Describes this process's place in the layout. Ranks are ordered as in megatron-core: tensor fastest, then
-    context, data, pipeline. For experts, the ranks of a stage also have the order expert-tensor fastest, then expert,
+    context, data, pipeline. Experts order the ranks of a stage differently: expert-tensor fastest, then expert,
     then the expert's replicas."""
 
     rank: int

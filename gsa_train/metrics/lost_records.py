@@ -44,8 +44,8 @@ class Outage:
             self._lost += 1
 
     def end(self, record: Mapping[str, Any], waited: int) -> dict[str, Any] | None:
-        """Note that `record` and `waited` earlier records were written. If the file had failed, returns an event for
-        the other logs. An event with `lost_records` must also enter the file."""
+        """Note that the file has received `record` and `waited` earlier records. If the file had failed,
+        returns an event for the other logs. An event with `lost_records` must also be written to the file."""
         if not self._lasts and not self._lost:
             return None
         said = f"step {record['step']}: {self.name} is written again, with {waited} records that waited"

@@ -160,8 +160,8 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
 
 
 def tag_of(key: str) -> str:
-    """Returns the tag of a record's key. For a dict, returns the prefix of its entries' tags. Metrics without a panel
-    belong to section gsa."""
+    """Returns the tag of a record's key. If the key's value is a dict, returns the prefix of its entries' tags.
+    Metrics without a panel belong to section gsa."""
     if key == "lrs":
         return "lr"
     if key.startswith("validation_"):

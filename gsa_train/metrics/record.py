@@ -47,8 +47,8 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def read_and_reset(self) -> Interval:
-        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step. The
-        device work of the step's update then counts to the next interval."""
+        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step.
+        The device may still run the step's update. The next interval counts this work."""
         now = time.perf_counter()
         interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0
@@ -230,9 +230,9 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
 
-    The overall value is the mean over layers with a value, or for some metrics the maximum or minimum. NaN in a layer
-    makes it NaN. Names with a label (`name/label`) become a dict label -> overall value. Values of heads become a
-    list by layer of lists by head, and the spread over a layer's heads. Values of experts go to `expert_metrics`.
+    The overall value is the mean over the layers that have a value, or for some metrics the maximum or minimum.
+    It is NaN if a layer has NaN. Names `name/label` become a dict label -> overall value. Values of heads
+    become a list by layer of lists by head, and their spread per layer. `expert_metrics` takes experts' values.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []

@@ -109,8 +109,8 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
 def _read_lines(
     path: Path, fault_of: Callable[[Record], str] | None = None
 ) -> tuple[list[tuple[str, Record]], str]:
-    """Returns (line, object) for each intact line, and the first fault of other lines with the number of further
-    faults, or "". A last line that a kill or a full disk cut off is dropped."""
+    """Returns (line, record) for each intact line, and a text: the first fault of other lines with the number
+    of further faults, or "". A last line that a kill or a full disk cut off is dropped."""
     lines = [line for line in path.read_bytes().split(b"\n") if line]
     parsed: list[tuple[str, Record]] = []
     wrong: list[str] = []
@@ -152,8 +152,8 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    All ranks wait, so the file is read once, and written only if it changes. Lines stay as they are, so that floats
-    stay bit-equal. A file with damaged lines is kept as `*.damaged`.
+    All ranks wait, so the file is read once, and written only if it changes. Lines stay as they are, so that
+    floats stay bit-equal. If lines are damaged, `*.damaged` keeps a copy of the file.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

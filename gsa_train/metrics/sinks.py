@@ -40,9 +40,9 @@ def open_sinks(
 
     Args:
         phases: names, in their order.
-        resume_step: step of the loaded checkpoint. Records after it are dropped, because those steps run again. None:
-            the run starts at step 0, and the files of an earlier start move to `previous/<time>/`. A folder that is a
-            link or a mounted disk stays, and its content moves to `previous/<time>/` there.
+        resume_step: step of the loaded checkpoint. Records after it are dropped, because those steps run again.
+            None: the run starts at step 0, and the files of an earlier start move to `previous/<time>/`. If a
+            folder is a link or a mounted disk, only its content moves, to `previous/<time>/` inside the folder.
         keeps_later: dropped records move to `metrics_rewound.jsonl`.
         validates_again: also drop the validation at that step, because it runs again.
     """

@@ -1,7 +1,7 @@
 """Handle outages of W&B's server: how long a run waits, and what the run does then.
 
-Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. A start whose
-records have reached the server is marked as sent, so that `wandb sync` skips it.
+Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. The
+records of a start are marked as sent once the server has them, so that `wandb sync` skips them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
     """Start a W&B run in `mode`, or offline if the server does not answer.
 
     Args:
-        init: `wandb.init` with everything but the mode.
-        has_begun: whether the training run has begun. If so, it continues even if the server refuses the W&B run, as
-            with an expired key.
+        init: `wandb.init` with all arguments except the mode.
+        has_begun: whether the training run has begun. If so, training continues even if the server refuses the
+            W&B run, for example because a key has expired.
 
     Raises:
         wandb.Error: the server refuses a new run.
@@ -120,8 +120,8 @@ def finish(run: Run, exit_code: int) -> str | None:
 
 
 def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
-    """Whether `run.finish` returns in time. W&B does not always keep its own limit, because its service may not answer
-    if the server hangs. This function then ends the service, so no call waits for the service any more."""
+    """Returns whether `run.finish` ends in time. W&B may exceed its own limit, because its service may not
+    answer if the server hangs. This function then ends the service, so that no later call waits for it."""
     import wandb
 
     done: Future[None] = Future()
@@ -151,7 +151,7 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
 
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
     """Warn of earlier starts whose records W&B may lack, because a start was killed too soon or the server was
-    unreachable. `but` is the folder of the current start."""
+    unreachable. The folder `but`, of the current start, is left out."""
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     left.sort(key=_when_written)

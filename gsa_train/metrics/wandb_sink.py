@@ -1,7 +1,7 @@
 """Log to Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoint artifacts.
 
-No credential leaves this machine or enters the run folder. W&B reads its API key from the environment or netrc. If the
-config holds an address with a part before the @, that part is removed.
+No credential leaves this machine or enters the run folder. W&B reads its API key from the environment or netrc.
+If an address in the config has a user or password before an @, this part is removed.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class WandbSink:
             logger.error("W&B gets no artifact %s: %s", artifact.name, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the run. W&B's service is a separate process, and ends by the signal that asks training to
-        stop. Its death must not prevent the save. The next start opens the same W&B run again."""
+        """Call a method of the W&B run. The signal that asks training to stop also ends W&B's service, a
+        separate process. This must not prevent the save of a checkpoint. The next start opens the same W&B run
+        again."""
         import wandb
 
         if self._run is None:
@@ -166,10 +167,10 @@ def open_wandb(
     """Open the W&B run. Returns None if W&B is disabled. The run is offline if the server does not answer.
 
     Args:
-        run_id: the W&B run to continue; None: a new run. WANDB_RUN_ID is ignored, because every start by the same
-            shell would join its run.
+        run_id: the W&B run to continue; None: a new run. WANDB_RUN_ID is ignored, because all runs that one
+            shell starts would join the same W&B run.
         has_begun: the training run has begun, so a server's refusal must not end it.
-        copied_from: the W&B run of another run, whose checkpoint this run continues.
+        copied_from: the W&B run of the other run whose checkpoint this run continues.
 
     Raises:
         WandbRefused: for a new run: no key, a wrong key, no access to the project. For any run: a wrong setting.

@@ -124,7 +124,7 @@ class AttentionOverChunks:
         Call this outside recomputation. A second selection could differ from the selection of the forward pass.
 
         Args:
-            indexed: queries of this rank's tokens, keys of all tokens of the sequence.
+            indexed: the indexer's queries of this rank's tokens, and keys of all tokens.
             variance: holds V̄ for the budgets, and records the variances of these scores.
             document_ids: all tokens of the sequence.
         """

@@ -19,9 +19,9 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 class GateProjection(ColumnParallelLinear):
     """Runs first among several linear layers with the same input, and communicates for all of them.
 
-    This layer returns the gathered input for the other layers. Their summed input gradient arrives in one tensor, and
-    this layer adds its own gradient to that tensor. All layers together then need one all-gather and one reduction
-    over the tensor-parallel ranks.
+    This layer returns the gathered input for the other layers. In the backward pass it gets the sum of their
+    input gradients and adds its own. All layers together then need one all-gather and one reduction over the
+    tensor-parallel ranks.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +91,9 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds the logits of each gate on heads, or None for a gate that the model lacks. In the shapes, `...` is [L, B],
-    and n_kv counts this rank's key-value heads. x is d_k, or 1 if one gate serves all channels of a head. If all
-    heads share their gates, the dimensions n_kv and n_h / n_kv have size 1."""
+    """Holds the logits of each gate that acts on heads. A gate that the model lacks has None. In the shapes,
+    `...` is [L, B], and n_kv counts this rank's key-value heads. x is d_k, or 1 if one gate serves all channels
+    of a head. If all heads share their gates, the dimensions n_kv and n_h / n_kv have size 1."""
 
     value: torch.Tensor | None = None
     """G2 [..., n_kv, x]"""
@@ -108,9 +108,9 @@ class GateLogits(NamedTuple):
 def build_gate_projection(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> GateProjection | None:
-    """Build one matrix for all per-head gates, or return None without such gates. A key-value head has d_k rows for
-    the value gate, (n_h / n_kv) * d_k for the output gate, then rows of G3 and G4. Headwise gates have one row
-    instead of d_k. Each tensor-parallel rank holds its heads' gates."""
+    """Build one matrix for all per-head gates, or return None without such gates. For each key-value head it
+    has d_k rows for the value gate, (n_h / n_kv) * d_k for the output gate, then rows for G3 (keys) and G4
+    (queries). Headwise gates have one row instead of d_k. Each tensor-parallel rank holds its heads' gates."""
     if not has_gate_projection(config):
         return None
     projection = GateProjection(

@@ -59,8 +59,8 @@ class AttentionRuntime:
     def draw_rows(self, attention_pass: AttentionPass, layer: int) -> RowSample:
         """Sample the queries of this layer's next indexer loss.
 
-        Call this once per loss, in the order of the micro-batches, and never in the first run of a recomputed pass. All
-        tensor-parallel ranks draw the same sample, also after a resume.
+        Call this once per loss, in the order of the micro-batches. If a layer is recomputed, call it only in
+        the recomputation. All tensor-parallel ranks draw the same sample, also after a resume.
         """
         if attention_pass.row_fraction == 1:
             return RowSample()

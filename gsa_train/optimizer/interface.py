@@ -87,8 +87,9 @@ class PhaseOptimizer(ABC):
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient norm and the sum of the ranks' `loss_share`, equal on all ranks. Collective. The norm is
-        0-d fp32, after the reduction and before clipping, with each parameter once. The sum is 0-d fp64."""
+        """Return the gradient norm and the sum of the ranks' `loss_share`, equal on all ranks. Collective. The
+        norm is 0-d fp32, after the reduction and before clipping, and counts each parameter once. The sum is
+        0-d fp64."""
 
     @abstractmethod
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:

@@ -18,8 +18,9 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 @dataclass(frozen=True)
 class MainWeights:
-    """Holds the main weights of a completed phase on one rank: 4 bytes per parameter in the rank's optimizer shard. A
-    phase with `keep_optimizer` needs the rest of the state, too: 12 bytes with AdamW."""
+    """Holds the main weights (fp32) of a completed phase on one rank: 4 bytes per parameter in the rank's
+    optimizer shard. A phase with `keep_optimizer` also needs the rest of the state: 12 bytes in all with
+    AdamW."""
 
     trained: list[torch.nn.Parameter]
     """Trained parameters of this rank's model."""

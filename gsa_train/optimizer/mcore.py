@@ -47,10 +47,10 @@ Hook = Callable[..., None]
 class PhaseDataParallel(DistributedDataParallel):
     """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. A node lives as
-    long as any tensor whose graph contains the parameter. If a module holds such a tensor, as megatron-core's token
-    dispatchers do, Python cannot collect the reference cycle through autograd. The next phase's wrapper would then get
-    nodes with old hooks. Hooks here therefore hold a weak reference to the wrapper.
+    megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. A node
+    lives as long as any tensor whose graph contains the parameter. A module may hold such a tensor, as
+    megatron-core's token dispatchers do. Python then cannot collect the reference cycle through autograd, and
+    the next phase's wrapper gets nodes with old hooks. Hooks here therefore reference the wrapper weakly.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]
@@ -317,8 +317,8 @@ def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
 
 
 def _group_overrides(phase: PhaseConfig, kind: OptimizerKind) -> dict[ParamKey, ParamGroupOverride]:
-    """Return overrides of megatron-core's parameter groups: no weight decay on vectors, learning-rate multipliers, and
-    separate groups for matrices if the optimizer updates them as matrices."""
+    """Return overrides of megatron-core's parameter groups: vectors without weight decay, learning-rate
+    multipliers, and separate groups for matrices if the optimizer updates them as matrices."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):

@@ -5,11 +5,11 @@ graph contains all launches of a micro-batch and starts with one call. The graph
 every micro-batch. The replay runs the same kernels in the same order on the same addresses, so results are equal bit
 for bit.
 
-If a share of the queries enters the indexer loss (`gsa.indexer_loss_row_fraction`: 1 / n), each of the n draws has its
-own graph. The graphs share their memory, because they run one after the other.
+If only a share 1 / n of the queries enters the indexer loss (`gsa.indexer_loss_row_fraction`), each of the n
+choices (draws) has its own graph. The graphs share their memory, because they run one after the other.
 
-The addresses must stay valid. Weights, gradient buffers and moving averages are updated in place, and each micro-batch
-is copied in before its replay. Python code in a pass runs only once, during capture.
+The addresses must stay valid. Weights, gradient buffers and moving averages are updated in place. Each
+micro-batch is copied into fixed inputs before its replay. Python code in a pass runs only in the capture.
 """
 
 from __future__ import annotations

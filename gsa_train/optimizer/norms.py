@@ -52,9 +52,9 @@ def reduce_grad_norm(
 def clipped_step(
     optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
 ) -> None:
-    """Implement `PhaseOptimizer.clipped_step`. In megatron-core's version the host waits for each tensor's norm. Here
-    the host does not wait if the optimizer reads the gradients' scale and the flag to skip the update on the device, as
-    torch's fused optimizers do."""
+    """Implement `PhaseOptimizer.clipped_step`. In megatron-core's version the host waits for each tensor's
+    norm. torch's fused optimizers read the gradients' scale and the flag to skip the update on the device. With
+    such an optimizer the host does not wait here."""
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     inners = inner_optimizers(optimizer)
     # torch's GradScaler recognizes such optimizers by this attribute.

@@ -3,9 +3,9 @@
     m = the head's largest log-sum-exp of attention logits, over all queries of the step
     factor = min(1, train.qk_clip / m)
 
-Attention computes the log-sum-exp anyway. It exceeds a query's largest logit by at most ln(keys). As in Kimi K2,
-query and key weights of a head are multiplied by sqrt(factor). In grouped-query attention several heads share a key.
-Only the query weights of a head are then multiplied, by the whole factor, so no other head changes.
+Attention computes the log-sum-exp anyway. Over n keys it exceeds the query's largest logit by at most ln(n). As
+in Kimi K2, query and key weights of a head are multiplied by sqrt(factor). In grouped-query attention several
+heads share a key. Only the head's query weights are then multiplied, by factor, so no other head changes.
 """
 
 from __future__ import annotations

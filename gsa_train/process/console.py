@@ -1,7 +1,7 @@
 """Write the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
 
-The thread's writer replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written. Lines
-beyond the memory limit, or with a write error, are dropped. The next line reports how many were dropped.
+The thread's writer replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written.
+Lines that exceed the memory limit or meet a write error are dropped. The next line says how many.
 """
 
 from __future__ import annotations

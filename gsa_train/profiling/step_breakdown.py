@@ -51,9 +51,9 @@ class Breakdown:
 
 
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:
-    """Attribute each instant from `begin` to `end` once. An instant counts for the running compute kernel that began
-    first. If two began together, the kernel on the lower stream counts. Without a compute kernel the instant counts
-    for communication, then for a copy between host and device. Otherwise the device is idle."""
+    """Attribute each instant from `begin` to `end` once. If compute kernels run, the instant counts for the
+    kernel that began first, or for the one on the lower stream if two began together. Otherwise it counts for
+    communication, else for a copy between host and device, else as idle."""
     ordered = sorted(intervals, key=lambda each: (each.start, each.stream))
     edges = []
     for number, each in enumerate(ordered):

@@ -83,8 +83,8 @@ def traced_span(on_host: Iterable[Any], intervals: Iterable[Interval]) -> tuple[
 
 
 def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, str]:
-    """Returns a dict launch's id -> span. A launch outside all operations counts as a launch of the main thread. If
-    the main thread is in no span, the launch belongs to the span of any thread that began last around it."""
+    """Returns a dict launch's id -> span. A launch outside all operations belongs to the main thread's span at
+    that time. If there is none, it belongs to the span, of any thread, that began last and has not ended."""
     forward_parts = forward_parts_of(on_host)
     found: dict[int, str] = {}
     lost = []

@@ -1,7 +1,7 @@
 """Compute how long a rank may make no progress.
 
-The limit in a step is a multiple of the recent step times. Elsewhere it is `parallel.timeout_minutes`, because reads,
-compilation, validation, saves and logs may take long without a hang.
+During a step the limit is a multiple of the recent step times. At other times it is `parallel.timeout_minutes`,
+because reads, compilation, validation, saves and logs may take long.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Detect a hang, report the rank that caused it, and end all ranks.
 
-A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
-thread. Rank 0 reads the heartbeats, or the last rank if rank 0 is frozen. If no rank makes progress within the limit
-(hang_limit.py), the reader writes a report, and W&B sends an alert. Every rank that still runs writes its stacks.
-Then all ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start
-repeats the alert, because rank 0, which holds W&B, may have hung.
+A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the
+main thread. Rank 0 reads the heartbeats, or the last rank if rank 0 is frozen. If a rank makes no progress
+within the limit (hang_limit.py), the reader writes a report, and W&B sends an alert. Every rank that still runs
+writes its stacks. Then all ranks end with exit code 1, and torchrun or Slurm restarts them from the last
+checkpoint. The next start repeats the alert, because rank 0, which holds W&B, may have hung.
 
-At the end of a run, each rank uses only its own clock, because the exit of any rank may end the store. A rank that
+At the end of a run, the exit of any rank may end the store. Each rank then uses only its own clock. A rank that
 cannot leave its process group in time, for example because a peer died, ends with the run's exit code.
 """
 
@@ -92,8 +92,9 @@ def is_frozen(age: Age, timeout_seconds: float) -> bool:
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """Returns the limit for all ranks, which is the step limit if all ranks are in a step, else `longest_seconds`. If a
-    process whose activity is not SILENT sends no heartbeat within its step limit, that step limit applies."""
+    """Returns the limit for all ranks: the largest step limit if all ranks are in a step, else
+    `longest_seconds`. If a process sends no heartbeat within its step limit, that limit applies, except in
+    SILENT activities, which may block heartbeats."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -107,9 +108,9 @@ def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
-    """Returns a report with the ranks that hold up the run and the place of every rank, or None if there is no hang.
-    Once one rank exceeds the limit, all ranks are judged, because a rank may wait before another rank hangs. While a
-    heartbeat is late, returns None until the heartbeat arrives or its process counts as frozen."""
+    """Returns a report, or None if there is no hang. It names the ranks that hold up the run and every rank's
+    place. If one rank exceeds the limit, all ranks are compared, because this rank may only wait for another.
+    While a heartbeat is late, returns None until its process counts as frozen, for at most 1.5 limits."""
     longest = max(age.of_progress for age in ages)
     if longest < timeout_seconds:
         return None

@@ -101,8 +101,9 @@ class StopRequest:
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def watch(self) -> None:
-        """Start a thread that handles Ctrl-C. Before `listen`, Ctrl-C prints a line and ends this process at once.
-        Python runs signal handlers only when the main thread returns from torch, possibly after minutes."""
+        """Start a thread that handles Ctrl-C, because Python runs signal handlers only when the main thread
+        returns from torch, possibly after minutes. Before `listen`, Ctrl-C prints a line and ends this process
+        at once."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -119,8 +120,8 @@ class StopRequest:
     def listen(self) -> None:
         """Install handlers that only record stop signals. Forked children inherit them.
 
-        Signals that this process ignores since its start (nohup, a shell's background job) stay ignored. After `watch`,
-        a second Ctrl-C ends this process at once.
+        Signals that this process has ignored since its start (nohup, a shell's background job) stay ignored.
+        After `watch`, a second Ctrl-C ends this process at once.
         """
         for number in heeded_signals():
             signal.signal(number, self._note)
@@ -166,9 +167,9 @@ def launchers_patience() -> float:
 
 @contextmanager
 def children_keep_running() -> Iterator[None]:
-    """Block stop signals in child processes that are started inside the `with` block, because torchrun and Slurm also
-    signal children. Children inherit this thread's signal mask even if they lose the handlers. SIGTERM does not end
-    such children. This process receives blocked signals at the end of the block."""
+    """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also
+    signal children, and SIGTERM would end them. A child inherits this thread's signal mask, even if it does not
+    keep the handlers. This process receives blocked signals at the end of the block."""
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -217,9 +217,9 @@ def _close(run: Run, exit_code: int) -> None:
 
 
 def leave_world(watchdog: HangWatchdog) -> None:
-    """Leave the process group. The watchdog keeps its limit until the end. Collective. There are two barriers. At the
-    first barrier, the watchdog still reports a rank that does not arrive. After the second barrier, no rank uses the
-    store of torch.distributed, which may end with the first rank that exits."""
+    """Leave the process group with two barriers. Collective. The watchdog keeps its limit until the end. At the
+    first barrier it still reports a rank that does not arrive. After the second barrier no rank uses the store
+    of torch.distributed, which may end with the first rank that exits."""
     try:
         dist.barrier()
         watchdog.begin_to_leave()

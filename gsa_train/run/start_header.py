@@ -36,8 +36,8 @@ def start_header(
     """Returns the header: model, data, training settings that differ from the default, phases, and paths.
 
     Args:
-        wandb: where the W&B run is; empty without W&B.
-        kernels: where compiled kernels are; empty if none are compiled.
+        wandb: place of the W&B run; empty without W&B.
+        kernels: place of the compiled kernels; empty if none are compiled.
         done: steps and tokens before this start. Tokens do not follow from steps if the batch size has changed.
     """
     model, train, data = config.model, config.train, config.data

@@ -35,8 +35,8 @@ def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> di
 
 @dataclass
 class Tasks(Service):
-    """Scores `evaluate.tasks` at their steps, within their share of the run's time. The main rank's clock decides for
-    all ranks whether there is time. Training does not depend on this clock."""
+    """Scores `evaluate.tasks` at their steps, as long as they stay within their share of the run's time. The
+    main rank's clock decides this for all ranks. Training itself does not depend on the clock."""
 
     run: Run
 

@@ -86,8 +86,8 @@ class DenseQueriesWarning(Service):
 
 
 def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -> str | None:
-    """Returns a warning for the packed micro-batches of a step. Synchronizes with the device. Returns None if enough
-    queries can leave keys out, or if the run has no sparse phase."""
+    """Returns a warning if few queries of a step's packed micro-batches have more causal keys than they can
+    select. Otherwise, or without a sparse phase, returns None. Synchronizes with the device."""
     if config.gsa.attention == "dense" or all(phase.attention == "dense" for phase in config.phases):
         return None
     visible = torch.cat([batch.causal_keys() for batch in micro_batches])

@@ -1,9 +1,9 @@
 """Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
-Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`. The text starts at its beginning.
-`checkpoint.initial_text=continue` keeps the position in the text. `checkpoint.initial_state=continue` keeps the
-optimizer state. The new run may change sequence length, rotary base, YaRN or key budget. It may also add gates and an
-indexer to a dense model.
+By default, step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`, and the text
+starts at its beginning. `checkpoint.initial_text=continue` keeps the position in the text.
+`checkpoint.initial_state=continue` keeps the optimizer state. The new run may change sequence length, rotary
+base, YaRN or key budget. It may also add gates and an indexer to a dense model.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def load_initial_optimizer(
 def load_initial_main_weights(
     checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
-    """Load the optimizer's fp32 weights of the first phase's parameters from the checkpoint, if it has them.
-    Collective. The bf16 weights lack updates that are smaller than their precision."""
+    """Load the optimizer's fp32 weights of the first phase's parameters, if the checkpoint has them. The bf16
+    weights lack updates that are smaller than their precision. Collective."""
     others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
     if others and parallel.is_main:
         logger.warning(

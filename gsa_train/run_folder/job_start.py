@@ -35,9 +35,9 @@ def note_job_start(run_folder: Path) -> None:
 
 
 def is_restart(run_folder: Path, parallel: Parallel) -> bool:
-    """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder. Collective.
-    Within a submission, every start after the first is a restart. Otherwise the launcher's restart count decides,
-    because a user may start two runs in one job."""
+    """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder.
+    Collective. Within one Slurm submission, every start after the first is a restart. Otherwise the launcher's
+    restart count decides, because a user may start two runs in one job."""
     by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
     own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())
     found: list[Any] = [None] * parallel.world_size

@@ -36,8 +36,8 @@ class RunFolderError(ValueError):
 
 
 class RunLock:
-    """Locks the folder on the main rank until its process ends. Read the folder, above all the step to resume from,
-    only with the lock held. Another run may otherwise write to it."""
+    """Locks the folder on the main rank until its process ends. Read the folder, above all the step to resume
+    from, only with the lock held, because another run may otherwise write to it."""
 
     def __init__(self, folder: Path, parallel: Parallel) -> None:
         self._folder, self._parallel = folder, parallel

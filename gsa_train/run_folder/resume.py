@@ -100,9 +100,9 @@ def choose_start(
     """Choose the checkpoint of --resume-from. Without this option, choose the run folder's latest checkpoint. With
     --no-resume, or without a checkpoint, choose step 0. Collective.
 
-    --resume-from and --no-resume apply only to the first start of a job. Restarts of the job resume from the run folder
-    once it has a checkpoint. Damaged checkpoints keep their names until the start can no longer be refused
-    (`set_damaged_aside`).
+    --resume-from and --no-resume apply only to the first start of a job. Restarts of the job resume from the
+    run folder once it has a checkpoint. Damaged checkpoints are not renamed here, but when nothing can refuse
+    the start any more (`set_damaged_aside`).
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls

@@ -1,7 +1,7 @@
 """Refuse to restart a run that the monitor stopped, until the user changes something.
 
-The same command would train the same batches from the same checkpoint and meet the same spike. torchrun and Slurm
-restart runs automatically. A file in the run folder therefore records the stop.
+A file in the run folder records that a spike stopped the run. Otherwise torchrun or Slurm would restart the
+run. It would train the same batches from the same checkpoint and meet the same spike.
 """
 
 from __future__ import annotations

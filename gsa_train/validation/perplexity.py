@@ -45,13 +45,12 @@ def evaluate(
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
 
     Returns:
-        The first set has `validation_loss` (nats per scored token), `validation_perplexity` and
-        `validation_bits_per_byte`. Bits per byte divide the nats of all scored labels, EOS included, by the bytes of
-        their text, where an EOS has no bytes. The first set also has overall attention statistics
-        (model/probes/stats.py): `validation_recall`, ... They count some sequences once more than others if the
-        ranks' micro-batches do not divide the set. Each other set has `validation_<name>_loss` and so on. A set that
-        was split by source also has `<score>_by_source`, dicts source -> value. `validation_set` is the name of the
-        first set.
+        For the first set: `validation_loss` (nats per scored token), `validation_perplexity` and
+        `validation_bits_per_byte`, the bits of all scored labels (EOS included) per byte of their text (EOS
+        excluded). Also overall attention statistics (model/probes/stats.py), such as `validation_recall`. They
+        count some sequences once more than others if the ranks' micro-batches do not divide the set. For each
+        other set: `validation_<name>_loss` and so on. For a set split by source: `<score>_by_source`, dicts
+        source -> value. `validation_set` is the name of the first set.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}
     for each in sets:
@@ -137,8 +136,9 @@ def schedule_group(config: Config, parallel: Parallel) -> int:
 
 
 def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """Returns this replica's micro-batches. All replicas get the same number, padded with repetitions
-    that do not count in the loss. All sequences repeat alike, because repetitions count in the statistics."""
+    """Returns this replica's micro-batches. All replicas get the same number. Missing sequences are
+    repetitions, which do not count in the loss. They count in the statistics, so all sequences are repeated in
+    turn."""
     size = config.train.micro_batch_size
     missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.resize(text.blocks, (len(text.blocks) + missing, text.blocks.shape[1]))

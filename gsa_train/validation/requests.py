@@ -26,10 +26,11 @@ def encode_requests(
 ) -> list[Request]:
     """Encode requests. Contexts that are too long lose their beginning. An empty context becomes an EOS.
 
-    Context and continuation are encoded separately, as in `ai2-olmo-eval`. Some tokenizers, such as sentencepiece's,
-    put a space in front of each text, and would put a space between context and continuation. For these tokenizers the
-    whole text is encoded. If the encoded text begins with the context's tokens, the continuation has the tokens after
-    them. White space at the context's end that the whole text merges into the next token belongs to the continuation.
+    Context and continuation are encoded separately, as in `ai2-olmo-eval`. But some tokenizers, such as
+    sentencepiece's, put a space in front of each text, and would put a space between context and continuation.
+    For these tokenizers the whole text is encoded. If its tokens begin with the context's tokens, the
+    continuation has the rest. White space at the end of the context may merge into the next token, which then
+    belongs to the continuation.
 
     Args:
         max_tokens: number of inputs of a forward pass, one less than tokens.

@@ -150,8 +150,8 @@ def pack_requests(
 def _deal(
     packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences
-    of NOBODY. Each has the tokens of a training micro-batch."""
+    """Returns this replica's micro-batches and the owners of their labels. All replicas get the same number,
+    padded with sequences of NOBODY. All have the size of training micro-batches."""
     size, length = config.train.micro_batch_size, packed.owners.shape[1]
     missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])
@@ -187,8 +187,8 @@ class TaskClock:
         return TaskClock(train_seconds, int(train_steps), *of_tasks)
 
     def expected_seconds(self, tasks: Sequence[PreparedTask], config: Config, parallel: Parallel) -> float:
-        """Returns the expected time of scoring all tasks, from the last time or else from the time of training steps.
-        Before any training step the result is inf."""
+        """Returns the expected seconds to score all tasks, from the last scoring or else from the time of
+        training steps. Before any training step the result is inf."""
         if self.newest_seconds:
             return self.newest_seconds
         if not self.train_steps:

@@ -63,8 +63,8 @@ class RunClock:
     def during(self, activity: str) -> Iterator[None]:
         """Count the time of the `with` block as this activity, then return to the previous activity.
 
-        If the block raises an error, this activity stays current. The cause may be a peer that died long before. The
-        time since the last progress is then lost and belongs to no activity.
+        If the block raises an error, this activity stays current, because the error may come from a peer that
+        died long before. The time since the last progress then belongs to no activity and counts as lost.
         """
         before = self._spent.activity
         self.begin(activity)

@@ -8,8 +8,8 @@ import torch
 
 
 def mark_as_expert(parameter: Any) -> None:
-    """Mark an expert's parameter. megatron-core marks it only if `parallel.expert` is above 1. Unmarked gradients are
-    reduced over too few ranks when `parallel.tensor` shards everything except experts."""
+    """Mark an expert's parameter. megatron-core marks it only if `parallel.expert` is above 1. If
+    `parallel.tensor` shards everything except experts, unmarked gradients are reduced over too few ranks."""
     parameter.allreduce = False
 
 

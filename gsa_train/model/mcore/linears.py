@@ -1,7 +1,7 @@
 """Build the linear layers of attention and feed-forward layers.
 
-For a new precision, add a function of the settings to LINEAR_LAYERS. `train.linear_layers` chooses a row. The table
-does not cover projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+For a new precision, add a function of the settings to LINEAR_LAYERS. `train.linear_layers` names it.
+Projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer do not use it.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def decoder_spec(
     """Return the layers of one chunk of this pipeline stage, and the final norm.
 
     Args:
-        of_experts: router settings and the MoE layers (from 0); None without experts.
-        chunk: model chunk of an interleaved stage, from 0; None if the stage has one chunk.
+        of_experts: router settings and numbers of the MoE layers (from 0); None without experts.
+        chunk: number of the model chunk on an interleaved stage, from 0; None if the stage has one chunk.
     """
     activation = None
     if config.fused_ops:

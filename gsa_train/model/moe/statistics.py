@@ -21,10 +21,10 @@ def router_statistics(
 
     Args:
         logits, scores: [T, E].
-        experts: int64 [T, k].
+        experts: the chosen experts, int64 [T, k].
         kept: bool [T, k]; None without a capacity.
-        loads: [E], with `balancing: global_batch`: loads in this step's balance loss.
-        bias: [E], with `balancing: aux_free`.
+        loads: loads in this step's balance loss, [E]; None without `balancing: global_batch`.
+        bias: [E]; None without `balancing: aux_free`.
     """
     shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     means = {

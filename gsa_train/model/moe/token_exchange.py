@@ -61,8 +61,8 @@ class Exchange:
     """The inverse of `by_expert`."""
 
     def to_experts(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send tokens [T, d] and weights [T, k] to their experts. Collective. Returns rows [M, d] for this rank's
-        experts, sorted by expert, and weights [M]."""
+        """Send tokens [T, d] and weights [T, k] to their experts. Collective. Returns the M rows for this
+        rank's experts, [M, d], sorted by expert, and their weights [M]."""
         rows = self.rows
         hidden = _GatherRows.apply(
             tokens, rows.choices // self.top_k, rows.of_choice.view(len(tokens), -1), rows.dropped
@@ -139,8 +139,8 @@ def plan_exchange(
 def _rows_to_send(order: torch.Tensor, sent: list[int], copies: int, dropped: bool) -> _Rows:
     """
     Args:
-        order: the choices sorted by expert, dropped ones last.
-        sent: choices for each rank of the group, equal for all copies of an expert.
+        order: (token, expert) choices sorted by expert, dropped ones last.
+        sent: number of choices for each rank of the group, equal for all copies of an expert.
     """
     kept = order[: sum(sent[::copies])]
     pieces = [piece for piece in kept.split(sent[::copies]) for _ in range(copies)]

@@ -69,7 +69,7 @@ def measure_attention(
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
         sparse: the layer attends to the selection, not to all causal keys
-        most_keys: largest selection that leaves keys out
+        most_keys: size of the largest selection that leaves causal keys out
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
@@ -192,8 +192,8 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    Overlap, union ratio and random recall count only queries that leave keys out. Overlap and union ratio count only
-    neighbours in one document, because neighbours in two documents share no key.
+    Overlap, union ratio and random recall count only queries that leave causal keys out. Overlap and union
+    ratio count only neighbours in one document, because neighbours in two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
@@ -238,7 +238,8 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
     """Measure the attention probability by the position of the key in the query's document.
 
     Args:
-        by_position: `log_sums` over the attended keys in each of `SparseQueries.position_masks`, [B, n_h, groups, T]
+        by_position: log-sum-exps (`log_sums`) of the attended keys in each of `SparseQueries.position_masks`,
+            [B, n_h, groups, T]
         first_head: index of the first of these heads in the whole model
     """
     masses = by_position.softmax(2).permute(0, 3, 1, 2)  # [B, T, n_h, groups]

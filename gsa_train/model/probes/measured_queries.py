@@ -91,8 +91,8 @@ class SparseQueries:
 
     @cached_property
     def position_masks(self) -> torch.Tensor:
-        """Packed masks of the keys in each group of POSITIONS, int32 [B, groups, T, ceil(L_k / 32)]. Positions count
-        from the start of the query's document."""
+        """Packed masks of the keys in each range of POSITIONS, int32 [B, ranges, T, ceil(L_k / 32)]. Positions
+        count from the start of the query's document."""
         firsts = [self.starts + first for first in POSITIONS if first < self.num_keys]
         bounds = torch.stack([*firsts, torch.full_like(self.starts, self.num_keys)], dim=1)
         return packed_mask_of_ranges(bounds[:, :-1], bounds[:, 1:], self.num_keys)
@@ -148,8 +148,8 @@ class MeasuredQueries:
 
     @cached_property
     def pairs_in_one_document(self) -> torch.Tensor:
-        """bool [B, P]: whether both queries of a pair of neighbours are in one document. The second query then has one
-        causal key more than the first query."""
+        """Whether both queries of each pair of neighbours are in one document: bool [B, P]. In one document the
+        second query has exactly one causal key more than the first."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
         return visible[:, pairs + 1] - visible[:, pairs] == 1
 

@@ -134,9 +134,9 @@ class StatsCopy(NamedTuple):
 
 
 class LayerStats:
-    """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers. Added
-    values are kept (deferred.py), and reduced for all layers together when they are read or exceed a size limit.
-    Separate reductions would need several kernel launches per layer and statistic."""
+    """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers.
+    Added values wait (deferred.py) until they are read or exceed a size limit. They are then reduced for all
+    layers together, because separate reductions need several kernel launches per layer and statistic."""
 
     def __init__(
         self, num_layers: int, device: torch.device, num_heads: int = 0, num_experts: int = 0
@@ -191,7 +191,7 @@ class LayerStats:
         """Add the elements of `values` to the average `name` of layer `layer` (from 0).
 
         Args:
-            count: 0-d, divisor of their sum; None: the number of counted values.
+            count: divisor of the values' sum, 0-d; None: the number of counted values.
             counted: bool, expandable to the values, True for those that count; None: all.
         """
         row = _row(MEANS, name)
@@ -315,9 +315,9 @@ class LayerStats:
         Calls `send` and waits for the result.
 
         Returns:
-            A dict name -> value per layer, the reduced sums (`device_sums`, then `host_sums`), and the reduced maxima.
-            The dict lacks names that no layer recorded, and has None for a layer without a record. An entry of a vector
-            is `vector/label`.
+            Three results: a dict name -> value per layer, the reduced sums (`device_sums`, then `host_sums`),
+            and the reduced maxima. The dict lacks names that no layer recorded. A layer without a record has
+            None. An entry of a vector has the name `vector/label`.
         """
         layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
         return layers, sums, maxima
@@ -397,8 +397,9 @@ def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:
 
 
 def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Pack value, dimension and kind, [layers, 1] each, into numbers below 2^53 that are ordered by value: [layers].
-    Their maximum thus keeps a value with its place. The bits of non-negative floats are ordered like the floats."""
+    """Pack value, dimension and kind, [layers, 1] each, into numbers [layers] below 2^53. They are ordered by
+    value, because the bits of non-negative floats are ordered like the floats. Their maximum keeps a value with
+    its place."""
     bits = values.float().abs().view(torch.int32).long()
     return ((bits * _DIMENSIONS + dimensions) * _KINDS + kinds).double().flatten()
 

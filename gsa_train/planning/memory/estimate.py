@@ -136,8 +136,9 @@ def _parameters_and_state(
 
 
 def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
-    """Returns the bytes of a save in a phase over all ranks, which hold them in host memory until they are written. A
-    save has weights in the working precision, and the optimizer's state of trained weights."""
+    """Returns the bytes of a checkpoint in a phase, summed over all ranks, which hold them in host memory until
+    they are written. A checkpoint has weights in the working precision, and optimizer state of trained
+    weights."""
     count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
@@ -158,9 +159,9 @@ def _state_bytes(train: TrainConfig, is_matrix: bool = False) -> int:
 
 
 def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float, float]:
-    """Returns parameters on one rank of a stage: the matrices of hidden layers without routed experts, the rest of the
-    base, and the indexers. Norms, routers and indexers are replicated over tensor-parallel ranks. With tied embeddings
-    the last stage holds a copy."""
+    """Returns parameters on one rank of a stage: the matrices of hidden layers without routed experts, the rest
+    of the base, and the indexers. Norms, routers and indexers are replicated over tensor-parallel ranks. With
+    tied embeddings the last stage holds a copy of them."""
     parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
@@ -242,8 +243,9 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
 
 
 def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Returns the peak bytes of the stage's last mixture of experts or last dense layer, in addition to what the stage
-    keeps. The memory that later layers keep is subtracted, because it is not allocated yet."""
+    """Returns the larger peak of the stage's last mixture of experts and its last dense layer, in bytes, in
+    addition to what the stage keeps. The memory of later layers is subtracted, because it is not allocated
+    yet."""
     held, found = stage_layers(config, stage), []
     for mixture in (False, True):
         of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]

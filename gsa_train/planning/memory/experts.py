@@ -1,8 +1,8 @@
 """Estimate the memory of a mixture of experts with even loads: what it keeps for the backward pass, and what it uses
 temporarily.
 
-Symbols in shapes, in addition to sizes.py: T = B L / shards tokens that a rank routes to k of E experts each; N = T k
-rows that the rank sends, one copy for each rank that splits an expert's width; R rows that its own experts receive; w
+Symbols in shapes, in addition to sizes.py: T = B L / shards tokens that a rank routes to k of E experts each; c
+ranks that split an expert's width; N = T k c rows that the rank sends; R rows that its own experts receive; w
 their width on this rank.
 """
 
@@ -18,8 +18,8 @@ def routed_rows(config: Config, sizes: Sizes) -> float:
 
 
 def most_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R if all tokens of all ranks that share the experts choose this rank's experts. R is then k rows for
-    each token, or fewer if the rank has fewer experts or they have less capacity."""
+    """Returns R, the rows that this rank's experts receive, if all tokens of all ranks that share the experts
+    choose these experts. Each token brings k rows, or fewer if this rank has fewer experts or less capacity."""
     moe, parallel = config.moe, config.parallel
     own = moe.experts // parallel.expert
     choices = routed_rows(config, sizes) * parallel.expert
@@ -134,8 +134,8 @@ def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def worst_load_bytes(config: Config, sizes: Sizes, layers: float) -> float:
-    """Returns the bytes in addition to even loads if all tokens go to this rank's experts. They are the kept rows of
-    `layers` layers, and the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
+    """Returns the bytes in addition to even loads that a rank needs if all tokens go to its experts. They are
+    the kept rows of `layers` layers, and the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
     more = most_rows(config, sizes) - routed_rows(config, sizes)
     kept = sum(kept_by_experts(config, sizes, more).values())
     return layers * kept + 2 * sizes.value * more * sizes.hidden

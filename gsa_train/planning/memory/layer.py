@@ -92,8 +92,8 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
-    """Returns what gates in plain torch keep: their input and the gate in fp32. If G1 has another form than the
-    paper's G1, attention's output is also kept. Gates of the paper's form are counted where they act."""
+    """Returns what gates in plain torch keep: their input and the gate in fp32. If G1 (output gate) has another
+    form than in the paper, attention's output is also kept. Gates of the paper's form count where they act."""
     gsa, kept = config.gsa, {}
     gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
     if gsa.output_gate and not has_paper_form(gsa):

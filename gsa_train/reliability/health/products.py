@@ -1,8 +1,8 @@
 """Compute matrix products whose result is known bit for bit, for any order of the sums.
 
-The factors are A = [X, X, a s] and B = [Y; -Y; s b], with random integer matrices X, Y, vectors a, b and signs s.
-The products of X and Y cancel. The rest is the outer product a b times the length of s, a power of two. All sums are
-integers below 2^24, which fp32 holds exactly. bf16 holds the result exactly.
+The factors are A = [X, X, a s^T] and B = [Y; -Y; s b^T], with random integer matrices X, Y, vectors a, b and
+signs s. X Y - X Y cancels, so A B = (s^T s) a b^T, where s^T s is a power of two. All sums are integers below
+2^24, which fp32 holds exactly. bf16 holds the result exactly.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:
-    """Returns a dict from each suspect rank to a text with its sum. The dict is empty if all sums are equal. A value
-    that more than half of the replicas have counts as right. Without such a majority every rank is suspect."""
+    """Returns a dict from each suspect rank to a text with its checksum, empty if all checksums are equal. A
+    checksum that more than half of the replicas have is right. Without a majority all ranks are suspect."""
     (most, count), *others = Counter(sums.values()).most_common()
     if not others:
         return {}

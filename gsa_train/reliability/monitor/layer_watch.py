@@ -32,9 +32,9 @@ FLOORS = {
 
 
 class LayerWatch:
-    """Compares each statistic of each layer with its own history, in logarithms. A value is a jump if its logarithm
-    exceeds the median of the last 8 by more than max(8 deviations, log 4). The deviation is estimated from the
-    differences between successive logged steps."""
+    """Compares the logarithm of each statistic of each layer with its own history. A value is a jump if its
+    logarithm exceeds the median of the last 8 logarithms by more than max(8 deviations, log 4). The deviation
+    is estimated from the differences between successive logged steps."""
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history

@@ -141,8 +141,8 @@ class SpikeDetector:
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
     def _limits(self) -> torch.Tensor:
-        """Returns four limits of the next step, fp32 [4, signal]. They apply to the step alone, to lasting spikes, to
-        loss and norm together, and to a clipped step alone."""
+        """Returns four limits of the next step, fp32 [4, signal]: for one step alone, for a lasting rise, for a
+        rise of loss and norm together, and for one clipped step alone."""
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
             return self._no_limits
