@@ -56,7 +56,7 @@ def start_until(
     run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
     """Start the run by the same command as every other start. Return once `step` is logged and the checkpoint of step
-    `saved` is durable. The run then waits for this process and takes no further step."""
+    `saved` is complete. Rank 1 then blocks before the next step, so the run takes no further step."""
     held = {"held": [[step + 1, 1]], **faults}
     run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)
     run.wait_until(lambda: step in run.steps_printed())

@@ -1,7 +1,7 @@
 """Tests damage to text, prepared tokens and indexed datasets before a start, and between two starts of a run.
 
-The second start must raise an error for every damage. `pytest -s tests/unit/data/test_damage_walk_data.py` prints a
-table with each file, the damage, and the result of a resume.
+A start after the damage must raise an error. `pytest -s tests/unit/data/test_damage_walk_data.py` prints a table with
+each file, the damage, and the result of a resume.
 """
 
 import builtins
