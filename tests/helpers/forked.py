@@ -153,8 +153,7 @@ class ForkedAgent:
     Args:
         torchrun: options of torchrun.
         command: the launcher's file and its arguments.
-        environment: environment of torchrun and its ranks. The first run's environment is also the server's.
-        mark: further variables of torchrun and its ranks.
+        environment: environment of all processes. The first run's is also the server's. `mark` has further variables.
     """
 
     def __init__(

@@ -161,9 +161,8 @@ def _remember_shapes() -> None:
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
-    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. It
-    gives an operand's type the shape of the result, and leaves its data for numpy to broadcast. All other operands go
-    through Triton.
+    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. An
+    operand's type gets the shape of the result, and numpy broadcasts its data. Triton handles all other operands.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl

@@ -1,8 +1,7 @@
 """Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
 FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the same ranks
-train one layout after another. Ranks that a layout does not use otherwise are data parallel. The results go to
-FOLDER/results.json.
+train one layout after another. Unused ranks are data parallel. The results go to FOLDER/results.json.
 """
 
 import gc
@@ -61,8 +60,7 @@ def blocks(step: int, config: Config) -> torch.Tensor:
     """Draw int32 [sequences, L + 1]: a global batch of documents of about max(12, L / 3) tokens.
 
     Documents cross the borders of context-parallel chunks. If the vocabulary is larger than a sequence, no token
-    repeats in a sequence. In the first layer repeated tokens would have equal keys, and rounding would decide which key
-    is selected.
+    repeats in a sequence. In the first layer repeated tokens have equal keys, and rounding would choose one.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -174,8 +172,7 @@ def go_on(
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
     The checkpoint is written in the background during the next two steps, but must not contain their changes. After a
-    load the first loss tests the weights, the second loss the optimizer's state, and the statistics the moving
-    averages.
+    load the first loss tests the weights, the second the optimizer's state, and the statistics the moving averages.
 
     Args:
         number: 0 writes; 1 has read a damaged copy before.

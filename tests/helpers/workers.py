@@ -2,8 +2,7 @@
 
 Importing torch, megatron-core, transformers and all tests takes many CPU seconds. The pytest session imports them once,
 and then forks workers. (The workers of pytest-xdist are separate interpreters, which import everything again.) A worker
-runs whole test files, so that the shared fixtures of a file are created once. The session receives the results, prints
-them and counts them.
+runs whole test files, so that a file's shared fixtures are created once. The session prints and counts the results.
 """
 
 import atexit

@@ -77,8 +77,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, in which more digits can
-    be compared. A sample of queries takes whole stretches of `STRETCH_ROWS` queries, so each case has at least three
-    stretches."""
+    be compared. A sample takes whole stretches of `STRETCH_ROWS` queries. Each case has at least three."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)

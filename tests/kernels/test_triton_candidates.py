@@ -2,8 +2,7 @@
 result.
 
 A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
-sequence. In the interpreter the kernels estimate thresholds from every second key. Tests on a GPU also have long
-sequences.
+sequence. In the interpreter kernels estimate thresholds from every second key. A GPU also tests long sequences.
 """
 
 from dataclasses import replace

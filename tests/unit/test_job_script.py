@@ -103,8 +103,7 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
     """A new job is submitted even if this start wrote no checkpoint. Later jobs of the chain wait for the new job. The
-    new job's --exclude replaces the option in the script. It therefore also names the nodes that the script
-    excluded."""
+    new job's --exclude replaces the script's option, so it also names the nodes that the script excluded."""
     monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
     monkeypatch.setenv("EXCLUDED", excluded)
