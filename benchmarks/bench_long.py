@@ -15,9 +15,9 @@ kl_ms: value and gradients of the indexer loss, which only both_kl_ms includes.
 mean_k: mean budget of `selected` rows; the random lists have k = 2048.
 peak_gib: peak memory of a forward and backward pass in addition to its inputs, with the lists if the pass makes them.
 
-The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the number that one
-query selects. Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition,
-because dense attention takes minutes there.
+The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number that
+one query selects. Beyond 131072 tokens dense attention takes minutes. There the bench measures only cuDNN and attention
+over selected keys, once each.
 """
 
 import sys
