@@ -16,8 +16,8 @@ A decoding step advances the decoder's token counters. The script resets the cou
 the timed region, so that all steps are at the same position.
 
 `bound` is the time to read the required weights and keys at the bandwidth of a device copy. If a model does not fit in
-memory, the script times the layers that fit (column `layers`) and scales their time to all layers. It times the output
-layer separately.
+memory, the script times the layers that fit (column `layers`) and scales the time. It times the output layer
+separately.
 """
 
 import argparse

@@ -14,8 +14,7 @@ def random_lists(
 
     The list of a tile has n = ratio * k random causal keys of the tile's first query, or all of them if there are
     fewer. The ratio must be from 1 to the number of queries in a tile. Each query selects k evenly spaced keys of the
-    list, or all if n <= k. The queries begin at different offsets, so that each key of the list is selected by some
-    query.
+    list, or all if n <= k. The queries begin at different offsets, so that together they select the list.
     """
     tiles = -(-length // TILE_QUERIES)
     generator = torch.Generator(device=device).manual_seed(seed)

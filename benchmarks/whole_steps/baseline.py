@@ -1,8 +1,8 @@
 """Defines the baseline of whole steps: the dense model in plain torch.
 
 The model uses torch.compile for each layer, cuDNN's attention, bf16 weights with fp32 master weights, and fused AdamW.
-Float8 matrix products of torchao, with one scale per matrix, are optional. The order and layout of the weights are as
-in our standard model.
+Float8 matrix products of torchao, with one scale per matrix, are optional. Weights are ordered as in our standard
+model.
 """
 
 from __future__ import annotations

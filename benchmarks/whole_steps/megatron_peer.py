@@ -2,8 +2,7 @@
 
 Only the training loop, and the names of the parts in traces, are ours. The model uses megatron-core's local layer
 specification, which runs without Transformer Engine and Apex. Attention (scaled_dot_product_attention), norms and AdamW
-are torch's. The norms do not support sequence parallelism. Fusions without these two libraries are on, as in
-Megatron-LM.
+are torch's. The norms do not support sequence parallelism. Fusions that need no library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A layer has keys and values in one cache, and indexer keys in another cache. vLLM puts all caches into one group with
 one block table, so prefix caching, chunked prefill and preemption work for both caches. In shapes T is the number of
-tokens in a step of vLLM, t the tokens of one request in the step, n the keys of this request, and N the tokens per
-page.
+tokens in a step of vLLM, t of one request's tokens in it, n of this request's keys, and N of tokens per page.
 """
 
 import os
