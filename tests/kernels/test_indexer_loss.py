@@ -1,5 +1,6 @@
 """Compares the indexer loss by Triton, through the public API, with the reference in fp64, on a GPU or interpreted.
-test_fused_indexer_loss.py tests the loss in attention's backward pass. test_indexer_loss_errors.py tests the errors."""
+test_fused_indexer_loss.py tests the loss in attention's backward pass. test_indexer_loss_errors.py tests refused
+inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Compares decoding with its reference: interpreted on the CPU, or on a CUDA device.
 
-The expected selection is a stable sort of the kernels' own scores, and the expected attention is fp64 over that
-selection. Entries after a sequence's length are NaN in all tests.
+The expected selection comes from a stable sort of the kernels' own scores. The expected attention over this selection
+is computed in fp64. In all tests cache entries after the end of a sequence are NaN.
 """
 
 from dataclasses import replace
