@@ -50,8 +50,9 @@ RECOMMENDED: dict[str, Any] = {
 HEADS = 8
 """Indexer heads of the recommended configs."""
 GROUP, REUSE = 16, 4
-LIKENESS = 0.9
-"""Similarity of neighbouring queries' indexer inputs. It gives a union ratio near 4 at 128K tokens and k = 2048."""
+LIKENESS, RECOMMENDED_LIKENESS = 0.9, 0.96
+"""Similarity of neighbouring queries' indexer inputs. LIKENESS gives a union ratio near 4 at 128K tokens and k = 2048,
+RECOMMENDED_LIKENESS near 3 with the recommended indexer, as in training (whole_steps/planted_indexer.py)."""
 
 PROMISES = (
     # Fields: attention, r, length, column, slower attention, promised ratio per shape.
@@ -100,7 +101,7 @@ def random_indexer(length: int, budget: tuple[int, int, int]) -> Indexer:
 
 
 def recommended_indexer(length: int, key_group_size: int) -> Indexer:
-    inputs = cases.indexer_inputs(1, length, LIKENESS, HEADS)
+    inputs = cases.indexer_inputs(1, length, RECOMMENDED_LIKENESS, HEADS)
     without_biases = replace(inputs, score_bias=None, weight_bias=None)
     ema = torch.ones((), device=cases.DEVICE)
     return Indexer(without_biases, ema, **RECOMMENDED, key_group_size=key_group_size)
