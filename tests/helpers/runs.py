@@ -199,10 +199,11 @@ def start(
 
     Args:
         real: whether to start the real launcher. By default ranks are forked (forked.py), which is much faster.
-        agent: whether torchrun runs, too, and forks the ranks.
+        agent: whether torchrun starts the ranks, by forking.
         faults: faults to inject into the ranks (faults.py).
         torchrun: options of torchrun, in place of the options for `ranks` ranks on this machine.
-        mark: mark of another start, if this start is a further node of the same job.
+        mark: string by which the processes of a start are found. Pass another start's mark for a further node of
+            the same job.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex
