@@ -199,7 +199,7 @@ def start(
 
     Args:
         real: whether to start the real launcher. By default ranks are forked (forked.py), which is much faster.
-        agent: whether torchrun starts the ranks, by forking.
+        agent: whether torchrun forks the ranks. With `real`, whether the launcher has a session of its own.
         faults: faults to inject into the ranks (faults.py).
         torchrun: options of torchrun, in place of the options for `ranks` ranks on this machine.
         mark: string by which the processes of a start are found. Pass another start's mark for a further node of
