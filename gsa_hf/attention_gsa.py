@@ -21,7 +21,7 @@ from .indexer_gsa import (
 )
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
-from .token_order_gsa import token_order
+from .token_order_gsa import key_numbers
 
 
 class GSARMSNorm(nn.Module):
@@ -194,8 +194,8 @@ class GSAAttention(nn.Module):
                 scores = self.indexer.scores(tokens._replace(keys=rows))
             ranked = scores
             if self.config.key_group_size > 1:
-                numbers = token_order(visible, slots).numbers
-                ranked = best_of_groups(scores.detach(), visible, numbers // self.config.key_group_size)
+                groups = key_numbers(visible, slots) // self.config.key_group_size
+                ranked = best_of_groups(scores.detach(), visible, groups)
             selection = select_keys(self.indexer, self.config, ranked, visible)
             if given is not None:
                 given = given & visible

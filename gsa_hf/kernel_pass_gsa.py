@@ -96,14 +96,12 @@ def make_kernel_pass(
     position_ids: torch.Tensor | None,
     cache: Cache | None,
     memory: KernelMemory,
-    layer_idx: int = 0,
 ) -> KernelPass:
     """Return the places of the tokens of `inputs` [B, L, d]. One token with a cache needs no host synchronization.
 
     Args:
         padding: [B, slots], 0 at padding on the left or right; or None
         position_ids: the caller's positions; a document begins where they restart
-        layer_idx: a layer whose cache does not have these tokens yet
 
     Raises:
         ValueError: the kernels cannot run this pass; the error names an alternative
@@ -119,7 +117,7 @@ def make_kernel_pass(
             "tokens], or 'sdpa'"
         )
     batch, length = inputs.shape[:2]
-    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length(layer_idx)
+    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length()
     if cache is not None and length == 1:
         if cache in memory.right_padded:
             raise ValueError(

@@ -185,8 +185,7 @@ class GSAModel(GSAPreTrainedModel):
             `indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
-            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice. Keys
-            that are not causal are ignored. A query without a key keeps the indexer's choice.
+            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice.
         """
         coefficient = self.config.indexer_loss_coef
         joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()
@@ -209,7 +208,7 @@ class GSAModel(GSAPreTrainedModel):
                     "selections are passed with one token, a cache and attn_implementation 'gsa'; pass use_cache=False"
                 )
         if position_ids is None:
-            position_ids = token_numbers(inputs_embeds, None, attention_mask, cache)
+            position_ids = token_numbers(inputs_embeds, attention_mask, cache)
         if kernel_pass is None:
             visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
         position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
