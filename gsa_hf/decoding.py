@@ -271,7 +271,9 @@ class FusedDecoder:
         leader = config.indexer_layer(place)
         assert leader is not None
         selects = leader == place
-        held = self._layer_cache(place, leader, settled=selects)
+        k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
+        state = (self.lengths, self._selections[leader], self._workspace, self.starts)
+        held = kernel_module("decode.state").LayerCache(k, v, *state, selects, self.products == "rows")
         if not isinstance(projected, row_layers.Entry):
             return self._attend_projected(place, module, projected, held, selects)
         joined, launch = kernel_module("decode.joined"), projected.launch
@@ -298,7 +300,9 @@ class FusedDecoder:
         decode = kernel_module("decode.op")
         if not selects:
             return decode.decode_attend(projected.q, held, config.local_window, projected.gate)
-        applied = self._applied(place, projected.index_queries, projected.index_weights)
+        rows = self.buffers[place].rows
+        assert rows is not None
+        applied = applied_indexer(module.indexer, projected.index_queries, rows, projected.index_weights)
         geometry = kernel_module("types").Geometry(
             local_window=config.local_window, key_group_size=config.key_group_size
         )
@@ -321,15 +325,3 @@ class FusedDecoder:
             return None
         slots = torch.arange(self.room, device=self.slot.device)
         return ((slots >= self.starts[:, None]) & (slots <= self.slot))[:, None, None]
-
-    def _layer_cache(self, place: int, leader: int, settled: bool) -> Any:
-        k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
-        selection = self._selections[leader]
-        in_chain = self.products == "rows"
-        state = (self.lengths, selection, self._workspace, self.starts, settled, in_chain)
-        return kernel_module("decode.state").LayerCache(k, v, *state)
-
-    def _applied(self, place: int, queries: Any, weights: Any) -> Any:
-        rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer
-        assert rows is not None
-        return applied_indexer(indexer, queries, rows, weights)

@@ -106,10 +106,14 @@ def make_kernel_pass(
     Raises:
         ValueError: the kernels cannot run this pass; the error names an alternative
     """
-    _check_groups(config)
     if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attn_implementation is 'gsa' with the model on {inputs.device}; move it to a CUDA device, or pass 'sdpa'"
+        )
+    sizes = kernel_module("limits").KEY_GROUP_SIZES
+    if config.key_group_size not in sizes:
+        raise ValueError(
+            f"key_group_size is {config.key_group_size} with attn_implementation 'gsa'; pass one of {sizes}, or 'sdpa'"
         )
     if padding is not None and padding.ndim != 2:
         raise ValueError(
@@ -153,16 +157,6 @@ def make_kernel_pass(
             return found
     found.counted = (found.lengths - 1).clamp(min=0).sum().clamp(min=1).float()
     return found
-
-
-def _check_groups(config: Any) -> None:
-    if config.key_group_size == 1:
-        return
-    sizes = kernel_module("limits").KEY_GROUP_SIZES
-    if config.key_group_size not in sizes:
-        raise ValueError(
-            f"key_group_size is {config.key_group_size} with attn_implementation 'gsa'; pass one of {sizes}, or 'sdpa'"
-        )
 
 
 def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:

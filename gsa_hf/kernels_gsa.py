@@ -132,12 +132,8 @@ def _decode(
         )
     if not module.is_sparse:
         return _decode_dense(query, k, v, call)
-    decode, state, place, config = (
-        kernel_module("decode.op"),
-        kernel_module("decode.state"),
-        call.kernel_pass,
-        module.config,
-    )
+    decode, state = kernel_module("decode.op"), kernel_module("decode.state")
+    place, config = call.kernel_pass, module.config
     batch, room, kv_heads, size = k.shape
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
