@@ -18,7 +18,7 @@ from gsa_eval.answers import answer_prompts
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
-from gsa_eval.ruler import TASKS, Material, Sample
+from gsa_eval.ruler import TASKS, Sample
 from gsa_eval.ruler_score import (
     RulerOptions,
     ruler_table,
@@ -211,7 +211,7 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
     tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
     tasks = tasks or [name for name, task in TASKS.items() if essay or not task.needs_essay]
 
-    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
+    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, essay)
     begin = time.perf_counter()
     generation_config: Any = model.generation_config
     generation_config.eos_token_id = list(tokenizer.stop_ids)

@@ -9,12 +9,12 @@ import signal
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.ruler import TASKS, Material, Sample, check_room, samples
+from gsa_eval.ruler import TASKS, Sample, check_room, samples
 
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
@@ -35,7 +35,8 @@ class RulerOptions:
     tasks: Sequence[str] = tuple(TASKS)
     samples: int = 50
     seed: int = 0
-    material: Material = field(default_factory=Material)
+    essay: Sequence[str] = ()
+    """Words of the text that hides needles."""
 
 
 def answer_score(answer: str, expected: Sequence[str]) -> float:
@@ -94,10 +95,10 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
     """
     _check(options)
     for name in options.tasks:  # before the model answers anything
-        check_room(name, min(options.lengths_tokens), tokenizer, options.material)
+        check_room(name, min(options.lengths_tokens), tokenizer, options.essay)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
     calls = [
-        (name, length, options.samples, options.seed, tokenizer, options.material) for length, name in cells
+        (name, length, options.samples, options.seed, tokenizer, options.essay) for length, name in cells
     ]
     if sum(length for length, _ in cells) * options.samples < IN_PROCESS_TOKENS:
         for cell, call in zip(cells, calls, strict=True):
@@ -132,5 +133,5 @@ def _check(options: RulerOptions) -> None:
     for name in options.tasks:
         if name not in TASKS:
             raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
-        if TASKS[name].needs_essay and not options.material.essay:
+        if TASKS[name].needs_essay and not options.essay:
             raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")

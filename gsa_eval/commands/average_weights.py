@@ -14,8 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_eval.model_options import prepare_imports
 from gsa_train.process.as_command import as_command
 
 
@@ -32,8 +31,7 @@ def main() -> int:
     steps = sorted(set(arguments.steps))
     if len(steps) < 2 and not arguments.moving:
         parser.error(f"--steps {steps[0]}: give two or more steps, or --moving")
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.average_weights import average_weights
     from gsa_eval.convert.export_hf import find_source

@@ -18,16 +18,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import add_source, check_step, require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_eval.model_options import add_source, check_step, prepare_imports
 from gsa_train.process.as_command import as_command
 
 
 @as_command()
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation

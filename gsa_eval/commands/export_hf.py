@@ -16,8 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import add_source, check_step, require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_eval.model_options import add_source, check_step, prepare_imports
 from gsa_train.process.as_command import as_command
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -36,8 +35,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     check_step(parser, arguments)
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.export_hf import Exported, export_hf
     from gsa_eval.convert.read_source import read_source

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
-from gsa_eval.model_options import add_source, check_step, require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_eval.model_options import add_source, check_step, prepare_imports
 from gsa_train.files import read_named
 from gsa_train.process.as_command import as_command
 
@@ -40,9 +39,8 @@ def main() -> int:
     samples = [arguments.temperature, arguments.top_k, arguments.top_p]
     if arguments.seed is not None and all(each is None for each in samples):
         parser.error("--seed is of sampling; give --temperature, --top-k or --top-p, too")
-    require_packages()
+    prepare_imports()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    quiet_libraries()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.evaluated_model import Source
     from gsa_eval.text_model import load_text_model

@@ -14,8 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_eval.model_options import prepare_imports
 from gsa_train.process.as_command import as_command
 
 
@@ -38,8 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seq_len_tokens is not None and arguments.seq_len_tokens < 1:
         parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.import_hf import TokenizerChoice, import_hf
 

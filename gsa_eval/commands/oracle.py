@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_eval.commands.evaluate import lengths, samples
-from gsa_eval.model_options import require_packages
+from gsa_eval.model_options import prepare_imports
 from gsa_train.process.as_command import as_command
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
@@ -29,7 +29,7 @@ SELECTED = 16
 @as_command()
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    require_packages()
+    prepare_imports()
     try:
         return run(arguments)
     except (ValueError, OSError) as error:
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     for length in arguments.lengths:
         budget = Budget(length // SELECTED)
         for task in arguments.tasks.split(","):
-            made = ruler.samples(task, length, arguments.samples, 0, tokenizer, ruler.Material(essay))
+            made = ruler.samples(task, length, arguments.samples, 0, tokenizer, essay)
             prompts = [
                 (tokenizer.encode(each.prompt).tolist(), tokenizer.encode(f" {each.answers[0]}").tolist())
                 for each in made
