@@ -16,7 +16,7 @@ from gsa_eval.convert.export_hf import new_folder
 from gsa_eval.convert.hf_config import from_hf_config
 from gsa_eval.convert.names import pairs
 from gsa_eval.convert.read_hf import check_tied, read_hf_config
-from gsa_eval.convert.safetensors_folder import SafetensorsFolder, last_read
+from gsa_eval.convert.safetensors_folder import SafetensorsFolder
 from gsa_eval.convert.tokenizer import TokenizerChoice, folder_tokenizer
 from gsa_hf import GSAConfig
 from gsa_train.checkpoint.load import RunState
@@ -98,10 +98,10 @@ def _tensors(
         raise ValueError(
             f"{folder}: {extra[0]}{more}: in the weights, but a GSA model of its config.json has no such tensor"
         )
-    dtype, read = source.read("model.norm.weight").dtype, last_read(source.read)
+    dtype = source.read("model.norm.weight").dtype
 
     def made_of(name: str) -> torch.Tensor:
-        return torch.full(*gates[name], dtype=dtype) if name in gates else read(name)
+        return torch.full(*gates[name], dtype=dtype) if name in gates else source.read(name)
 
     return ((pair.ours, pair.join([made_of(name) for name in pair.theirs])) for pair in found)
 
