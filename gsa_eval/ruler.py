@@ -154,7 +154,7 @@ def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     is_short = setting.length_tokens < SHORT_TOKENS
 
     def listed(others: int, times: int, times_of_others: int) -> tuple[str, list[str]]:
-        """Return a question about a shuffled list, and its common words. The list repeats each word so many times."""
+        """Return a question about a shuffled list, and its common words. Each word is in the list `times` times."""
         words = list_words(rng, 10 + others)
         common = words[:10]
         in_list = common * times + words[10:] * times_of_others

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gsa_study.checks import missing_texts, mistakes, seeds_of
+from gsa_study.checks import missing_texts, mistakes
 from gsa_study.config import ArmConfig, StudyConfig
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.batch_ramp import tokens_before
@@ -162,7 +162,7 @@ def _runs_of(arm: ArmConfig, study: StudyConfig, base: Sequence[str], need_data:
     if found:
         raise ConfigError(config_path, found)
     runs = []
-    for seed in seeds_of(arm, study):
+    for seed in arm.seeds or study.seeds:
         name = f"{arm.name}-seed{seed}"
         of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
         own = replace(

@@ -37,10 +37,6 @@ A file of `launch/study.py --study FILE` can set these fields: first its own fie
 """
 
 
-def main() -> None:
-    print(page(), end="")
-
-
 def page() -> str:
     """Return the whole page as Markdown: a chapter for each section of `Config`, a row for each field."""
     parts = [HEAD]
@@ -161,4 +157,4 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

@@ -141,7 +141,7 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
     if runner.killed:
         return exit_codes.INTERRUPTED
     left = len(states) - finished - len(failed) - len(plan.without_checkpoint)
-    if runner.stop_reason or runner.interrupted or runner.left:
+    if runner.stop_reason or runner.interrupted or runner.due:
         print(f"  the same command goes on with the {left} that are left")
         return exit_codes.STOPPED
     return exit_codes.FAILED if failed or plan.without_checkpoint else 0

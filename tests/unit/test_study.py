@@ -14,7 +14,7 @@ import yaml
 
 from gsa_study.commands.study import main
 from gsa_study.jobs import Job, jobs_of
-from gsa_study.plan import Ended, judge, next_job
+from gsa_study.plan import judge, next_job
 from gsa_study.states import (
     FAILURES,
     JobState,
@@ -171,7 +171,11 @@ def test_jobs_start_in_order_where_devices_are_free_and_training_is_over(runs: S
     assert next_job([narrow], [], None) == narrow
 
 
-ENDED = Ended(code=1, complete=False, progressed=False, stopping=False)
+ENDED = {
+    "code": 1,
+    "error": "",
+    **dict.fromkeys(("complete", "progressed", "stopping", "monitor_stop"), False),
+}
 
 
 @pytest.mark.parametrize(
@@ -194,9 +198,9 @@ ENDED = Ended(code=1, complete=False, progressed=False, stopping=False)
     ],
 )
 def test_how_a_job_ended_decides_what_follows(changes: Mapping[str, Any], what: str, reason: str) -> None:
-    verdict = judge(dataclasses.replace(ENDED, **changes))
-    assert verdict.what == what
-    assert reason in verdict.reason
+    found, why = judge(**{**ENDED, **changes})
+    assert found == what
+    assert reason in why
 
 
 # ---- states
