@@ -157,16 +157,12 @@ class ChatEncoder:
             trains: check that the template shows the assistant's tokens, which training needs and prompts do not
         """
         self.template, self.tokenizer = template, tokenizer
-        self._variables = {**tokenizer.special_tokens, **template.special_tokens}
+        self.variables = {**tokenizer.special_tokens, **template.special_tokens}
+        """Name -> text of the special tokens that the template may use"""
         self._limit = CpuLimit()
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
         if trains:
             self._check()
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Returns name -> text of the special tokens that the template may use."""
-        return self._variables
 
     def turn_end(self) -> int | None:
         """Returns the special token after the assistant's text, at which a trained model stops. Returns None if the
@@ -243,7 +239,7 @@ class ChatEncoder:
                 chat_template=self.template.source,
                 return_assistant_tokens_mask=tracks,
                 add_generation_prompt=prompts,
-                **self._variables,
+                **self.variables,
             )
         except OverLimit as limit:
             raise TemplateEndless(
@@ -256,7 +252,7 @@ class ChatEncoder:
 
     def _check(self) -> None:
         template, tokenizer = self.template, self.tokenizer
-        unknown = [name for name in SPECIAL_TOKENS if template.mentions(name) and name not in self._variables]
+        unknown = [name for name in SPECIAL_TOKENS if template.mentions(name) and name not in self.variables]
         if unknown:
             raise TokenizerError(
                 f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "
@@ -282,7 +278,7 @@ class ChatEncoder:
                 "read other text; write a date into a copy of it, and name that as chat_template"
             )
         names = {*TOKEN_NAME.findall(template.source), *TOKEN_NAME.findall(text)}
-        names |= {value for value in self._variables.values() if value in text}
+        names |= {value for value in self.variables.values() if value in text}
         missing = sorted(name for name in names if not tokenizer.has_token(name))
         if missing:
             raise TokenizerError(

@@ -79,10 +79,8 @@ def manifest_of(
             f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS + OTHER_FORMATS)}, *.idx; name the "
             "folder of the split itself"
         )
-    for relpath, _ in shards:
-        if relpath.endswith(".parquet"):
-            require_pyarrow(relpath)
-            break
+    if parquet := next((relpath for relpath, _ in shards if relpath.endswith(".parquet")), None):
+        require_pyarrow(parquet)
     filesystem, base = file_system(root, reading)
     copies = retried(lambda pulse: find_copies(filesystem, base.rstrip("/"), shards, pulse), root, reading)
     troubles = [copy.trouble for copy in copies.values() if copy.has_text]

@@ -220,8 +220,7 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"data state: {len(cursors)} of {merged['num_lanes']} lanes present; pass the states of all ranks"
         )
     of_lanes = {
-        "cursors": [cursors[lane] for lane in range(merged["num_lanes"])],
-        "pools": [pools[lane] for lane in range(merged["num_lanes"])],
+        name: [of[lane] for lane in sorted(of)] for name, of in (("cursors", cursors), ("pools", pools))
     }
     return {**merged, **of_lanes, "counters": dict(counters)}
 

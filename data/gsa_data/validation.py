@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -164,11 +165,8 @@ def is_scored(
 def _first_blocks(documents: Iterable[Tokens], root: str, seq_len_tokens: int, max_blocks: int) -> Tokens:
     if max_blocks < 1:
         raise ValueError(f"max_blocks={max_blocks} must be at least 1")
-    blocks: list[Tokens] = []
-    for block, _ in pack(((LANE_START, tokens) for tokens in documents), seq_len_tokens):
-        blocks.append(block)
-        if len(blocks) == max_blocks:
-            break
+    packed = pack(((LANE_START, tokens) for tokens in documents), seq_len_tokens)
+    blocks = [block for block, _ in islice(packed, max_blocks)]
     if not blocks:
         raise TooLittleText(
             f"split {root!r} is shorter than one block of {seq_len_tokens + 1} tokens; "

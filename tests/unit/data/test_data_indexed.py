@@ -49,7 +49,7 @@ def written(tokenizer: Tokenizer, tmp_path: Path) -> list[list[int]]:
 
 
 def documents_of(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    lanes = LaneReader(shard_reader(corpus, tokenizer, Reading()), 1, 0, shuffle_documents=True)
+    lanes = LaneReader(shard_reader(corpus, tokenizer, Reading()), StreamConfig(32, num_lanes=1, seed=0))
     return [tokens.tolist() for _, tokens in islice(lanes.pieces(0), count)]
 
 

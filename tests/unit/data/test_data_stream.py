@@ -38,7 +38,7 @@ def reference(corpus: Manifest, tokenizer: Tokenizer) -> Run:
 
 def lane_reader(manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig) -> LaneReader:
     reader = TextReader(manifest, tokenizer, config.reading)
-    return LaneReader(reader, config.num_lanes, config.seed, config.shuffle_documents)
+    return LaneReader(reader, config)
 
 
 # The order
