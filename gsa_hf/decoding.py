@@ -213,7 +213,8 @@ class FusedDecoder:
         """Decode `tokens` at the next slot, return logits [B, vocab], and advance `slot` and `lengths`."""
         model, layers = self.model.model, self.layers
         by_rows = self.products == "rows"
-        embed = row_layers.embed if by_rows else nn.functional.embedding
+        # While `look_up` runs, the first layer's product prefetches its weights.
+        embed = kernel_module("row_product.look_up").look_up if by_rows else nn.functional.embedding
         h = embed(self.tokens, model.embed_tokens.weight)
         visible = self._visible() if self.visible_from_mask else None
         place = (self.slot, self._rotary(h))

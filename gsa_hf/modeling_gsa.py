@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .configuration_gsa import GSAConfig
-from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
+from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP
 from .gates_gsa import GSAGateBias
 from .indexer_gsa import GSAIndexer, check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
@@ -87,7 +87,7 @@ class GSADecoderLayer(GradientCheckpointingLayer):
 
 
 def _feed_forward(config: GSAConfig, layer_idx: int) -> nn.Module:
-    if not has_experts(config, layer_idx):
+    if config.num_experts == 0 or layer_idx in (config.mlp_only_layers or ()):
         return GSAMLP(config, config.intermediate_size)
     width = config.shared_expert_intermediate_size
     return GSASparseMLP(config, GSAMLP(config, width) if width else None)

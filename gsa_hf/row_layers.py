@@ -77,11 +77,6 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
     return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
 
 
-def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the tokens' rows of the weight, [B, d], while the first layer's product prefetches its weights."""
-    return kernel_module("row_product.look_up").look_up(tokens, weight)
-
-
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """Multiply by the joined projections, apply norms, rotary embedding and gate G2, and write into the cache. This
     takes two launches. If `rotary` is a table of all angles, return an `Entry` instead, which takes one launch."""
