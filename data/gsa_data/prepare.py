@@ -28,6 +28,7 @@ LONGEST_LINE_BYTES = 4192
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,11 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
     prepare_tokens.add_arguments(tokens)
     tokens.set_defaults(run=prepare_tokens.run)
-    return _run(parser.parse_args(arguments))
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
+    options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
