@@ -29,7 +29,7 @@ from gsa_eval.wandb_run import log_to_wandb
 from gsa_hf.generation import Generator
 from gsa_train.config import Config
 from gsa_train.data.tokenizer import reading_of
-from gsa_train.metrics.wandb_sink import wandb_mode
+from gsa_train.metrics.wandb_sink import WandbRefused, wandb_mode
 from gsa_train.validation.requests import encode_requests, read_tasks, requests_table
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         words: the command line, for the record.
 
     Raises:
-        ValueError, DataFault, OSError: something cannot be read, or the name is in use.
-        WandbRefused: WANDB_MODE has no mode of W&B.
+        ValueError, DataFault, OSError: something cannot be read, the name is in use, or WANDB_MODE has no mode of W&B.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
@@ -83,9 +82,12 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     """Refuse now what would otherwise be refused after hours of scoring.
 
     Raises:
-        ValueError, WandbRefused: as in `run_evaluation`.
+        ValueError: as in `run_evaluation`.
     """
-    wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
+    try:
+        wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
+    except WandbRefused as error:
+        raise ValueError(str(error)) from error
     asks_for_other = arguments.data or arguments.tasks or arguments.ruler
     if config.data.format == "chat" and (arguments.validation or not asks_for_other):
         raise ValueError(

@@ -1,16 +1,35 @@
-"""Define the options that name the model of a command, and prepare the imports that read the model."""
+"""Define what the commands share: their errors, the options that name a model, and the imports that read it."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from gsa_data.faults import DataFault
 from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_train.process.as_command import as_command
 
 PACKAGES = ("transformers", "safetensors", "tokenizers")
 """Packages of the extra `hf`, without which no model can be read."""
+
+
+def refusing(main: Callable[[], int]) -> Callable[[], int]:
+    """Decorate a command like `as_command`. An error of the input prints a line, and gives exit code 2."""
+
+    @functools.wraps(main)
+    def command() -> int:
+        try:
+            with as_command():
+                return main()
+        except (ValueError, OSError, DataFault) as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return command
 
 
 def add_source(parser: argparse.ArgumentParser, exported: bool = True) -> None:

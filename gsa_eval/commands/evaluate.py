@@ -18,25 +18,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import add_source, check_step, prepare_imports
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import add_source, check_step, prepare_imports, refusing
 
 
-@as_command()
+@refusing
 def main() -> int:
     arguments = parse(sys.argv[1:])
     prepare_imports()
     # Imported after the usage checks, because it loads torch.
-    from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation
-    from gsa_train.config import ConfigError
-    from gsa_train.metrics.wandb_sink import WandbRefused
 
-    try:
-        folder, table = run_evaluation(arguments, sys.argv[1:])
-    except (ValueError, OSError, DataFault, ConfigError, WandbRefused) as error:
-        print(error, file=sys.stderr)
-        return 2
+    folder, table = run_evaluation(arguments, sys.argv[1:])
     print(f"{table}\nwrote {folder}")
     return 0
 

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
-from gsa_eval.model_options import add_source, check_step, prepare_imports
+from gsa_eval.model_options import add_source, check_step, prepare_imports, refusing
 from gsa_train.files import read_named
-from gsa_train.process.as_command import as_command
 
 if TYPE_CHECKING:
     from gsa_eval.text_model import TextModel
     from gsa_hf.generation import Generator, Sampling
 
 
-@as_command()
+@refusing
 def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
@@ -46,20 +45,14 @@ def main() -> int:
     from gsa_eval.text_model import load_text_model
     from gsa_hf.generation import Generator
 
-    try:
-        prompts = read_prompts(arguments)
-        sampling = sampling_of(arguments)
-        source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
-        text_model = load_text_model(source, arguments.attention or "")
-        generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
-        if arguments.interactive:
-            return interact(generator, text_model, arguments.max_new_tokens, sampling)
-        write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
-    except BrokenPipeError:  # the reader of the texts has ended
-        raise
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    prompts = read_prompts(arguments)
+    sampling = sampling_of(arguments)
+    source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
+    text_model = load_text_model(source, arguments.attention or "")
+    generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
+    if arguments.interactive:
+        return interact(generator, text_model, arguments.max_new_tokens, sampling)
+    write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
     return 0
 
 

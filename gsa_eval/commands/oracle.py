@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_eval.commands.evaluate import lengths, samples
-from gsa_eval.model_options import prepare_imports
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import prepare_imports, refusing
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
 FORMS = "q1k1,q1k16,q1k64,q2k1,q4k1,q32k1"
@@ -26,46 +25,10 @@ SELECTED = 16
 """The length divided by this number is the number of selected keys."""
 
 
-@as_command()
+@refusing
 def main() -> int:
     arguments = parse(sys.argv[1:])
     prepare_imports()
-    try:
-        return run(arguments)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
-def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What a selection of keys retrieves at best.")
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="a folder of transformers")
-    parser.add_argument("--haystack", required=True, metavar="PLACE", help="text that hides needles")
-    parser.add_argument("--lengths", type=lengths, default=(4096, 8192), metavar="TOKENS[,TOKENS...]")
-    parser.add_argument("--tasks", default=TASKS, metavar="TASK[,TASK...]", help=f"(default: {TASKS})")
-    parser.add_argument(
-        "--forms",
-        default=FORMS,
-        metavar="FORM[,FORM...]",
-        help="q<queries that share a selection>k<keys selected as one>, hkv after it for a selection a key-value head; "
-        f"'': the model's own attention alone (default: {FORMS})",
-    )
-    parser.add_argument(
-        "--samples", type=samples, default=100, metavar="N", help="of each task (default: 100)"
-    )
-    parser.add_argument("--dtype", default="fp32", choices=("bf16", "fp32"), help="(default: fp32)")
-    parser.add_argument(
-        "--attention",
-        default="sdpa",
-        choices=("sdpa", "gsa"),
-        help="of the model's own selections: plain torch, or our kernels on CUDA (default: sdpa)",
-    )
-    parser.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the numbers")
-    return parser.parse_args(words)
-
-
-def run(arguments: argparse.Namespace) -> int:
     # Imported after the usage checks, because it loads torch.
     import torch
     from transformers import AutoModelForCausalLM
@@ -112,3 +75,31 @@ def run(arguments: argparse.Namespace) -> int:
                     )
                 )
     return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What a selection of keys retrieves at best.")
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="a folder of transformers")
+    parser.add_argument("--haystack", required=True, metavar="PLACE", help="text that hides needles")
+    parser.add_argument("--lengths", type=lengths, default=(4096, 8192), metavar="TOKENS[,TOKENS...]")
+    parser.add_argument("--tasks", default=TASKS, metavar="TASK[,TASK...]", help=f"(default: {TASKS})")
+    parser.add_argument(
+        "--forms",
+        default=FORMS,
+        metavar="FORM[,FORM...]",
+        help="q<queries that share a selection>k<keys selected as one>, hkv after it for a selection a key-value head; "
+        f"'': the model's own attention alone (default: {FORMS})",
+    )
+    parser.add_argument(
+        "--samples", type=samples, default=100, metavar="N", help="of each task (default: 100)"
+    )
+    parser.add_argument("--dtype", default="fp32", choices=("bf16", "fp32"), help="(default: fp32)")
+    parser.add_argument(
+        "--attention",
+        default="sdpa",
+        choices=("sdpa", "gsa"),
+        help="of the model's own selections: plain torch, or our kernels on CUDA (default: sdpa)",
+    )
+    parser.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the numbers")
+    return parser.parse_args(words)
