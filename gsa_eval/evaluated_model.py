@@ -13,7 +13,7 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.convert.export_hf import tokenizer_of, warnings_of
 from gsa_eval.convert.hf_config import to_hf_config
-from gsa_eval.convert.in_memory import chosen_attention, model_in_memory, to_device
+from gsa_eval.convert.in_memory import model_in_memory, to_device
 from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
 from gsa_eval.convert.read_source import read_source
 from gsa_eval.convert.tokenizer import folder_tokenizer
@@ -75,8 +75,8 @@ def load_evaluated_model(
     """
     execution = execution or Execution()
     device = _device(execution.device)
-    attention = execution.attention
-    if attention and attention not in ATTENTION:
+    attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
+    if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
     if execution.dtype and execution.dtype not in DTYPES:
         raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
@@ -86,7 +86,6 @@ def load_evaluated_model(
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
-        attention = chosen_attention(attention, device)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
@@ -95,10 +94,8 @@ def load_evaluated_model(
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> EvaluatedModel:
-            nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-            attention = chosen_attention(execution.attention, device)
             hf_config = apply_settings(to_hf_config(config), settings)
             for warning in warnings_of(hf_config, config, state):
                 logger.warning(warning)

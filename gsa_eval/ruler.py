@@ -67,7 +67,8 @@ def niah(
         if haystack == "noise":
             units = [NOISE[place % len(NOISE)] for place in range(size)]
         elif haystack == "essay":
-            units = _essay(rng, size, setting.essay)
+            start = rng.randrange(len(setting.essay))  # the text begins again after its end
+            units = [setting.essay[(start + place) % len(setting.essay)] for place in range(size)]
         else:
             others = distinct(rng, keys, size, set(names))
             units = [_needle(values, name, distinct(rng, values, 1)[0]) for name in others]
@@ -87,12 +88,6 @@ def niah(
 
 def _needle(kind: str, key: str, value: str) -> str:
     return f"The secret {kind[:-1]} of {key} is {value}."
-
-
-def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
-    """Returns `size` words from a random place on, wrapping around at the end of the text."""
-    start = rng.randrange(len(words))
-    return [words[(start + place) % len(words)] for place in range(size)]
 
 
 def _hide(

@@ -93,8 +93,11 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
     Raises:
         ValueError: as in `score_ruler`.
     """
-    _check(options)
     for name in options.tasks:  # before the model answers anything
+        if name not in TASKS:
+            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
+        if TASKS[name].needs_essay and not options.essay:
+            raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
         check_room(name, min(options.lengths_tokens), tokenizer, options.essay)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
     calls = [
@@ -106,17 +109,15 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
         return
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
     # Not forked, because this process may have threads and a CUDA device.
-    with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as processes:
+    # The parent handles interrupts.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(count, get_context("spawn"), signal.signal, ignore) as processes:
         made = [processes.submit(samples, *call) for call in calls]
         try:
             for cell, future in zip(cells, made, strict=True):
                 yield *cell, future.result()
         finally:
             processes.shutdown(cancel_futures=True)
-
-
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
@@ -127,11 +128,3 @@ def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
         for length, each in found["scores"].items()
     ]
     return {"title": title, "head": ["tokens", *found["tasks"], "mean"], "rows": rows}
-
-
-def _check(options: RulerOptions) -> None:
-    for name in options.tasks:
-        if name not in TASKS:
-            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
-        if TASKS[name].needs_essay and not options.essay:
-            raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")

@@ -16,11 +16,6 @@ from gsa_train.config import Config
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def chosen_attention(asked: str, device: torch.device) -> str:
-    """Returns the given `attn_implementation`. If empty, returns the kernels on CUDA devices, plain torch on others."""
-    return asked or ("gsa" if device.type == "cuda" else "sdpa")
-
-
 def model_in_memory(
     checkpoint: Path,
     config: Config,
