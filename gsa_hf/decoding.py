@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
@@ -41,18 +41,19 @@ class ModelDecoder:
         """Return logits [B, vocab] after the prompts, int64 [B, L]. The mask [B, L] is 0 at padding on the left."""
         self.mask = mask
         self.cache = DynamicCache(config=self.model.config)
-        return self._forward(tokens)
+        return last_logits(self.model, tokens, mask, self.cache)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, vocab] after `tokens`, int64 [B]."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        return self._forward(tokens[:, None])
+        return last_logits(self.model, tokens[:, None], self.mask, self.cache)
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
-        return self.model(tokens, attention_mask=self.mask, use_cache=True, logits_to_keep=1, **held).logits[
-            :, -1
-        ]
+
+def last_logits(
+    model: GSAForCausalLM, tokens: torch.Tensor, mask: torch.Tensor, cache: Cache
+) -> torch.Tensor:
+    held: dict[str, Any] = {CACHE_ARGUMENT: cache}
+    return model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[:, -1]
 
 
 _FUSED = (
@@ -195,12 +196,8 @@ class FusedDecoder:
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return logits like `ModelDecoder.prefill`, and discard the cache's old content. `open` must come first."""
         self.cache.reset()
-        held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
-        logits = self.model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[
-            :, -1
-        ]
-        starts = mask.int().argmax(1).int()
-        self.place(tokens.shape[1], starts)
+        logits = last_logits(self.model, tokens, mask, self.cache)
+        self.place(tokens.shape[1], mask.int().argmax(1).int())
         return logits
 
     def place(self, filled: int, starts: torch.Tensor) -> None:

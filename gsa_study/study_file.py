@@ -86,7 +86,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         raise ConfigError(path, problems.lines)
     if clashes := _set_by_arms(study, overrides):
         raise ConfigError(path, clashes)
-    config_path = base_config(path, study.config)
+    beside = Path(path).parent / study.config
+    config_path = str(beside) if beside.is_file() else study.config
     runs: dict[str, list[StudyRun]] = {}
     wrong: dict[str, list[str]] = {}
     for arm in study.arms:
@@ -122,12 +123,6 @@ def _overlap(field: str, other: str) -> bool:
 
 def _arms_in_words(names: Sequence[str]) -> str:
     return f"{'arm' if len(names) == 1 else 'arms'} {', '.join(names)}"
-
-
-def base_config(study_path: str | Path, config: str) -> str:
-    """Return the file of this name beside the study file, if it exists, else the text unchanged."""
-    beside = Path(study_path).parent / config
-    return str(beside) if beside.is_file() else config
 
 
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
