@@ -14,8 +14,8 @@ import numpy as np
 
 from gsa_data.faults import Reading
 from gsa_data.request_files import is_request_file, score
-from gsa_eval.answers import answer_prompts
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
+from gsa_eval.generation import answer_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
 from gsa_eval.ruler import TASKS, Sample

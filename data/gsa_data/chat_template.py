@@ -55,12 +55,8 @@ class TemplateRefused(ValueError):
     """The template cannot format this conversation. The message comes from the template."""
 
 
-class NoPrefix(ValueError):
-    """The rendered text of the first messages is not a prefix of the rendered conversation."""
-
-
-class TemplateEndless(ValueError):
-    """The template did not end within RENDER_SECONDS."""
+class TemplateFault(ValueError):
+    """The template does not suit any conversation of this kind. The message says what to correct."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +179,8 @@ class ChatEncoder:
 
         Raises:
             TemplateRefused: the template cannot format the conversation
-            NoPrefix: a template without generation blocks writes earlier messages differently when others follow
-            TemplateEndless: formatting takes too long
+            TemplateFault: a template without generation blocks writes earlier messages differently when others follow,
+                or formatting takes longer than RENDER_SECONDS
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
@@ -210,7 +206,7 @@ class ChatEncoder:
             before = self._render(messages[:place], tools, prompts=True)[0]
             through = self._render(messages[: place + 1], tools)[0]
             if not (through.startswith(before) and text.startswith(through)):
-                raise NoPrefix(
+                raise TemplateFault(
                     f"chat template {self.template.origin} writes message {place + 1} or those before it otherwise "
                     "when more follow, so that the assistant's tokens cannot be told from the others; put "
                     "{% generation %} and {% endgeneration %} around them in the template"
@@ -242,7 +238,7 @@ class ChatEncoder:
                 **self.variables,
             )
         except OverLimit as limit:
-            raise TemplateEndless(
+            raise TemplateFault(
                 f"chat template {self.template.origin} did not write a conversation of {len(messages)} messages within "
                 f"{RENDER_SECONDS:g} s of CPU time; correct its loops, or name another one as chat_template"
             ) from limit
@@ -270,7 +266,7 @@ class ChatEncoder:
                 f"chat template {template.origin} cannot write a conversation of user and assistant ({error}); correct "
                 "it, or name another one as chat_template"
             ) from error
-        except (NoPrefix, TemplateEndless) as error:
+        except TemplateFault as error:
             raise TokenizerError(str(error)) from error
         if re.search(r"\bstrftime_now\s*\(", template.source):
             raise TokenizerError(

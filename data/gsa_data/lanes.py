@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gsa_data.faults import FAILED_READINGS, LOST_LINES, warn_once
+from gsa_data.faults import FAILED_READINGS, LOST_LINES, DataFault, warn_once
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import EncodedDocument, ShardLines, ShardReader
-from gsa_data.shards import DataFault
 from gsa_data.source_weights import (
     LEFT_OUT_OF,
     TOKENS_OF,

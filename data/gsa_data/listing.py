@@ -37,7 +37,7 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
 
     def listing(pulse: Pulse) -> dict[str, int] | None:
         try:
-            list_folder(filesystem, base)
+            os.listdir(base or "/") if is_local else filesystem.ls(base, detail=False)
         except FileNotFoundError:  # only for the root; inside the folder a broken link raises an error
             return None
         except NotADirectoryError:
@@ -55,13 +55,6 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
                 f"{path!r} in {root!r} cannot be addressed; rename it without '::' and control characters"
             )
     return found
-
-
-def list_folder(filesystem: Any, folder: str) -> list[str]:
-    """Returns the names in a folder. Raises FileNotFoundError if it is missing, NotADirectoryError for a local file."""
-    if isinstance(filesystem, LocalFileSystem):
-        return os.listdir(folder or "/")
-    return [str(path).rpartition("/")[2] for path in filesystem.ls(folder, detail=False)]
 
 
 def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:

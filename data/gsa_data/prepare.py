@@ -20,8 +20,8 @@ import sentencepiece
 
 from gsa_data import prepare_tokens
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading, naming
-from gsa_data.shards import DataFault, build_manifest
+from gsa_data.faults import DataFault, Reading, naming
+from gsa_data.shards import build_manifest
 
 LONGEST_LINE_BYTES = 4192
 """The default of sentencepiece's max_sentence_length. Its BPE fails on words of more than 65535 characters."""

@@ -12,9 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from gsa_data.copies import find_copies
-from gsa_data.faults import DataFault as DataFault
-from gsa_data.faults import OnBadShard as OnBadShard
-from gsa_data.faults import Reading, warn_once
+from gsa_data.faults import DataFault, Reading, warn_once
 from gsa_data.fetch import file_system, read_bytes
 from gsa_data.listing import FORMATS, OTHER_FORMATS, list_files, retried
 from gsa_data.parquet import require_pyarrow

@@ -35,8 +35,8 @@ def main() -> int:
 
     import gsa_hf  # noqa: F401 - registers our own model with transformers
     from gsa_eval import ruler
+    from gsa_eval.convert.export_hf import DTYPES
     from gsa_eval.convert.tokenizer import folder_tokenizer
-    from gsa_eval.evaluated_model import DTYPES
     from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
     from gsa_eval.text import READING, words_of
 
