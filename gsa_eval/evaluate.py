@@ -145,24 +145,15 @@ def _requests(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, files: Sequence[str]
 ) -> dict[str, Any]:
     found = {}
+    length = arguments.context_length or evaluated.trained_length  # of context and continuation
     for task in read_tasks(files, arguments.limit):
-        nats = _nats(evaluated, arguments, task.requests, task.name)
-        counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
-        found[task.name] = {**score(task, [-each for each in nats]), **counts}
+        pieces = list(map(as_piece, encode_requests(task.requests, evaluated.tokenizer, length, task.name)))
+        sums = np.zeros(len(pieces))
+        for each in token_losses(evaluated.model, pieces, arguments.batch_size or 1):
+            sums[each.number] = -each.nats.sum(dtype=np.float64)
+        counts = {"questions": len(task.questions), "requests": len(pieces), "file": str(task.file)}
+        found[task.name] = {**score(task, sums.tolist()), **counts}
         logger.info("%s: %d questions", task.name, len(task.questions))
-    return found
-
-
-def _nats(
-    evaluated: EvaluatedModel, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], where: str
-) -> list[float]:
-    """Returns the score of each continuation after its context. Both together fit the context length."""
-    length = arguments.context_length or evaluated.trained_length
-    requests = encode_requests(texts, evaluated.tokenizer, length, where)
-    sums = np.zeros(len(requests))
-    for each in token_losses(evaluated.model, list(map(as_piece, requests)), arguments.batch_size or 1):
-        sums[each.number] = each.nats.sum(dtype=np.float64)
-    found: list[float] = sums.tolist()
     return found
 
 

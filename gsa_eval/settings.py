@@ -45,7 +45,10 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         elif key.startswith(SCALING):
             scaling[key.removeprefix(SCALING)] = value
         elif key == "gsa.attention":
-            content["layer_types"] = _layer_types(config, value)
+            if value == "dense":
+                content["layer_types"] = [DENSE_LAYER] * config.num_hidden_layers
+            elif set(content["layer_types"]) == {DENSE_LAYER}:
+                raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
         else:
             content[GSA_FIELDS[key.partition(".")[2]]] = value
     content["rope_parameters"] = _scaled(content, scaling)
@@ -119,13 +122,3 @@ def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
     if base <= 1:
         raise ValueError(f"model.rope_base={base}: give more than 1 with YaRN")
     return rope
-
-
-def _layer_types(config: GSAConfig, value: str) -> list[str]:
-    """Returns `layer_types` for gsa.attention=dense, or for `sparse`, which keeps the model's types."""
-    types = list(config.layer_types or ())
-    if value == "dense":
-        return [DENSE_LAYER] * len(types)
-    if set(types) == {DENSE_LAYER}:
-        raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
-    return types

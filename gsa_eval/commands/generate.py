@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,9 +51,11 @@ def main() -> int:
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
     text_model = load_text_model(source, arguments.attention or "")
     generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
+    answer = partial(write, generator, text_model, arguments.max_new_tokens, sampling)
     if arguments.interactive:
-        return interact(generator, text_model, arguments.max_new_tokens, sampling)
-    write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
+        interact(answer)
+    else:
+        answer(prompts)
     return 0
 
 
@@ -115,9 +118,9 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling | None:
 def write(
     generator: Generator,
     text_model: TextModel,
-    prompts: Sequence[str],
     max_new_tokens: int,
     sampling: Sampling | None,
+    prompts: Sequence[str],
 ) -> None:
     encoded = [text_model.encode(prompt) for prompt in prompts]
     made = generator.generate(encoded, max_new_tokens, sampling)
@@ -134,16 +137,13 @@ def write(
     )
 
 
-def interact(
-    generator: Generator, text_model: TextModel, max_new_tokens: int, sampling: Sampling | None
-) -> int:
+def interact(answer: Callable[[Sequence[str]], None]) -> None:
     """Answer the lines of the standard input until its end. A line that the model cannot continue is refused."""
     for line in sys.stdin:
         prompt = line.rstrip("\n")
         if not prompt.strip():
             continue
         try:
-            write(generator, text_model, [check_text(prompt, "the line")], max_new_tokens, sampling)
+            answer([check_text(prompt, "the line")])
         except ValueError as error:
             print(error, file=sys.stderr)
-    return 0
