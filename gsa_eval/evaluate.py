@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gsa_data.faults import Reading
+from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.request_files import is_request_file, score
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.generation import answer_prompts
@@ -24,7 +24,7 @@ from gsa_eval.ruler_score import (
     ruler_table,
     score_ruler,
 )
-from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
+from gsa_eval.text import TextOptions, as_piece, read_text, words_of
 from gsa_eval.wandb_run import log_to_wandb
 from gsa_hf.generation import Generator
 from gsa_train.config import Config
@@ -189,7 +189,7 @@ def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str,
         config: config of the run that the text belongs to; None: it belongs to no run.
     """
     if config is None:
-        return arguments.text_field or "text", READING
+        return arguments.text_field or "text", DEFAULT_READING
     return arguments.text_field or config.data.text_field, reading_of(config)
 
 

@@ -12,6 +12,7 @@ from gsa_eval.convert.hf_config import GSA_FIELDS
 from gsa_hf import DENSE_LAYER, GSAConfig
 from gsa_kernels.rotary import YarnScaling
 
+SCALING = "model.rope_scaling."
 FIELDS: dict[str, tuple[str, ...] | int | type] = {
     "gsa.attention": ("dense", "sparse"),
     "gsa.adaptive_k": ("inverse", "direct", "off"),
@@ -19,14 +20,10 @@ FIELDS: dict[str, tuple[str, ...] | int | type] = {
     **dict.fromkeys(("gsa.dense_below", "gsa.local_window"), 0),
     "model.rope_base": float,
     "model.rope_scaling.rope_type": ("default", "yarn"),
-    "model.rope_scaling.factor": float,
     "model.rope_scaling.original_max_position_embeddings": int,
-    "model.rope_scaling.beta_fast": float,
-    "model.rope_scaling.beta_slow": float,
-    "model.rope_scaling.attention_factor": float,
+    **{f"{SCALING}{name}": float for name in ("factor", "beta_fast", "beta_slow", "attention_factor")},
 }
 """Fields of the run's config, set as `key=value` -> the choices, the least number of keys, or the type."""
-SCALING = "model.rope_scaling."
 MOST_KEYS = 2**31 - 1
 """Largest number of keys, because positions of keys are int32."""
 

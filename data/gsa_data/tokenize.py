@@ -13,7 +13,7 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from gsa_data.faults import Reading
+from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.fetch import NoSuchKind, read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
@@ -51,11 +51,11 @@ class Tokenizer:
     Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """
 
-    def __init__(self, path: str, eos_token: str | None = None, reading: Reading | None = None) -> None:
+    def __init__(self, path: str, eos_token: str | None = None, reading: Reading = DEFAULT_READING) -> None:
         self.path = path
         self.eos_token = eos_token
         try:
-            self.file = read_bytes(path, reading or Reading(), Counter(), MOST_BYTES)
+            self.file = read_bytes(path, reading, Counter(), MOST_BYTES)
         except OSError as error:
             if isinstance(error, FileNotFoundError | IsADirectoryError):
                 wrong = f"tokenizer file {path!r} does not exist; give a sentencepiece .model file or a tokenizer.json"

@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gsa_data.corpus import Corpus, shard_reader
-from gsa_data.faults import DataFault, Reading
+from gsa_data.faults import DEFAULT_READING, DataFault, Reading
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import LANE_START, Tokens, pack
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.tokenize import Tokenizer
 
-DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
 """The largest number of documents tokenized at once. The first batches are smaller, because a short set needs less."""

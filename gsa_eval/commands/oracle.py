@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gsa_data.faults import DEFAULT_READING
 from gsa_eval.commands.evaluate import lengths, samples
 from gsa_eval.model_options import prepare_imports, refusing
 
@@ -38,7 +39,7 @@ def main() -> int:
     from gsa_eval.convert.export_hf import DTYPES
     from gsa_eval.convert.tokenizer import folder_tokenizer
     from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
-    from gsa_eval.text import READING, words_of
+    from gsa_eval.text import words_of
 
     forms = [Form.parse(each) for each in arguments.forms.split(",") if each]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +51,7 @@ def main() -> int:
     )
     model = model.to(device).eval()
     tokenizer = folder_tokenizer(arguments.hf, model.config)
-    essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", READING)
+    essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", DEFAULT_READING)
     rows = []
     for length in arguments.lengths:
         budget = Budget(length // SELECTED)
