@@ -23,7 +23,7 @@ from .gates_gsa import other_gates
 from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
-from .kernels_gsa import applied_indexer, kernel_rule
+from .kernels_gsa import applied_indexer, gated, kernel_rule
 from .modeling_gsa import CACHE_ARGUMENT, GSAMLP, GSADecoderLayer, GSAForCausalLM, GSAModel
 
 logger = logging.getLogger(__name__)
@@ -218,8 +218,8 @@ class FusedDecoder:
         projected = self._enter(h, *layers[0], self.buffers[0], *place)
         for index, attention in enumerate(model.layers):
             module = attention.self_attn
-            if isinstance(projected, row_layers.Entry) and not module.is_sparse:
-                projected = projected.launch()
+            if isinstance(projected, partial) and not module.is_sparse:
+                projected = projected()
             if module.is_sparse:
                 attended = self._attend(index, module, projected)
             else:
@@ -272,21 +272,27 @@ class FusedDecoder:
         k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
         state = (self.lengths, self._selections[leader], self._workspace, self.starts)
         held = kernel_module("decode.state").LayerCache(k, v, *state, selects, self.products == "rows")
-        if not isinstance(projected, row_layers.Entry):
+        if not isinstance(projected, partial):
             return self._attend_projected(place, module, projected, held, selects)
-        joined, launch = kernel_module("decode.joined"), projected.launch
-        parts = row_layers.parts(selects, self.layers[place][1].parts[4] > 0)
-        counter = held.workspace.written if parts.beside_attention else None
+        # The next kernel needs only the first part of the product. The gate G1 can come last, because only the product
+        # with W_O needs it.
+        joined, launch, has_gate = (
+            kernel_module("decode.joined"),
+            projected,
+            self.layers[place][1].parts[4] > 0,
+        )
+        counter = held.workspace.written if has_gate else None
         arrivals = held.workspace.arrivals.view(-1)[:1]
-        entered = launch(part=joined.Part(parts.front, restarts=counter, arrivals=arrivals))
-        if parts.beside_selection:
-            part = joined.Part(parts.beside_selection, entered, beside=True)
+        front = ("index",) if selects else ("heads",)
+        entered = launch(part=joined.Part(front, restarts=counter, arrivals=arrivals))
+        if selects:
+            part = joined.Part(("heads",), entered, beside=True)
             held = dataclasses.replace(held, beside=partial(launch, part=part))
-        if not parts.beside_attention:
+        if not has_gate:
             return self._attend_projected(place, module, entered, held, selects)
         held = dataclasses.replace(held, counted=True)
         attended = self._attend_projected(place, module, entered._replace(gate=None), held, selects)
-        launch(part=joined.Part(parts.beside_attention, entered, beside=True, waits=False))
+        launch(part=joined.Part(("gate",), entered, beside=True, waits=False))
         heads = self.batch * config.num_key_value_heads
         awaited = kernel_module("row_product.triton_product").Awaited(counter, heads)
         return row_layers.Attended(attended, entered.gate, awaited)
@@ -310,12 +316,8 @@ class FusedDecoder:
     def _attend_dense(self, place: int, projected: Projected, visible: torch.Tensor | None) -> torch.Tensor:
         buffers = self.buffers[place]
         q = projected.q[:, :, None]
-        out = nn.functional.scaled_dot_product_attention(q, buffers.k, buffers.v, visible, enable_gqa=True)[
-            :, :, 0
-        ]
-        if projected.gate is None:
-            return out
-        return (out.float() * torch.sigmoid(projected.gate.float())).to(out.dtype)
+        out = nn.functional.scaled_dot_product_attention(q, buffers.k, buffers.v, visible, enable_gqa=True)
+        return gated(out[:, :, 0], projected.gate)
 
     def _visible(self) -> torch.Tensor | None:
         """Return the mask of filled slots, bool [B, 1, 1, Lk], or None if no layer is dense."""
