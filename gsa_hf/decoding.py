@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
-from .gates_gsa import other_gates
+from .gates_gsa import BESIDE, FORM
 from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
@@ -67,12 +67,9 @@ the modules of adapters and quantisation, compute something else and are refused
 def not_fused(model: GSAForCausalLM) -> str | None:
     """Return a feature of the model that fused steps lack, as `field is value`, or None."""
     config: Any = model.config
-    other = {"num_experts": 0, "sandwich_norm": False}
-    for name, value in other.items():
+    for name, value in {"num_experts": 0, "sandwich_norm": False, **FORM, **BESIDE}.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
-    if (obstacle := other_gates(config)) is not None:
-        return obstacle
     for name, module in model.named_modules():
         if module is not model and type(module) not in _FUSED:
             return f"{name} is {_class_of(module)}"

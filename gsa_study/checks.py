@@ -14,7 +14,6 @@ SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
 
 
 def mistakes(study: StudyConfig) -> list[str]:
-    """Return a line for each mistake."""
     return [
         *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_evaluations(study), *_metrics(study),
     ]  # fmt: skip

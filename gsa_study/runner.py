@@ -180,7 +180,6 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns True if a process writes this run's folder."""
     if not path.exists():
         return False
     with open(path, "a+", encoding="utf-8", opener=own_file) as file:

@@ -137,7 +137,6 @@ MOST_SAMPLES = 10_000
 
 
 def lengths(text: str) -> tuple[int, ...]:
-    """Parse 4096,8192."""
     return tuple(positive(each, LONGEST_TOKENS) for each in text.split(","))
 
 

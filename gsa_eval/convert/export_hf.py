@@ -114,19 +114,13 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
     if not folder.is_dir():
         what = "a step_* folder" if run_dir is None else "a run's folder, <run.dir>/<run.name>"
         raise ValueError(f"{option} {folder}: no such folder; give {what}")
+    found = find_checkpoint(folder) if step is None else step_folder(folder / "checkpoints", step)
     if run_dir is None:
-        assert checkpoint is not None
-        found = find_checkpoint(checkpoint)
         if found is None:
-            raise ValueError(f"--checkpoint {checkpoint}: no complete checkpoint there; give a step_* folder")
+            raise ValueError(f"--checkpoint {folder}: no complete checkpoint there; give a step_* folder")
         above = found.absolute().parent.parent
         return found, above if (above / "metrics.jsonl").is_file() else None
-    if step is None:
-        found = find_checkpoint(run_dir)
-    else:
-        found = step_folder(run_dir / "checkpoints", step)
-        found = found if is_complete(found) else None
-    if found is None:
+    if found is None or (step is not None and not is_complete(found)):
         have = ", ".join(str(step_of(path.name)) for path in complete_checkpoints(run_dir / "checkpoints"))
         of_step = "" if step is None else f" --step {step}"
         raise ValueError(
