@@ -16,7 +16,6 @@ from gsa_train.metrics.wandb_sink import wandb_mode, without_credentials
 if TYPE_CHECKING:
     from wandb import Run
 
-JOB_TYPE = "evaluation"
 LINK = "training_run"
 """Field of the W&B config: the id of the training run's W&B run."""
 TEXT_SCORES = ("perplexity", "bits_per_byte")
@@ -58,7 +57,7 @@ def log_to_wandb(
             tags=list(config.logging.wandb_tags),
             name=f"{config.run.name} {folder.name}",
             id=secrets.token_hex(4),  # regardless of WANDB_RUN_ID
-            job_type=JOB_TYPE,
+            job_type="evaluation",
             dir=str(folder),
             config=without_credentials({**about, LINK: training_id}),
             mode=mode,  # type: ignore[arg-type]

@@ -35,20 +35,18 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
     base = base.rstrip("/")
     is_local = isinstance(filesystem, LocalFileSystem)
 
-    def listing(pulse: Pulse) -> dict[str, int] | None:
+    def listing(pulse: Pulse) -> dict[str, int]:
         try:
             os.listdir(base or "/") if is_local else filesystem.ls(base, detail=False)
         except FileNotFoundError:  # only for the root; inside the folder a broken link raises an error
-            return None
+            raise DataFault(
+                f"data folder {root!r} does not exist; check the path, or build a corpus there first"
+            ) from None
         except NotADirectoryError:
-            return {"": 0}
+            raise DataFault(f"{root!r} is a file; give the folder it lies in") from None
         return dict(_local_files(base, pulse) if is_local else _remote_files(filesystem, base, base, pulse))
 
     found = retried(listing, root, reading)
-    if found is None:
-        raise DataFault(f"data folder {root!r} does not exist; check the path, or build a corpus there first")
-    if "" in found:
-        raise DataFault(f"{root!r} is a file; give the folder it lies in")
     for path in found:
         if path.endswith(FORMATS + OTHER_FORMATS) and ("::" in path or not path.isprintable()):
             raise DataFault(

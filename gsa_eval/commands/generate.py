@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gsa_data.tokenize import check_text
+from gsa_data.tokenize import check_text, text_after
 from gsa_eval.model_options import add_source, check_step, prepare_imports, refusing
 from gsa_train.files import read_named
 
@@ -128,7 +128,7 @@ def write(
         if len(prompts) > 1:
             print(f"--- {number}")
         ended = new[-1] in generator.eos_ids
-        print(f"{prompt}{text_model.text_after(tokens, new[:-1] if ended else new)}", flush=True)
+        print(f"{prompt}{text_after(text_model.decode, tokens, new[:-1] if ended else new)}", flush=True)
     prepared = f"; CUDA graphs in {made.prepare_seconds:.1f} s" if made.prepare_seconds > 0.05 else ""
     print(
         f"prefill {made.prompt_tokens} tokens, {made.prefill_rate:.0f} tokens/s{prepared}; decode "
