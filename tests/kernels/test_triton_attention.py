@@ -138,7 +138,7 @@ def test_errors(device):
         ({"packed_mask": words[..., :1]}, "packed_mask has shape"),
         ({"gate_logits": gate[..., :1]}, "gate_logits has shape"),
         ({"v": v.transpose(1, 3).contiguous().transpose(1, 3)}, "contiguous"),
-        ({"packed_mask": words.to("meta")}, "one device"),
+        ({"packed_mask": words.to("meta")}, "packed_mask is torch.int32 on meta"),
     ]
     for change, message in bad:
         with pytest.raises(ValueError, match=message):

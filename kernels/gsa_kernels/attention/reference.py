@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gsa_kernels.checks import check_mask, check_shape, compute_dtype
+from gsa_kernels.checks import check_head_counts, check_mask, check_shape, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ def sparse_attention(
     check_shape("k", k, "[B, Lk, Hkv, D]", (batch, None, None, dim))
     num_keys, kv_heads = k.shape[1], k.shape[2]
     check_shape("v", v, "[B, Lk, Hkv, Dv]", (batch, num_keys, kv_heads, None))
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
+    check_head_counts(heads, kv_heads)
     check_mask("mask", mask, batch, num_queries, num_keys)
     if recall_among is not None:
         check_mask("recall_among", recall_among, batch, num_queries, num_keys)

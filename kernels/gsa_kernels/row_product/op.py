@@ -21,9 +21,9 @@ dependent launch). Five rules make this safe for all kernels of this package tha
 
 import torch
 
-from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_product_columns, check_shape
 from gsa_kernels.devices import can_chain, launching_on
-from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
+from gsa_kernels.limits import ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
 from gsa_kernels.row_product.tiling import default_tiling
 from gsa_kernels.row_product.triton_product import Before, Launch, multiply
@@ -56,11 +56,7 @@ def row_product(
     batch, columns = x.shape
     if batch not in ROW_PRODUCT_ROWS:
         raise ValueError(f"x has {batch} rows; pass 1 to {ROW_PRODUCT_ROWS[-1]}")
-    if columns not in ROW_PRODUCT_COLUMNS:
-        raise ValueError(
-            f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
-            f"{ROW_PRODUCT_COLUMNS.step}"
-        )
+    check_product_columns(columns)
     check_kernel_dtype("x", x)
     launch = Launch() if launch is None else launch
     counters: tuple[torch.Tensor, ...] = () if launch.awaited is None else (launch.awaited.counter,)
