@@ -6,8 +6,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,18 +31,6 @@ def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
     blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
     mine = blocks.chunk(parallel.data_size)[parallel.data_rank]
     return [to_micro_batch(part, NO_TOKEN, True) for part in mine.split(train.micro_batch_size)]
-
-
-class Trainee(Protocol):
-    """Defines what the benches drive."""
-
-    def step(self, batches: list[MicroBatch]) -> None: ...
-
-    def loss(self) -> float:
-        """Return the last step's loss per token. Collective. Waits for the device."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class OurTrainee:
@@ -92,18 +78,12 @@ class OurTrainee:
         measures: bool = False,
         hold_update: Callable[[], None] = lambda: None,
     ) -> None:
-        training = Training(
-            self.model,
-            self.optimizer,
-            self.config,
-            self.parallel,
-            self.detector,
-            graph=self.graph,
-            hold_update=hold_update,
-        )
+        parts = (self.model, self.optimizer, self.config, self.parallel, self.detector)
+        training = Training(*parts, graph=self.graph, hold_update=hold_update)
         self.result = train_step(training, batches, self.lr, step=0, measures=measures)
 
     def loss(self) -> float:
+        """Return the last step's loss per token. Collective. Waits for the device."""
         total = self.result.loss_sum.double()
         dist.all_reduce(total)
         return float(total / self.result.loss_tokens)
@@ -129,27 +109,6 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
         event.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Holds the bytes of one rank's device, 0 on CPUs."""
-
-    allocated: int
-    """Peak, in tensors."""
-    reserved: int
-    """Peak, held by the allocator: tensors, its cache, and gaps."""
-
-
-def peak_memory(device: torch.device) -> Memory:
-    if device.type != "cuda":
-        return Memory(0, 0)
-    return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def release_memory(device: torch.device) -> int:

@@ -18,10 +18,8 @@ from whole_steps.results import Result
 from whole_steps.step_bench import (
     OurTrainee,
     over_ranks,
-    peak_memory,
     random_batches,
     release_memory,
-    reset_peak_memory,
     time_steps,
 )
 from whole_steps.step_trace import in_columns, trace_steps
@@ -74,6 +72,7 @@ def _measure(
     result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
 ) -> None:
     device, config = parallel.device, variant.config
+    on_gpu = device.type == "cuda"
     if not variant.is_megatrons:
         memory = estimate_memory(config, variant.phase, parallel.world_size, parallel.pipeline_rank)
         result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
@@ -82,11 +81,13 @@ def _measure(
     try:
         for _ in range(warmup_steps):
             trainee.step(batches)
-        reset_peak_memory(device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         seconds = time_steps(lambda: trainee.step(batches), steps, device)
-        peak = peak_memory(device)
         result.loss = trainee.loss()
-        every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
+        peaks = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+        gib = [peak(device) / 2**30 if on_gpu else 0.0 for peak in peaks]
+        every = over_ranks([*gib, *seconds], parallel)
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
         _add_speed(result, variant, parallel, [row[2:] for row in every])
