@@ -132,12 +132,6 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
     """Return exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
-    log_mass_selected = logits.masked_fill(~(mask & causal), float("-inf")).logsumexp(-1)
-    log_mass_causal = logits.masked_fill(~causal, float("-inf")).logsumexp(-1)
-    recall = (log_mass_selected - log_mass_causal).exp()
-    return _heads_last(recall.masked_fill(~causal.any(-1), 0.0))
-
-
-def _heads_last(per_query: torch.Tensor) -> torch.Tensor:
-    """Transpose [B, Hkv, H / Hkv, Lq] to [B, Lq, H]."""
-    return per_query.flatten(1, 2).transpose(1, 2)
+    selected, whole = _log_sum_exp(logits, mask & causal), _log_sum_exp(logits, causal)
+    empty = ~causal.any(-1).flatten(1, 2)
+    return (selected - whole).exp().masked_fill(empty, 0.0).transpose(1, 2)

@@ -26,7 +26,7 @@ from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
 from gsa_kernels.row_product.tiling import default_tiling
-from gsa_kernels.row_product.triton_product import Before, Launch, multiply
+from gsa_kernels.row_product.triton_product import Launch, multiply
 
 
 @torch.no_grad()
@@ -67,10 +67,9 @@ def row_product(
             raise ValueError(f"x has {batch} rows with something awaited or advanced; pass one row")
     if x_gate is not None:
         check_shape("x_gate", x_gate, "[B, K]", (batch, columns))
-    norm_weight = None if norm is None else norm.weight
     named = {
         "weight": weight,
-        "norm.weight": norm_weight,
+        "norm.weight": None if norm is None else norm.weight,
         "bias": bias,
         "residual": residual,
         "x_gate": x_gate,
@@ -82,8 +81,6 @@ def row_product(
     if launch.tiling is None:
         launch = launch._replace(tiling=default_tiling(batch, columns, count, gated))
     out = torch.empty(batch, count, dtype=x.dtype, device=x.device)
-    eps = 0.0 if norm is None else norm.eps
     with launching_on(x, "x"):
-        before = Before(x_gate, norm_weight, eps)
-        multiply(x, weight, before, (bias, residual), gated, out, launch, can_chain(x))
+        multiply(x, weight, x_gate, norm, (bias, residual), gated, out, launch, can_chain(x))
     return out
