@@ -41,18 +41,13 @@ import torch
 from gsa_train.config import Config, load_config
 from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.metrics.record import expert_metrics
-from gsa_train.model.flops import count_parameters, flops_per_token, peak_flops_per_second
+from gsa_train.model.flops import count_parameters
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.probes.stats import EXPERTS
 from gsa_train.optimizer.micro_batch_graph import CaptureError, leave_default_stream
 from gsa_train.planning.memory.estimate import estimate_memory
 from whole_steps import megatron_experts
-from whole_steps.step_bench import (
-    OurTrainee,
-    random_batches,
-    release_memory,
-    time_steps,
-)
+from whole_steps.step_bench import OurTrainee, random_batches, release_memory, speed, time_steps
 from whole_steps.step_timing import count_synchronizations
 from whole_steps.step_trace import OF_EXPERTS, in_columns, trace_steps
 
@@ -257,11 +252,8 @@ def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
 def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
     config, phase = found.config, found.config.phases[-1]
     count = count_parameters(config.model, config.gsa, config.moe)
-    length = config.train.seq_len_tokens
     seconds = statistics.median(found.step_seconds or [float("nan")])
-    per_second = config.train.global_batch_size * length / seconds
-    flops = flops_per_token(config.model, config.gsa, config.moe, phase, length).total
-    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
+    per_second, mfu = speed(config, phase, seconds, torch.device("cuda"))
     ratio, error = ratio_of(found, reference)
     return {
         "layers": config.model.num_layers,
@@ -273,7 +265,7 @@ def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
         "ratio": ratio,
         "ratio_error": error,
         "tokens_per_second": per_second,
-        "mfu": float("nan") if peak is None else per_second * flops / peak,
+        "mfu": mfu,
         "peak_gib": found.peak_gib,
         "predicted_gib": found.predicted_gib,
         "synchronizations": found.synchronizations,

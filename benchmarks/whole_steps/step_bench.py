@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import Parallel
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, new_graph
@@ -109,6 +110,20 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
         event.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+def speed(
+    config: Config, phase: PhaseConfig, seconds: float, device: torch.device, devices: int = 1
+) -> tuple[float, float]:
+    """Return tokens per second and device of a step, and the MFU, which is NaN for an unknown device and on CPUs."""
+    train = config.train
+    rate = train.global_batch_size * train.seq_len_tokens / devices / seconds
+    if device.type != "cuda":
+        return rate, float("nan")
+    precision = "fp32" if train.precision == "fp32" else "bf16"
+    peak = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
+    flops = flops_per_token(config.model, config.gsa, config.moe, phase, train.seq_len_tokens)
+    return rate, float("nan") if peak is None else rate * flops.total / peak
 
 
 def release_memory(device: torch.device) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
-from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.planning.memory.estimate import estimate_memory
 from gsa_train.profiling.step_breakdown import Breakdown
 from whole_steps.megatron_peer import MegatronTrainee, unsupported_by_megatron
@@ -20,6 +19,7 @@ from whole_steps.step_bench import (
     over_ranks,
     random_batches,
     release_memory,
+    speed,
     time_steps,
 )
 from whole_steps.step_trace import in_columns, trace_steps
@@ -84,9 +84,9 @@ def _measure(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         seconds = time_steps(lambda: trainee.step(batches), steps, device)
-        result.loss = trainee.loss()
         peaks = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
         gib = [peak(device) / 2**30 if on_gpu else 0.0 for peak in peaks]
+        result.loss = trainee.loss()
         every = over_ranks([*gib, *seconds], parallel)
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
@@ -101,19 +101,13 @@ def _measure(
 
 def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
     """Add the speed by the slowest rank's steps."""
-    config, device = variant.config, parallel.device
     slowest = [max(times) for times in zip(*seconds, strict=True)]
     result.step_ms = 1e3 * statistics.median(slowest)
     result.step_ms_low, result.step_ms_high = 1e3 * min(slowest), 1e3 * max(slowest)
-    tokens = result.sequences * result.seq_len_tokens / parallel.world_size
-    result.tokens_per_second_per_device = tokens / statistics.median(slowest)
-    if device.type == "cuda":
-        precision = "fp32" if config.train.precision == "fp32" else "bf16"
-        rate = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
-        length = config.train.seq_len_tokens
-        flops = flops_per_token(config.model, config.gsa, config.moe, variant.phase, length)
-        if rate is not None:
-            result.mfu = result.tokens_per_second_per_device * flops.total / rate
+    seconds_of_step, devices = statistics.median(slowest), parallel.world_size
+    result.tokens_per_second_per_device, result.mfu = speed(
+        variant.config, variant.phase, seconds_of_step, parallel.device, devices
+    )
 
 
 def _add_breakdown(result: Result, traced: Breakdown, steps: int, parallel: Parallel) -> None:
