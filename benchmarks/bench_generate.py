@@ -139,12 +139,6 @@ def selected(decoder: FusedDecoder) -> int:
     return round(sum(counts) / len(counts))
 
 
-def weight_bytes(decoder: FusedDecoder) -> int:
-    """Return the bytes of weights that a step reads."""
-    layers = sum(x.nbytes for weights, _ in decoder.layers for x in weights if x is not None)
-    return layers + decoder.model.lm_head.weight.nbytes
-
-
 def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
     """Return the bytes of weights and caches in bf16. The model and its joined projections both hold the weights."""
     hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
@@ -330,7 +324,8 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
     if decoder._selections:
         indexed = batch * filled * 2 * config.index_head_dim
         per_layer = batch * (selected(decoder) + config.local_window) * token + indexed
-    return weight_bytes(decoder) + config.num_hidden_layers * per_layer
+    weights = sum(x.nbytes for weights, _ in decoder.layers for x in weights if x is not None)
+    return weights + decoder.model.lm_head.weight.nbytes + config.num_hidden_layers * per_layer
 
 
 def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:

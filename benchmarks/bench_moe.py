@@ -233,12 +233,13 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
 def faster_way(found: dict[str, Found], kind: str) -> str:
     """Return the name of the model of this kind with the shortest steps, among models with our mixture of experts."""
     ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
-    return min(ways, key=lambda name: (bool(found[name].failed), median_step(found[name])))
-
-
-def median_step(found: Found) -> float:
-    """Return the median step time in seconds; infinite without a turn."""
-    return statistics.median(found.step_seconds or [float("inf")])
+    return min(
+        ways,
+        key=lambda name: (
+            bool(found[name].failed),
+            statistics.median(found[name].step_seconds or [float("inf")]),
+        ),
+    )
 
 
 def ratio_of(one: Found, reference: Found) -> tuple[float, float]:

@@ -49,6 +49,15 @@ def check_dtype_and_device(name: str, like: torch.Tensor, tensors: Mapping[str, 
             )
 
 
+def check_layout(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Check dtype and device, and that the tensor is contiguous."""
+    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; pass {dtype} on {device}, "
+            "contiguous"
+        )
+
+
 def check_unit_strides(tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Check that the elements of the last dimension are adjacent in memory."""
     for name, tensor in tensors.items():
