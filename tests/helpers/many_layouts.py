@@ -40,6 +40,7 @@ from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
 from helpers.called_again import CalledAtOnce
 from helpers.checkpoints import run_state, write_checkpoint
+from helpers.damage import flip
 from helpers.layout_cases import (
     ALL_KEYS,
     BASE,
@@ -198,20 +199,17 @@ def go_on(
 
 def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
     """Load a checkpoint with a wrong bit; the good one must then replace everything that this load changed."""
-    damaged = good.parent / "damaged" / good.name
+    damaged, last = good.parent / "damaged" / good.name, max(tensor_files(good))
     if parallel.is_main:
         shutil.copytree(good, damaged)
-        path = damaged / sorted(tensor_files(good))[-1]
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip(0.5)(damaged / last)
     dist.barrier()
     said = "nothing"
     try:
         load_checkpoint(damaged, model, optimizer, parallel, True, unchecked=tensor_files(damaged))
     except DamagedCheckpoint as damage:
         said = str(damage)
-    assert f"{sorted(tensor_files(good))[-1]} has checksum" in said, said
+    assert f"{last} has checksum" in said, said
 
 
 def cross_boundary(
