@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gsa_train.config import MoEConfig
 from gsa_train.distributed.loss_injection import inject_loss
+from gsa_train.model.budget import PreciseBuffers
 from gsa_train.model.moe.routing import (
     balance_loss,
     choose_experts,
@@ -49,7 +50,7 @@ class RouterContext:
     """Ranks that share a sequence."""
 
 
-class Router(torch.nn.Module):
+class Router(PreciseBuffers):
     """Scores all experts for each token and chooses the top k, in fp32. The experts' loads and biases change only in
     `update_routers`, after the optimizer step. All micro-batches of a step and their recomputation thus use the same
     values."""
@@ -89,17 +90,6 @@ class Router(torch.nn.Module):
         self.register_buffer("loads", equal if moe.balancing == "global_batch" else None)
         zero = torch.zeros(moe.experts, device=device)
         self.register_buffer("expert_bias", zero if moe.balancing == "aux_free" else None)
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Move buffers between devices but keep their precision: megatron-core casts a bf16 model's buffers."""
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            assert moved is not None
-            if moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
     def balance(self) -> list[torch.Tensor]:
         """Return the buffers that a step updates, equal on all ranks with this layer."""
