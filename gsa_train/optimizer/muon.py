@@ -157,7 +157,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
             self.adamw.state = self.state
-        # The interface of torch's fused optimizers: the gradients' divisor, and 1 to skip the update (norms.py).
+        # The interface of torch's fused optimizers: the gradients' divisor, and 1 to skip the update (mcore.py).
         self._step_supports_amp_scaling = fused
         self.grad_scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None

@@ -221,8 +221,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             # Reductions are in place. Later work has more room and reads their results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),
             (optim, "megatron_finalize_model_grads", lambda *args, **kwargs: None),
-            (optim, "reduce_grad_norm", lambda *args: (None, None)),
-            (optim, "clipped_step", lambda *args: None),
+            (optim.MegatronPhaseOptimizer, "reduce_grad_norm", lambda *args: (None, None)),
+            (optim.MegatronPhaseOptimizer, "clipped_step", lambda *args: None),
             (step, "update_variance_emas", lambda *args: None),
             (step, "update_routers", lambda *args: None),
             (token_exchange, "expert_counts", _even_counts),
