@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from gsa_data.request_files import first_request, is_request_file
@@ -37,12 +36,8 @@ def check_files(config: Config) -> list[str]:
 def check_data(data: DataConfig) -> list[str]:
     """Return a problem for each needed local file that is missing, or whose file system does not answer within
     the read limit. Addresses with `://` are checked by their reader."""
-    questions = [
-        _Question(field, folder, partial(_folder_problems, field, folder))
-        for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()
-        if folder and "://" not in folder
-    ]
-    return _answers([*questions, *_tokenizer_questions(data)], data)
+    folders = {"data.train_dir": data.train_dir, **validation_fields(data)}
+    return _answers([*_questions(_folder_problems, folders), *_tokenizer_questions(data)], data)
 
 
 def has_local_tokenizer(data: DataConfig) -> bool:
@@ -53,25 +48,19 @@ def has_local_tokenizer(data: DataConfig) -> bool:
 
 def _tokenizer_questions(data: DataConfig) -> list[_Question]:
     files = {"data.tokenizer": data.tokenizer, "data.chat_template": data.chat_template}
-    return [
-        _Question(field, path, partial(_file_problems, field, path))
-        for field, path in files.items()
-        if path and "://" not in path
-    ]
+    return _questions(_file_problems, files)
 
 
 def check_initial_weights(config: Config) -> list[str]:
-    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
-    if not folder:
-        return []
-
-    def ask() -> list[str]:
+    def ask(field: str, folder: str) -> list[str]:
         if Path(folder).is_dir() or _has_checkpoint(config):
             return []
-        remedy = "name a checkpoint or a run, or leave it out"
-        return [problem_line(field, folder, _missing("folder", folder), remedy)]
+        return [
+            config.problem(field, _missing("folder", folder), "name a checkpoint or a run, or leave it out")
+        ]
 
-    return _answers([_Question(field, folder, ask)], config.data)
+    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
+    return _answers([_Question(ask, field, folder)] if folder else [], config.data)
 
 
 def _has_checkpoint(config: Config) -> bool:
@@ -82,11 +71,8 @@ def _has_checkpoint(config: Config) -> bool:
 
 def check_tasks(config: Config) -> list[str]:
     """Check request files."""
-    questions = [
-        _Question(f"evaluate.tasks.{number}", task, partial(task_problems, f"evaluate.tasks.{number}", task))
-        for number, task in enumerate(config.evaluate.tasks)
-    ]
-    return _answers(questions, config.data)
+    tasks = {f"evaluate.tasks.{number}": task for number, task in enumerate(config.evaluate.tasks)}
+    return _answers([_Question(task_problems, *each) for each in tasks.items()], config.data)
 
 
 def task_problems(field: str, task: str) -> list[str]:
@@ -119,27 +105,30 @@ def trained_validation_fields(data: DataConfig) -> list[str]:
 def longest_read_seconds(data: DataConfig) -> float:
     """Return the time from the first try of a read to its last failure, as
     gsa_data.faults.Reading.longest_wait_seconds."""
-    doubled = range(min(data.read_retries, DOUBLED_WAITS))
-    waits = (min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0**n) for n in doubled)
-    longest = (data.read_retries - len(doubled)) * LONGEST_WAIT_SECONDS
+    waits = [FIRST_WAIT_SECONDS * 2.0**n for n in range(min(data.read_retries, DOUBLED_WAITS))]
+    longest = (data.read_retries - len(waits)) * LONGEST_WAIT_SECONDS
     return (data.read_retries + 1) * data.read_timeout_seconds + sum(waits) + longest
 
 
 class _Question(threading.Thread):
     """Asks a file system, and holds the answer: lines of problems, or None while there is no answer."""
 
-    def __init__(self, field: str, path: str, ask: Callable[[], list[str]]) -> None:
+    def __init__(self, ask: Callable[[str, str], list[str]], field: str, path: str) -> None:
         super().__init__(name=f"check of {field}", daemon=True)
         self.field, self.path, self._ask = field, path, ask
         self.lines: list[str] | None = None
 
     def run(self) -> None:
         try:
-            self.lines = self._ask()
+            self.lines = self._ask(self.field, self.path)
         except OSError as error:
-            self.lines = [
-                problem_line(self.field, self.path, f"cannot be read ({error})", "check path and access")
-            ]
+            wrong, remedy = f"cannot be read ({error})", "check path and access"
+            self.lines = [problem_line(self.field, self.path, wrong, remedy)]
+
+
+def _questions(ask: Callable[[str, str], list[str]], paths: dict[str, str]) -> list[_Question]:
+    """Return a question for each field with a local path."""
+    return [_Question(ask, *each) for each in paths.items() if each[1] and "://" not in each[1]]
 
 
 def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
