@@ -279,10 +279,8 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
             _describe_matrices(inner, ddps, model.parallel)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
     model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
-    no_sync = [ddp.no_sync for ddp in ddps]
-    model.mcore_config.no_sync_func = (
-        (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
-    )
+    no_sync: Any = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+    model.mcore_config.no_sync_func = no_sync if overlap_grad_reduce else None
     clip = _qk_clip(model, optimizer, train.qk_clip) if train.qk_clip > 0 and trains_base else None
     return MegatronPhaseOptimizer(ddps, optimizer, kind, phase, model.work_time, clip, model.parallel)
 
@@ -319,10 +317,8 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
 def _describe_matrices(inner: Any, ddps: list[PhaseDataParallel], parallel: Parallel) -> None:
     """Set `matrices` of the groups that are updated as matrices. Collective."""
     data_group = inner.data_parallel_group if isinstance(inner, DistributedOptimizer) else None
-    parameters: list[Any] = [
-        each for ddp in ddps for each in ddp.parameters() if hasattr(each, "matrix_rows")
-    ]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    parameters: list[Any] = [each for ddp in ddps for each in ddp.parameters() if each.requires_grad]
+    trained = [parameter for parameter in parameters if hasattr(parameter, "matrix_rows")]
     mains = [_main_weight(inner, parameter) for parameter in trained]
     own = [(start, 0 if main is None else main.numel()) for main, start in mains]
     parts: list[Any] = [own]
