@@ -74,7 +74,7 @@ FROM_ZERO_BELOW_ONE = frozenset(
 )
 AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
 """Limits of counts, because checks before a run loop over each layer and expert."""
-LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load torch
+LARGEST_SOURCE_WEIGHT = 100.0  # as in gsa_data, whose import would load numpy
 LARGEST_FP32 = 3.4e38
 LONGEST_TIMEOUT_MINUTES = 1e9  # datetime holds a little more
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")

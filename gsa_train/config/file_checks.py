@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gsa_data.listing import FORMATS, OTHER_FORMATS
 from gsa_data.request_files import first_request, is_request_file
 from gsa_train.config.data import DataConfig
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 
-# The list of gsa_data, whose import would load torch.
-DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
+DATA_FORMATS = FORMATS + OTHER_FORMATS
 CHECKPOINT_METADATA = "metadata.json"
 """A checkpoint with this file is complete (gsa_train.checkpoint.files)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
