@@ -89,6 +89,12 @@ OVERRIDES = [
     ("train.iterations_to_skip=[]", []),
     ("gsa.indexer_temperature=2", 2.0),
     ("gsa.indexer_temperature=learned", "learned"),
+    # The field decides what a word means.
+    ("gsa.adaptive_k=off", "off"),
+    ("gsa.value_gate=off", False),
+    ("parallel.sequence=no", False),
+    ("run.name=1e3", "1e3"),
+    ("logging.wandb_project=2026-01-01", "2026-01-01"),
     # A name of digits is not an item's number, and a dot in a name starts no field.
     ("data.source_weights.2019=1e-1", {"2019": 0.1}),
     ("data.source_weights.dolma-v1.7/cc=0.5", {"dolma-v1.7/cc": 0.5}),
@@ -111,18 +117,6 @@ def test_validation_sets_by_name_in_their_order(write):
     assert found == [("wiki", "/c"), ("books", "/b"), ("code", "s3://x/y=1")]
     assert load_config(write(config_to_yaml(config))) == config
     assert load_config(path, ["data.validation_sets={}"]).data.validation_folders == {"validation": "/v"}
-
-
-def test_the_field_decides_what_a_word_means(write):
-    text = PHASE + "gsa: {adaptive_k: off, value_gate: off, output_gate: on}\nmodel: {qk_norm: true}\n"
-    overrides = ["run.name=1e3", "parallel.sequence=no", "logging.wandb_project=2026-01-01"]
-    config = load_config(write(text), overrides)
-    assert config.gsa.adaptive_k == "off"
-    assert (config.gsa.value_gate, config.gsa.output_gate) == (False, True)
-    assert config.model.qk_norm is True
-    assert config.parallel.sequence is False
-    assert config.run.name == "1e3"
-    assert config.logging.wandb_project == "2026-01-01"
 
 
 # ---- mistakes

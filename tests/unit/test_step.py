@@ -87,19 +87,6 @@ def test_loss_and_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseCo
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_warm_up_lowers_the_kl_and_leaves_the_loss() -> None:
-    model, batches = tiny_model(CONFIG), random_batches(CONFIG)
-    optimizer = build_optimizer(model, WARM_UP, CONFIG)
-    losses, kls = set(), []
-    for _ in range(10):
-        model.runtime.stats.reset()
-        result = take_step(model, optimizer, batches, CONFIG, lr=3e-2, measures=True)
-        losses.add(result.loss_sum.item())
-        kls.append(read_stats(model)["indexer_kl"])
-    assert len(losses) == 1
-    assert all(last < 0.9 * first for first, last in zip(kls[0], kls[-1], strict=True))
-
-
 @BOTH
 def test_evaluation_sums_the_losses_and_leaves_no_trace(phase: PhaseConfig) -> None:
     model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)

@@ -46,8 +46,6 @@ CASES = {
     "standard": Case({"attention": "dense", **NO_GATES}, phase=DENSE),
     "gated-only, packed": Case({"attention": "dense"}, phase=DENSE, packing=PACKED),
     "sparse-only": Case({"indexer_activation": "relu", "adaptive_k": "off", **NO_GATES}),
-    "G1 only": Case({"value_gate": False}),
-    "G2 only": Case({"output_gate": False}),
     "one key-value head": Case(model={"num_kv_heads": 1}),
     "as many key-value heads": Case(model={"num_kv_heads": 4}, packing=PACKED),
     "indexer rope": Case({"indexer_rope": True}, model={"rope_base": 100.0}),
