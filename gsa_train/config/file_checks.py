@@ -53,7 +53,9 @@ def _tokenizer_questions(data: DataConfig) -> list[_Question]:
 
 def check_initial_weights(config: Config) -> list[str]:
     def ask(field: str, folder: str) -> list[str]:
-        if Path(folder).is_dir() or _has_checkpoint(config):
+        # A run with an own checkpoint needs no initial weights at a restart.
+        own = Path(config.run.dir) / config.run.name / "checkpoints"
+        if Path(folder).is_dir() or any(own.glob(f"step_*/{CHECKPOINT_METADATA}")):
             return []
         return [
             config.problem(field, _missing("folder", folder), "name a checkpoint or a run, or leave it out")
@@ -61,12 +63,6 @@ def check_initial_weights(config: Config) -> list[str]:
 
     field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
     return _answers([_Question(ask, field, folder)] if folder else [], config.data)
-
-
-def _has_checkpoint(config: Config) -> bool:
-    """Whether the run has its own checkpoint. A restart then needs no initial weights."""
-    own = Path(config.run.dir) / config.run.name / "checkpoints"
-    return any(own.glob(f"step_*/{CHECKPOINT_METADATA}"))
 
 
 def check_tasks(config: Config) -> list[str]:
@@ -155,7 +151,9 @@ def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
 def _folder_problems(field: str, folder: str) -> list[str]:
     if not Path(folder).is_dir():
         return [problem_line(field, folder, _missing("folder", folder), "create it, or set another")]
-    if not _holds_text(Path(folder)):
+    endings = (*DATA_FORMATS, ".idx")
+    files = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
+    if not any(name.endswith(endings) for name in files):
         wrong = f"holds no *{', *'.join(DATA_FORMATS)}"
         return [problem_line(field, folder, wrong, "put shards there, or set another")]
     return []
@@ -182,8 +180,3 @@ def left_to_a_shell(path: str) -> bool:
     """Return whether a path contains `~` or `$NAME`, which only a shell expands. No shell expands a path in a YAML
     file, after `run.dir=`, or in quotes."""
     return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)
-
-
-def _holds_text(folder: Path) -> bool:
-    endings = (*DATA_FORMATS, ".idx")
-    return any(name.endswith(endings) for _, _, names in os.walk(folder, followlinks=True) for name in names)

@@ -65,7 +65,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
     )
     if config.parallel.zero_stage == 3:
         _announce(model)
-    return ZeroPhaseOptimizer(engine, model, kind, phase, parallel, dict(trained), take_off)
+    return ZeroPhaseOptimizer(engine, model, kind, phase, dict(trained), take_off)
 
 
 def _announce(model: Model) -> None:
@@ -154,12 +154,12 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         model: Model,
         kind: OptimizerKind,
         phase: PhaseConfig,
-        parallel: Parallel,
         trained: dict[str, torch.nn.Parameter],
         take_off: Callable[[], None],
     ) -> None:
         self.kind, self.phase, self.modules = kind, phase, [_Callable(engine)]
-        self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
+        self._engine, self._zero, self._trained = engine, engine.optimizer, trained
+        self._parallel = parallel = model.parallel
         self._model, self._take_off = model, take_off
         self._shards_weights = engine.zero_optimization_partition_weights()
         self.weights_stay = not self._shards_weights
@@ -188,11 +188,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         config.grad_scale_func = None
         config.no_sync_func = self._not_the_last
         config.finalize_model_grads_func = self._finalize
-
-    def _group_of(self, flat_group: int) -> dict[str, Any]:
-        index = self._zero.sub_group_to_group_id[flat_group] if self._shards_weights else flat_group
-        group: dict[str, Any] = self._zero.optimizer.param_groups[index]
-        return group
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -278,9 +273,11 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         for piece in self._pieces:
             if counts_for_norms(piece.parameter):
                 flat, state = self._flat[piece.group], self._zero.optimizer.state[self._flat[piece.group]]
+                index = self._zero.sub_group_to_group_id[piece.group] if self._shards_weights else piece.group
+                group = self._zero.optimizer.param_groups[index]
                 own = {**state, **{name: state[name][piece.in_group] for name in self.kind.state}}
                 weights = [flat.detach()[piece.in_group]]
-                total += self.kind.squared_change([own], self._group_of(piece.group), weights)
+                total += self.kind.squared_change([own], group, weights)
         squares = torch.where(applied, total.to(self._parallel.device), 0)
         dist.all_reduce(squares)
         return squares.sqrt().float()

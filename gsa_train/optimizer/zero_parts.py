@@ -44,10 +44,6 @@ class Piece:
     def in_group(self) -> slice:
         return slice(self.offset, self.offset + self.length)
 
-    @property
-    def in_parameter(self) -> slice:
-        return slice(self.start, self.start + self.length)
-
 
 def pieces(zero: Any) -> Iterator[Piece]:
     """Yield the pieces of stages 1 and 2. Each flat group has one shard per rank, and shards may split a parameter

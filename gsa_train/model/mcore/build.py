@@ -115,8 +115,12 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         logger.info("experts: %s (moe.experts_impl)", config.moe.experts_impl)
     numbers = range(config.parallel.virtual_pipeline)
     chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
+
+    def let_go_of_selection(*_: Any) -> None:
+        runtime.shared_selection = None  # Output layer and loss need the memory.
+
     for chunk in chunks:
-        chunk.decoder.register_forward_hook(_let_go_of_selection(runtime))
+        chunk.decoder.register_forward_hook(let_go_of_selection)
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     for layer in layers:
         layer.register_forward_hook(measure_activations(runtime), with_kwargs=True)
@@ -203,12 +207,3 @@ def check_graphs_on(config: Config, device: torch.device, implementation: Implem
             "train.cuda_graphs = true: graphs need the fused kernels, which do not support this config; change the "
             "fields that the warning above names, or set train.cuda_graphs to false"
         )
-
-
-def _let_go_of_selection(runtime: AttentionRuntime) -> Any:
-    """Forward hook: free the last selection, because output layer and loss need the memory."""
-
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        runtime.shared_selection = None
-
-    return hook

@@ -33,13 +33,6 @@ def sends(config: Config) -> bool:
     return config.parallel.expert * config.parallel.expert_tensor > 1
 
 
-def matrix_elements(config: Config, sizes: Sizes) -> float:
-    """Returns the elements of one of the three matrices of a layer's experts on this rank."""
-    moe, parallel = config.moe, config.parallel
-    width = moe.expert_ffn_hidden_size / parallel.expert_tensor
-    return moe.experts / parallel.expert * width * sizes.hidden
-
-
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
     """Returns a dict from name and shape to bytes, for the tensors that the layer keeps without its input norm."""
     moe, tokens, rows = config.moe, sizes.tokens / sizes.shards, routed_rows(config, sizes)
@@ -80,7 +73,8 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
     rows = routed_rows(config, sizes)
     width = config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor
     of_rows, inner = sizes.value * rows * sizes.hidden, sizes.value * rows * width
-    weight = sizes.value * matrix_elements(config, sizes)
+    # One of the three matrices of the experts on this rank.
+    weight = sizes.value * config.moe.experts / config.parallel.expert * width * sizes.hidden
     stream = sizes.stream
     plain = config.train.fused_ops == "none"
     shared = sum(_kept_by_shared(config, sizes).values())

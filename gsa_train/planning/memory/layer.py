@@ -39,7 +39,8 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
         selection = selection_bytes(config, sizes)
     elif indexes:
         selection = sizes.pairs  # bool [B, L, Lw]
-        core |= _reference_indexer(config, sizes)
+        activations = "activations, I, target and log softmax(I), fp32 [B, H_I + 3, L, Lw]"
+        core[activations] = 4 * sizes.pairs * (config.gsa.indexer_heads + 3)
     return Layer(
         attention=sum(_attention(config, sizes).values()),
         core=sum(core.values()),
@@ -176,8 +177,3 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     if sizes.shards > 1 and not sizes.gates_gather:
         kept["its input, gathered [L, B, d]"] = sizes.gathered
     return kept
-
-
-def _reference_indexer(config: Config, sizes: Sizes) -> Tensors:
-    scores = 4 * sizes.pairs * (config.gsa.indexer_heads + 3)
-    return {"activations, I, target and log softmax(I), fp32 [B, H_I + 3, L, Lw]": scores}
