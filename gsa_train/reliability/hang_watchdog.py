@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -181,12 +180,7 @@ class HangWatchdog(Service):
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._limit, self._timeout_seconds = limit, limit.longest_seconds
         self._interval = min(LONGEST_BEAT_SECONDS, limit.interval_seconds)
-        # torchrun may keep its store, with entries of earlier ranks, across restarts.
-        name: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, src=0)
-        self._store = dist.PrefixStore(
-            f"watch/{name[0]}", connect_to_store(timedelta(seconds=limit.longest_seconds))
-        )
+        self._store = connect_to_store("watch", timedelta(seconds=limit.longest_seconds))
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
         self._ages: list[Age] = []
