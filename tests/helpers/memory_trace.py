@@ -194,11 +194,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (mcore_config, "uses_fused_ops", lambda config, device: config.train.fused_ops != "none"),
             (build, "attention_implementation", _implementation),
             (build, "initialize_weights", lambda chunk, config, parallel: None),
-            (
-                torch.nn.Module,
-                "_apply",
-                lambda self, fn, recurse=True: self,
-            ),  # Everything is on the device, in its precision.
+            # Everything is on the device, in its precision.
+            (torch.nn.Module, "_apply", lambda self, fn, recurse=True: self),
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
             (torch.nn.functional, "rms_norm", lambda x, size, weight, eps: _FusedRMSNorm.apply(x, weight)),
             # The operation is in place, as in cuBLAS.

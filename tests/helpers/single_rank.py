@@ -164,6 +164,11 @@ def read_stats(model: Model) -> dict[str, list[float]]:
     return as_numbers(model.runtime.stats.read())
 
 
+def averages(model: Model) -> list[float]:
+    """Return V̄ of each layer with an indexer."""
+    return [tracker.ema.item() for tracker in model.variance_trackers]
+
+
 def as_numbers(layers: dict[str, list[float | None]]) -> dict[str, list[float]]:
     return {name: [math.nan if each is None else each for each in row] for name, row in layers.items()}
 

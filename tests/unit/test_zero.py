@@ -77,12 +77,12 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
     plain = {(name, type(value)) for each in reference.gpt.modules() for name, value in each.__dict__.items()}
     without = [(1, False, "none"), (2, False, "none"), (2, True, "none")]
     # Parts of the attention's forward pass run in the backward pass, where DeepSpeed gathers only what it expects.
-    for stage, offload, recompute in (
+    for stage, offload, recompute in [
         *without,
         (3, True, "none"),
         (3, False, "selective"),
         (3, True, "full"),
-    ):
+    ]:
         found, model = train(config_of(stage, offload, recompute))
         for step, (record, other) in enumerate(zip(found, expected, strict=True)):
             assert record == pytest.approx(other, rel=1e-6), (stage, offload, recompute, step)
