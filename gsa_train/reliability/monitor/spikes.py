@@ -166,8 +166,11 @@ class SpikeDetector:
 
     def state(self) -> dict[str, Any]:
         """Returns the exact state for the checkpoint. Synchronizes with the device."""
-        tensors = {"history": self._history.tolist(), "streak": self._streak.tolist()}
-        return {"steps": self._steps, **tensors}
+        return {
+            "steps": self._steps,
+            "history": self._history.tolist(),
+            "streak": self._streak.tolist(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Load `state`. If the window had another length, the newest steps are used."""
