@@ -51,12 +51,13 @@ SIZES = """
     gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens
     train.micro_batch_size train.global_batch_size train.recompute_num_layers data.num_lanes
     data.prefetch_blocks data.packing_pool_documents evaluate.max_blocks checkpoint.every_steps
-    checkpoint.keep_last checkpoint.retry_after_steps logging.every_steps
+    checkpoint.keep_last checkpoint.retry_after_steps logging.every_steps phases.1.steps
 """
 NOT_NEGATIVE = """
     monitor.loss_min_rise_nats monitor.recheck_every_steps gsa.dense_below checkpoint.keep_every_steps
     phases.1.min_lr phases.1.warmup_steps phases.1.kl_coeff train.weight_decay evaluate.every_steps
-    checkpoint.save_retries run.seed run.time_limit_minutes run.slurm_margin_minutes
+    checkpoint.save_retries run.seed run.time_limit_minutes run.slurm_margin_minutes evaluate.tasks_every_steps
+    parallel.hang_limit_seconds
 """
 POSITIVE = """
     model.rotary_percent phases.1.indexer_lr_mult phases.1.gate_lr_mult train.adam_epsilon

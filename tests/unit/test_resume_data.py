@@ -215,7 +215,6 @@ def test_names_that_the_config_repeats() -> None:
         reading = Reading(retries=retries, timeout_seconds=7.0)
         data = DataConfig(read_retries=retries, read_timeout_seconds=7.0)
         assert longest_read_seconds(data) == reading.longest_wait_seconds
-    assert Reading().longest_wait_seconds == longest_read_seconds(DataConfig())
 
 
 @pytest.mark.parametrize(("workers", "is_said"), [(2, False), (3, True)])

@@ -39,7 +39,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "headwise and head-shared": {**ON_HEADS, **HEADWISE, **SHARED},
     "additive SiLU": {**ALL, "gate_form": "additive", "gate_activation": "silu"},
     "additive identity": {**ONLY["G1"], "gate_form": "additive", "gate_activation": "identity"},
-    "additive, headwise": {**ONLY["G1"], **HEADWISE, "gate_form": "additive"},
     "NS-sigmoid": {**ALL, "gate_activation": "ns_sigmoid"},
     "SiLU": {**ALL, "gate_activation": "silu"},
     "identity": {**ONLY["G1"], "gate_activation": "identity"},
@@ -47,7 +46,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "input-independent, head-shared": {**ON_HEADS, **INDEPENDENT, **SHARED},
     "RMSNorm": {**NONE, "output_transform": "rms_norm"},
     "SiLU without a gate": {**NONE, "output_transform": "silu"},
-    "SiLU without a gate, G2": {"output_gate": False, "output_transform": "silu"},
 }
 
 
