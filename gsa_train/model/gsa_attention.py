@@ -39,7 +39,7 @@ from gsa_train.model.gates import (
     has_gate_projection,
     split_gate_logits,
 )
-from gsa_train.model.indexer import Indexer, IndexerProjections
+from gsa_train.model.indexer import Indexer
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.model.rotary import LocalRotaryEmbedding, context_sharding
@@ -187,9 +187,12 @@ class GSASelfAttention(MegatronModule):
             if self.indexer is not None and self.variance is not None:
                 self.runtime.shared_selection = None  # free its memory before the next selection
                 with trace_span("indexer"):
-                    indexed = self._index(
-                        self.indexer, hidden_states, gathered, attention_mask, attention_pass
-                    )
+                    hidden = hidden_states.detach()
+                    if not gathered:
+                        hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
+                    with attention_pass.indexer_graph():
+                        indexed = self.indexer(hidden)
+                        indexed = indexed._replace(keys=gather_tokens(indexed.keys, self.cut, self.groups.cp))
                 with trace_span("selection"):
                     self.runtime.shared_selection = self.over_chunks.select(
                         self.indexer, indexed, self.variance, attention_mask, attention_pass
@@ -254,24 +257,6 @@ class GSASelfAttention(MegatronModule):
             q, k = (apply_rotary_pos_emb(x, angles, **how) for x, angles in zip((q, k), of_both, strict=True))
         output_gate = None if logits.output is None else logits.output.transpose(0, 1)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
-
-    def _index(
-        self,
-        indexer: Indexer,
-        hidden_states: torch.Tensor,
-        gathered: bool,
-        document_ids: torch.Tensor | None,
-        attention_pass: AttentionPass,
-    ) -> IndexerProjections:
-        """Return the indexer's queries of this rank's tokens and keys of all tokens. They are detached from the base
-        model."""
-        hidden = hidden_states.detach()
-        if not gathered:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
-        with attention_pass.indexer_graph():
-            queries, keys, head_weight_logits = indexer(hidden)
-            keys = gather_tokens(keys, self.cut, self.groups.cp)
-        return IndexerProjections(queries, keys, head_weight_logits)
 
 
 class _RecomputedAttention:
