@@ -135,15 +135,6 @@ RUNS = [
 ]
 
 
-def test_dropped_choices_cost_nothing():
-    phase = PhaseConfig(attention="dense", train="base")
-    whole = flops_per_token(MODEL, GSA, EXPERTS, phase, LENGTH)
-    fewer = flops_per_token(MODEL, GSA, EXPERTS, phase, LENGTH, dropped_share=0.25)
-    routed = 3 * 2 * 2 * EXPERTS.top_k * 3 * MODEL.hidden_size * EXPERTS.expert_ffn_hidden_size
-    assert whole.experts - fewer.experts == pytest.approx(0.25 * routed)
-    assert whole.total - fewer.total == pytest.approx(0.25 * routed)
-
-
 SAMPLED = [(6 * STRETCH_ROWS, 0.3333), (2 * STRETCH_ROWS, 0.25), (STRETCH_ROWS, 0.5)]
 
 
