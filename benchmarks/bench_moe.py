@@ -201,8 +201,7 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
 def largest_load(model: Model) -> float:
     """Return the largest load of any expert in the last step, divided by the mean."""
     stats = model.runtime.stats
-    nothing = torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
-    layers = stats.reduce(nothing, [], [])[0]
+    layers = stats.read()
     stats.reset()
     shares = [values for label, values in layers.items() if label.startswith(f"{EXPERTS}/")]
     return float(expert_metrics(shares)["expert_load_max"])

@@ -133,7 +133,7 @@ def train_step(
     causal_keys = update_norm = None
     if measures:
         causal_keys = mean_causal_keys(micro_batches)
-        update_norm = optimizer.update_norm(verdict.applied, training.parallel)
+        update_norm = optimizer.update_norm(verdict.applied)
     return StepResult(
         computed.loss_sum,
         loss_tokens,
@@ -199,7 +199,7 @@ def _compute(
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
-        grad_norm, loss = optimizer.reduce_grad_norm(loss_share, parallel)
+        grad_norm, loss = optimizer.reduce_grad_norm(loss_share)
     z_loss_sum = None
     if config.train.z_loss_coeff > 0 and attention_pass.measuring:
         z_loss_sum = _sum_of(losses, parallel, "z_loss_sum")

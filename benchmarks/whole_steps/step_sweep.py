@@ -243,8 +243,7 @@ def selected(subject: Subject) -> Cells:
         subject.bench.step(subject.batches, measures=True)
     except torch.OutOfMemoryError:  # the step has its time, but these rows lack r
         return {}
-    nothing = torch.zeros(0, dtype=torch.float64, device=subject.bench.parallel.device)
-    found = stats.reduce(nothing, [], [])[0]
+    found = stats.read()
     stats.reset()
 
     def mean(name: str) -> float | None:

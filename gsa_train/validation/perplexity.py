@@ -72,9 +72,8 @@ def evaluate(
                 for source, text in each.by_source.items()
             }
             for score in SCORES:
-                record[f"{prefix}_{score}_by_source"] = {
-                    source: scores[score] for source, scores in by_source.items()
-                }
+                of_sources = {source: scores[score] for source, scores in by_source.items()}
+                record[f"{prefix}_{score}_by_source"] = of_sources
     return record
 
 

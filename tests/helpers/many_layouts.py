@@ -162,7 +162,7 @@ def take_step(
         **({"z_loss": reduced.z_loss} if reduced.z_loss is not None else {}),
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
-        "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
+        "update_norm": optimizer.update_norm(result.verdict.applied).item(),
         **as_numbers(reduced.layers),
     }
 

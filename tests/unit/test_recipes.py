@@ -127,7 +127,6 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "        parsed = [parse_row(row, None, limit) for row in rows]\n",
             )
         ],
-        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".txt", ')],
     },
     "data format, other packing": {
         "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".jsonl.bz2", ')],
@@ -138,7 +137,6 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 '    if relpath.endswith(".bz2"):\n        return bz2.decompress(packed), ""\n',
             ),
         ],
-        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".jsonl.bz2", ')],
     },
     "derived metric": {
         "gsa_train/metrics/record.py": [
