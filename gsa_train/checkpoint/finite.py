@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gsa_train.checkpoint.load import sharded_state, sharding_metadata
 from gsa_train.checkpoint.optimizer_state import by_parameter
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
@@ -31,8 +32,7 @@ def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     if finite.item():
         return None
-    found: list[list[str]] = [[] for _ in range(parallel.world_size)]
-    dist.all_gather_object(found, _named_faults(model, phase_optimizer, parallel))
+    found = gathered(_named_faults(model, phase_optimizer, parallel))
     ranks = [f"rank {rank}: {_in_a_line(faults)}" for rank, faults in enumerate(found) if faults]
     return f"values that are not finite ({_in_a_line(ranks, '; ')})"
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import psutil  # noqa: F401 - without it megatron-core's writer fails each save; better to fail at the start
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -38,6 +37,7 @@ from gsa_train.checkpoint.optimizer_state import (
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
 from gsa_train.checkpoint.shared_read import shared_by_replicas
 from gsa_train.distributed.megatron_versions import load_sharded
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
@@ -209,9 +209,7 @@ def _fill(
         phase_optimizer.start_average()
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, mine)
-    return sorted({name for each in found for name in each})
+    return sorted({name for each in gathered(mine) for name in each})
 
 
 def _fill_in_fp32(
@@ -272,9 +270,7 @@ def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[
     apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
     tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
     mine = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, mine)
-    return {name: shape for each in found for name, shape in each.items()}
+    return {name: shape for each in gathered(mine) for name, shape in each.items()}
 
 
 def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
@@ -331,13 +327,6 @@ def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
 
 
 # --- random numbers --------------------------------------------------------------------------------------
-
-
-def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
-    """Returns the generators of every rank, by rank. Collective."""
-    gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, local_rng())
-    return gathered
 
 
 def local_rng() -> dict[str, Any]:
