@@ -63,7 +63,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         check_health(parallel, config.run.health_check_seconds)
     request.listen()  # until here a signal ends this process: nothing to save, and a peer may be missing
     ranges = phase_ranges(config.phases)
-    lock = RunLock(run_dir(config), parallel)
+    lock = RunLock(run_dir(config))
     lock.take()  # before checkpoints are read: the previous holder may have written new ones
     with ExitStack() as refused:
         refused.callback(lock.take_back)

@@ -42,7 +42,7 @@ from gsa_train.checkpoint.staging import Copies, begin_copies
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
 from gsa_train.distributed.megatron_versions import SAVE_OPTIONS
-from gsa_train.distributed.objects import from_main, gathered
+from gsa_train.distributed.objects import first_said, from_main, gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -179,10 +179,11 @@ class CheckpointSaver:
             fault = not_finite(model, phase_optimizer, self._parallel)
             if fault is not None:
                 return [*ended, _result(save, fault, not_finite=True)]
-            error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
+            # No thread uses the group now.
+            error = first_said(_make_folder(save.folder) if self._parallel.is_main else None, self._group)
             if error is None:
                 _plan(save, model, phase_optimizer, self._parallel)
-                error = self._agree(self._copy(save, waits=not phase_optimizer.weights_stay))
+                error = first_said(self._copy(save, waits=not phase_optimizer.weights_stay), self._group)
                 if save.copies is not None and error is not None:
                     with contextlib.suppress(Exception):  # the save has failed already
                         save.copies.wait()
@@ -283,10 +284,6 @@ class CheckpointSaver:
             self._host_memory.release()
             return f"rank {self._parallel.rank}: no copy in host memory: {error}"
         return None
-
-    def _agree(self, error: str | None) -> str | None:
-        """Returns the first rank's error, on every rank. Call this only while no thread uses the group."""
-        return next((each for each in gathered(error, self._group) if each is not None), None)
 
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 

@@ -146,7 +146,11 @@ def write_weights(
     }
     buffer = io.BytesIO()
     torch.save(common, buffer)
-    contents = {TORCH_METADATA: metadata_bytes(metadata), COMMON_STATE_FNAME: buffer.getvalue(), **small_files}
+    contents = {
+        TORCH_METADATA: metadata_bytes(metadata),
+        COMMON_STATE_FNAME: buffer.getvalue(),
+        **small_files,
+    }
     records = {name: write_durably(folder / name, content) for name, content in contents.items()}
     save_config(CheckpointingConfig(*BACKEND), str(folder))
     for name in (*names, MEGATRON_METADATA):

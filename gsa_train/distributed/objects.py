@@ -24,6 +24,11 @@ def from_main(mine: T, group: dist.ProcessGroup | None = None) -> T:
     return shared[0]
 
 
+def first_said(line: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """Returns the line of the first rank that has one."""
+    return next((each for each in gathered(line, group) if each is not None), None)
+
+
 def on_main(act: Callable[[], T], *errors: type[Exception]) -> T:
     """Returns the result of `act`, which only rank 0 calls. If it raises one of these errors, all ranks raise it."""
     outcome: Any = None

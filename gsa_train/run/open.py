@@ -22,6 +22,7 @@ from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.reliability.hang_limit import step_limit, watch_compilation
 from gsa_train.reliability.hang_watchdog import HangWatchdog
+from gsa_train.reliability.monitor.monitor import state_of
 from gsa_train.reliability.stop_signals import LAUNCHER_GONE, StopRequest
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run.folder import open_run_folder
@@ -59,7 +60,7 @@ def open_run(
     clock.begin("readers")
     weights_from = None
     if start.checkpoint is None and config.checkpoint.initial_weights:
-        weights_from = find_initial_weights(config, parallel)
+        weights_from = find_initial_weights(config)
     data = open_data(config, arguments, start, parallel, watchdog, weights_from)
     clock.begin("model")
     model = build_model(config, parallel)
@@ -146,11 +147,11 @@ def open_data(
 
 def state_at(start: Start) -> TrainState:
     """Returns the training state at a start."""
-    state = TrainState(start.step, start.tokens, monitor=start.monitor)
-    if start.state is not None:
-        state.validation_due, state.tasks_due = start.state.validation_due, start.state.tasks_due
-        state.task_clock = TaskClock(**start.state.task_clock)
-    return state
+    saved = start.state
+    if saved is None:
+        return TrainState()
+    clock, monitor = TaskClock(**saved.task_clock), state_of(saved.monitor)
+    return TrainState(saved.step, saved.tokens, saved.validation_due, saved.tasks_due, clock, monitor)
 
 
 def open_phase(

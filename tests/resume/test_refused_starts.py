@@ -70,7 +70,7 @@ def test_a_refused_new_run_leaves_no_trace(old_run: Run, refusal: Refusal, tmp_p
     [
         ("incomplete", "gsa.indexer_dim=16", "step_00000015: no complete checkpoint there"),
         ("damaged", "gsa.indexer_dim=16", "step_00000015 is damaged: __0_0.distcp has"),
-        ("", "gsa.indexer_dim=32", "gsa.indexer_dim = 32: the checkpoint has 16"),
+        ("", "gsa.indexer_dim=32", "gsa.indexer_dim = 32 here, 16 in the checkpoint"),
         ("", "phases.0.steps=12", "began at step 10; in the config phase 1 is sparse and begins at step 12"),
         ("", "phases.1.train=base", "phases.1.train = base, which its optimizer does not fit"),
         ("", "data.seed=3", "cannot go on with this data"),

@@ -105,7 +105,7 @@ def test_a_crafted_pickle_is_refused_by_both_ways_in(craft, expected, folder, tm
     config = dataclasses.replace(base, run=run, checkpoint=weights)
     with pytest.raises(ResumeError, match=expected):
         choose_start(config, ARGUMENTS, phase_ranges(config.phases), single_rank())
-    found = find_initial_weights(config, single_rank())
+    found = find_initial_weights(config)
     with pytest.raises(ResumeError, match=expected):
         load_initial_weights(config, found, cast(Model, None), NO_TOKENIZER, single_rank())
     assert not marker.exists()

@@ -74,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def start_in(folder: Path) -> Start:
     """Start with everything that is read before the model is made."""
     config = config_of(folder.parent)
-    lock = RunLock(folder, single_rank())
+    lock = RunLock(folder)
     lock.take()
     try:
         arguments = Arguments("", (), None, False, False, False, False, 1)

@@ -82,7 +82,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
     command = [sys.executable, "-c", HOLD, str(tmp_path / FILE)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "held\n"
-    lock = RunLock(tmp_path, single_rank())
+    lock = RunLock(tmp_path)
     with pytest.raises(
         RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on .* delete"
     ):
@@ -97,11 +97,11 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
 def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"file/run cannot be written: .*set run\.dir"):
-        RunLock(tmp_path / "file" / "run", single_rank()).take()
+        RunLock(tmp_path / "file" / "run").take()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("")
     for name in ("run", "mine"):
-        lock = RunLock(tmp_path / name, single_rank())
+        lock = RunLock(tmp_path / name)
         lock.take()
         assert (tmp_path / name / FILE).exists()
         lock.take_back()
@@ -185,7 +185,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
         path.hardlink_to(target)
     else:
         path.symlink_to(target)
-    lock = RunLock(run, single_rank())
+    lock = RunLock(run)
     appended = name in ("starts.jsonl", "goodput.jsonl", "metrics.jsonl") and leads == "symbolic"
     locked = name == FILE and "tmp" not in leads
     if appended or locked:
@@ -205,7 +205,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
 def test_a_pipe_in_place_of_a_file_is_named_at_once(run_dir: Path) -> None:
     os.mkfifo(run_dir / FILE)
     with pytest.raises(RunFolderError, match=r"it is not a plain file, .* remove it .*/lock"):
-        RunLock(run_dir, single_rank()).take()
+        RunLock(run_dir).take()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
@@ -252,7 +252,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
 
     open_lock = run_lock._open
     monkeypatch.setattr(run_lock, "_open", open_and_lose)
-    lock = RunLock(tmp_path / "run", single_rank())
+    lock = RunLock(tmp_path / "run")
     lock.take()
     assert opened == [path, path]
     assert path.read_text().startswith("process ")
@@ -261,7 +261,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
 
 def test_a_refused_start_removes_no_folder_in_which_another_has_trained(tmp_path, monkeypatch):
     """The two starts check for the folder before one of them makes it."""
-    first, second = (RunLock(tmp_path / "run", single_rank()) for _ in range(2))
+    first, second = (RunLock(tmp_path / "run") for _ in range(2))
 
     def open_late(path: Path) -> IO[str]:
         monkeypatch.undo()
