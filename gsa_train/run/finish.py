@@ -18,6 +18,7 @@ from gsa_data.faults import printable
 from gsa_data.source_weights import tokens_by_source
 from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
+from gsa_train.distributed.objects import from_main
 from gsa_train.distributed.parallel import shutdown_parallel
 from gsa_train.files import write_atomically
 from gsa_train.metrics.goodput.account import COMPLETE, INTERRUPTED
@@ -71,18 +72,18 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
     log = run.services.log
-    fault: list[str | None] = [None]
+    fault = None
     if log.sinks is not None and log.console is not None:
         summary = summary_of(run, validation, text)
         log.console.close()
         try:
             log.sinks.finish(summary)
         except OSError as error:
-            fault = [
+            fault = (
                 f"the run is trained and saved, but its summary.json cannot be written: {error}; make room on its "
                 "disk, or mend what is said, and start the same command again: it writes the end again, and trains "
                 "no step"
-            ]
+            )
         for name, value in summary.items():
             parts = value if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
@@ -90,10 +91,10 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
                 log.message(f"{label:>20}  {'--' if number is None else number}")
         log.message(goodput.in_words())
         _say_where_wandb_is(run)
-    dist.broadcast_object_list(fault, src=0)
-    if fault[0] is not None:
+    fault = from_main(fault)
+    if fault is not None:
         _close(run, exit_codes.REFUSED)
-        raise RunFolderError(fault[0])
+        raise RunFolderError(fault)
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,18 @@ import logging
 import os
 import platform
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
 from gsa_train.config import Config, config_to_yaml, saved_sections
+from gsa_train.distributed.objects import gathered, on_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.files import write_atomically
 from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.ledger import Line, lost_line, read_lines
-from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, check_links, open_sinks
@@ -44,71 +42,54 @@ STOPPED = "stopped.json"
 """File for job scripts: when and why the run was stopped. Absent while the run trains and when it is complete."""
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    checkpoints: Path
-    log: RunLog
-    hang: str | None
-    """On the main rank: the hang that ended the previous start (gsa_train.reliability.hang_watchdog), if any."""
-    run_id: str
-    """Id of the run, also in its checkpoints and in starts.jsonl; on every rank."""
-    goodput: GoodputLog
-
-
-def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: RunClock) -> RunFolder:
+def open_run_folder(
+    config: Config, start: Start, parallel: Parallel, goodput: GoodputLog
+) -> tuple[RunLog, str, str | None]:
     """Open the files that the run writes, and print the header of this start. Collective. All ranks raise the same
     errors.
+
+    Args:
+        goodput: the log that this function opens in the folder.
+
+    Returns:
+        The log; the run's id, which its checkpoints and starts.jsonl also have; and on the main rank the hang that
+        ended the previous start (gsa_train.reliability.hang_watchdog), if any.
 
     Raises:
         WandbRefused: the W&B run cannot be opened; existing files of the folder are unchanged.
         RunFolderError: a file cannot be written or read, as on a full disk.
     """
-    folder, goodput = run_dir(config), GoodputLog(clock)
+    folder = run_dir(config)
     sinks = console = hang = None
     place: tuple[str, ...] = ()
-    shared: list[str | None] = [None, None, None]
-    run_id = [""]
-    silent = _silent_ranks(parallel)
-    if parallel.is_main:
+    me = f"rank {parallel.rank} on {socket.gethostname()}"
+    # ranks that ended the previous start without a message
+    silent = [each for each in gathered(me if ended_in_silence() else None) if each is not None]
+
+    def open_all() -> tuple[str, str | None]:
+        nonlocal sinks, console, hang, place
+        wandb = _open_wandb(config, start)
+        place = wandb.place() if wandb else ()
+        run_id = (start.same_run and start.state and start.state.run_id) or new_run_id()
         try:
-            wandb = _open_wandb(config, start)
-        except WandbRefused as error:
-            shared[1] = str(error)
-        else:
-            place = wandb.place() if wandb else ()
-            saved_id = start.state.run_id if start.same_run and start.state else ""
-            run_id = [saved_id or new_run_id()]
-            try:
-                before = _lines_before(folder, start)
-                sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id[0])
-                is_complete = start.step == sum(phase.steps for phase in config.phases)
-                goodput.open(folder, start.step, *before, is_complete)
-                for line in before[1]:
-                    console.message(lost_in_words(line, silent))
-                if before[0]:
-                    console.message(goodput.in_words())
-                shared[0] = sinks.wandb_run_id
-            except OSError as error:
-                shared[2] = (
-                    f"the run folder {folder} cannot be opened: {error}; make room on its disk, or mend what is said, "
-                    "and start the same command again: nothing of the run is lost"
-                )
-    dist.broadcast_object_list(shared, src=0)
-    dist.broadcast_object_list(run_id, src=0)
-    if shared[1] is not None:
-        raise WandbRefused(shared[1])
-    if shared[2] is not None:
-        raise RunFolderError(shared[2])
-    log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
-    return RunFolder(folder / "checkpoints", log, hang, run_id[0], goodput)
+            before, lost = _lines_before(folder, start)
+            sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id)
+            is_complete = start.step == sum(phase.steps for phase in config.phases)
+            goodput.open(folder, start.step, before, lost, is_complete)
+            for line in lost:
+                console.message(lost_in_words(line, silent))
+            if before:
+                console.message(goodput.in_words())
+        except OSError as error:
+            raise RunFolderError(
+                f"the run folder {folder} cannot be opened: {error}; make room on its disk, or mend what is said, and "
+                "start the same command again: nothing of the run is lost"
+            ) from error
+        return run_id, sinks.wandb_run_id
 
-
-def _silent_ranks(parallel: Parallel) -> list[str]:
-    """Returns rank and host of each process that ended the previous start without a message. Collective."""
-    found: list[str | None] = [None] * parallel.world_size
-    mine = f"rank {parallel.rank} on {socket.gethostname()}" if ended_in_silence() else None
-    dist.all_gather_object(found, mine)
-    return [each for each in found if each is not None]
+    run_id, wandb_run_id = on_main(open_all, WandbRefused, RunFolderError)
+    log = RunLog(sinks, console, wandb_run_id, place, writes_late=parallel.device.type == "cuda")
+    return log, run_id, hang
 
 
 def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:

@@ -14,6 +14,7 @@ from gsa_train.config import Config
 from gsa_train.data.batches import shared_validation_sets
 from gsa_train.data.tokenizer import companions_of, load_tokenizer
 from gsa_train.distributed.parallel import Parallel, collective_timeout
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -78,16 +79,17 @@ def open_run(
             data.batches = open_batches(config, arguments, start, data.tokenizer, parallel)
 
     clock.begin("folder")
-    opened = open_run_folder(config, start, parallel, clock)
-    check_folder_is_shared(folder, opened.run_id, parallel)
-    watchdog.on_beat = opened.goodput.beat
-    if opened.log.sinks is not None:
-        watchdog.on_hang = opened.log.sinks.tell_of_hang
-    request.folder_is_gone = lambda: opened.log.folder_was_gone
+    goodput = GoodputLog(clock)
+    log, run_id, hang = open_run_folder(config, start, parallel, goodput)
+    check_folder_is_shared(folder, run_id, parallel)
+    watchdog.on_beat = goodput.beat
+    if log.sinks is not None:
+        watchdog.on_hang = log.sinks.tell_of_hang
+    request.folder_is_gone = lambda: log.folder_was_gone
     services = Services(
-        log=opened.log,
+        log=log,
         saver=CheckpointSaver(
-            opened.checkpoints,
+            folder / "checkpoints",
             config.checkpoint,
             parallel,
             durable_step=start.step if start.same_run else None,
@@ -96,7 +98,7 @@ def open_run(
         watchdog=watchdog,
         profiler=profiler,
         stop_vote=StopVote(request, collective_timeout(config.parallel)),
-        goodput=opened.goodput,
+        goodput=goodput,
     )
     run = Run(
         config=config,
@@ -106,16 +108,18 @@ def open_run(
         services=services,
         start=start,
         state=state_at(start),
-        run_id=opened.run_id,
+        run_id=run_id,
         skipped_steps=frozenset(config.train.iterations_to_skip),
         phase_optimizer=phase_optimizer,
     )
     for each in data.validation_sets:
-        run.services.log.message(describe(each))
-    report_damaged(run)
-    if opened.hang is not None:
-        event = {"event": "restart_after_hang", "step": start.step, "phase": start.saved_phase}
-        run.services.log.log({**event, "reason": opened.hang})
+        log.message(describe(each))
+    place = {"step": start.step, "phase": start.saved_phase}
+    for name, fault in start.damaged:
+        found = {"checkpoint_name": name, "checkpoint_error": fault}
+        log.log({"event": "checkpoint_damaged", **place, **found})
+    if hang is not None:
+        log.log({"event": "restart_after_hang", **place, "reason": hang})
     return run
 
 
@@ -208,10 +212,3 @@ def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Paral
         fault = not_finite(model, phase_optimizer, parallel)
     if fault is not None:
         raise DamagedCheckpoint(fault)
-
-
-def report_damaged(run: Run) -> None:
-    """Write the damaged checkpoints that this start skipped to the metrics."""
-    for name, fault in run.start.damaged:
-        event = {"event": "checkpoint_damaged", "step": run.start.step, "phase": run.start.saved_phase}
-        run.services.log.log({**event, "checkpoint_name": name, "checkpoint_error": fault})

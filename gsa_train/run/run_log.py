@@ -31,7 +31,7 @@ class RunLog:
         """Write the pending records, then this one."""
         self.write_late()
         if self.sinks is not None:
-            self.sinks.log(_stamped(record))
+            self.sinks.log({**record, "time": time.time()})
         if self.console is not None:
             self.console.show(record)
 
@@ -61,7 +61,3 @@ class RunLog:
         if self.sinks is not None and self.console is not None:
             self.console.close()
             self.sinks.close(exit_code)
-
-
-def _stamped(record: dict[str, Any]) -> dict[str, Any]:
-    return {**record, "time": time.time()}

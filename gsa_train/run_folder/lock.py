@@ -19,7 +19,7 @@ from typing import IO
 
 from gsa_train.distributed.objects import on_main
 from gsa_train.files import NO_LOCKS, own_file
-from gsa_train.run_folder.file_names import LOCK as FILE
+from gsa_train.run_folder.paths import LOCK as FILE
 
 PATIENCE_SECONDS = 10.0
 """Longest wait for a holder on this host, whose ranks notice within five seconds that torchrun has ended."""

@@ -14,7 +14,7 @@ from gsa_train.distributed.objects import from_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.files import read_checked, write_checked
 from gsa_train.reliability.monitor.monitor import MonitorStop
-from gsa_train.run_folder.file_names import MONITOR_STOP as FILE
+from gsa_train.run_folder.paths import MONITOR_STOP as FILE
 
 KEYS = ("first_step", "last_step", "saved_step", "reason")
 

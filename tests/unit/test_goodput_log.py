@@ -296,16 +296,17 @@ def test_damaged_lines_are_left_out_and_the_next_start_writes_after_them(tmp_pat
 def test_which_start_at_step_0_goes_on_with_the_account(again, starts, tmp_path, capsys):
     logging = {"wandb": "disabled", "tensorboard": False}
     config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
-    first = open_run_folder(config, Start(), single_rank(), RunClock())
-    first.goodput.clock.begin("training")
-    first.goodput.note(3, "sparse")
-    first.goodput.close()
-    first.log.close(1)
-    opened = open_run_folder(config, again, single_rank(), RunClock())
-    assert len(opened.goodput.account().starts) == starts
+    first, second = GoodputLog(RunClock()), GoodputLog(RunClock())
+    log, _, _ = open_run_folder(config, Start(), single_rank(), first)
+    first.clock.begin("training")
+    first.note(3, "sparse")
+    first.close()
+    log.close(1)
+    log, _, _ = open_run_folder(config, again, single_rank(), second)
+    assert len(second.account().starts) == starts
     assert ("goodput: this run has lost " in capsys.readouterr().out) is (starts > 1)
     account = read_account(tmp_path / "run")
     assert [each.step for each in account.starts] == [0] * starts
     assert account.productive_seconds == 0
-    opened.goodput.close()
-    opened.log.close(0)
+    second.close()
+    log.close(0)

@@ -11,6 +11,7 @@ import pytest
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.config import Config
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.optimizer.mcore import build_optimizer
@@ -55,7 +56,7 @@ def start_of(config: Config, **arguments: Any) -> Start:
 
 def go_on(config: Config, **arguments: Any) -> Start:
     start = start_of(config, **arguments)
-    open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, start, single_rank(), GoodputLog(RunClock()))[0].close(0)
     return start
 
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
@@ -38,6 +39,11 @@ sys.stdin.read()
 """Another process's run."""
 
 
+@pytest.fixture(autouse=True)
+def world() -> None:
+    single_rank()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     logging = {"wandb": "disabled", "tensorboard": False}
@@ -54,7 +60,7 @@ def open_at(step: int, config: Config, validation_due: bool = False) -> None:
     checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
     state = dataclasses.replace(run_state(step, config), validation_due=validation_due)
     start = Start(checkpoint, state, same_run=True)
-    open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, start, single_rank(), GoodputLog(RunClock()))[0].close(0)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +220,12 @@ def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, ru
     run, disk = run_dir, tmp_path / "disk"
     (disk / "lost+found").mkdir(parents=True)
     (run / name).symlink_to(disk)
-    open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))[0].close(0)
     assert (run / name).resolve() == disk
     assert "stays one" not in caplog.text
     (run / "checkpoints" / "step_00000002").mkdir()
 
-    open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))[0].close(0)
     assert (run / name).resolve() == disk
     assert not (run / "checkpoints" / "step_00000002").exists()
     assert len(list((run / "previous").glob("*/checkpoints/step_00000002"))) == 1
@@ -235,7 +241,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
     with pytest.raises(
         RunFolderError, match=r"link to .*unmounted, where no folder is; mount .*/checkpoints"
     ):
-        open_run_folder(config, Start(), single_rank(), RunClock())
+        open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
