@@ -9,13 +9,13 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gsa_train.files import open_to_append, write_atomically
 from gsa_train.metrics.lost_records import Outage
+from gsa_train.metrics.record_format import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +31,9 @@ class _Waiting(NamedTuple):
 class MetricsFile:
     """Appends to the file. While writes succeed no record waits: a run killed after `write` has lost nothing."""
 
-    def __init__(
-        self,
-        path: Path,
-        to_line: Callable[[dict[str, Any]], str],
-        most_waiting_bytes: int = MOST_WAITING_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self._path, self._folder_inode = path, path.parent.stat().st_ino
         self._file: FileIO = open_to_append(path)
-        self._to_line = to_line
         self._size = self._file.tell()
         """Bytes of whole lines."""
         self._cut = False
@@ -56,7 +50,7 @@ class MetricsFile:
         Returns:
             An event for the other logs if the file failed, or works again.
         """
-        self._wait(_Waiting(record["step"], self._line_of(record)))
+        self._wait(record)
         try:
             self.restore()
             waited = self._write_waiting()
@@ -65,7 +59,7 @@ class MetricsFile:
             return self._outage.go_on(record, error)
         event = self._outage.end(record, waited - 1)
         if event is not None and "lost_records" in event:
-            self._wait(_Waiting(event["step"], self._line_of(event)))
+            self._wait(event)
             with contextlib.suppress(OSError):  # the next record tries again
                 self._write_waiting()
         return event
@@ -107,12 +101,10 @@ class MetricsFile:
             content.count(b"\n"),
         )
 
-    def _line_of(self, record: dict[str, Any]) -> bytes:
-        return (self._to_line(record) + "\n").encode()
-
-    def _wait(self, each: _Waiting) -> None:
-        self._waiting.append(each)
-        self._waiting_bytes += len(each.line)
+    def _wait(self, record: dict[str, Any]) -> None:
+        line = (to_json(record) + "\n").encode()
+        self._waiting.append(_Waiting(record["step"], line))
+        self._waiting_bytes += len(line)
 
     def _bound(self) -> None:
         while self._waiting_bytes > self._most_waiting_bytes and self._waiting:

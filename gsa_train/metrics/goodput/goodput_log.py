@@ -16,7 +16,6 @@ from gsa_train.metrics.goodput.ledger import ALIVE, FILE, alive_bytes
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.goodput.words import in_one_line, start_up_in_words
 from gsa_train.metrics.metrics_file import MetricsFile
-from gsa_train.metrics.record_format import to_json
 from gsa_train.services import Service, StepPlan
 
 DIGITS = 4
@@ -57,7 +56,7 @@ class GoodputLog:
             return
         path = folder / FILE
         has_moved = not path.exists()
-        self._file = MetricsFile(path, to_json)
+        self._file = MetricsFile(path)
         for line in [*(before if has_moved else []), *lost]:
             self._file.write(dict(line))
         (folder / ALIVE).unlink(missing_ok=True)  # keeps the target of a link
@@ -111,12 +110,8 @@ class GoodputLog:
                 return
             self._newest_beat = step, progress
             progress, seconds = self.clock.read(until=progress)
-            content: dict[str, Any] = {
-                "began": self.clock.began,
-                "time": max(progress, self.clock.now()),
-                "progress": progress,
-            }
-            content |= {"step": step, "seconds": _rounded(seconds)}
+            times = {"began": self.clock.began, "time": max(progress, self.clock.now()), "progress": progress}
+            content = {**times, "step": step, "seconds": _rounded(seconds)}
             with contextlib.suppress(OSError):  # a stale file looks like a dead process's file
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
