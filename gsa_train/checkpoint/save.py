@@ -323,7 +323,7 @@ class CheckpointSaver:
         if errors:
             return _result(save, errors[0])
         files = write_metadata(save.writer, save.metadata, save.folder, ranks)
-        write_manifest(save.folder, Manifest(files, save.state.run, save.state.run_id, save.state.step))
+        write_manifest(save.folder, Manifest(save.state.run, save.state.run_id, save.state.step, files))
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
         # made before the deletion of old checkpoints, which may take longer

@@ -156,4 +156,4 @@ def write_weights(
     for name in (*names, MEGATRON_METADATA):
         sync(folder / name)
         records[name] = describe_file(folder / name)
-    write_manifest(folder, Manifest(records, state.run, state.run_id, state.step))
+    write_manifest(folder, Manifest(state.run, state.run_id, state.step, records))
