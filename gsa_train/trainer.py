@@ -73,7 +73,9 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
     _validate(run, phase)
     _score_tasks(run, phase)
     while state.step < phase_range.end:
-        plan = _plan(run, phase_range)
+        step, started = state.step + 1, run.start.step
+        due = run.services.saver.is_due(step)
+        plan = plan_step(step, phase_range, run.config, steps_before_start=started, save_is_due=due)
         _read_or_stop(run, phase)
         for service in run.listening:
             service.before_step(plan)
@@ -94,18 +96,6 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         _score_tasks(run, phase)
     for service in run.listening:
         service.end_phase(state.step)
-
-
-def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
-    step = run.state.step + 1
-    return plan_step(
-        step,
-        phase_range,
-        run.config,
-        skipped_steps=run.skipped_steps,
-        steps_before_start=run.start.step,
-        save_is_due=run.services.saver.is_due(step),
-    )
 
 
 def _read_or_stop(run: Run, phase: _ActivePhase) -> None:

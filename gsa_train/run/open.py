@@ -109,7 +109,6 @@ def open_run(
         start=start,
         state=state_at(start),
         run_id=run_id,
-        skipped_steps=frozenset(config.train.iterations_to_skip),
         phase_optimizer=phase_optimizer,
     )
     for each in data.validation_sets:
