@@ -128,17 +128,6 @@ class Reduced:
     """Maximum over the ranks; None on CPUs."""
 
 
-def reduce_step(
-    stats: LayerStats,
-    loss_sum: torch.Tensor,
-    loss_tokens: float | torch.Tensor,
-    measured: Measured | None,
-    parallel: Parallel,
-) -> Reduced:
-    """Call `send_step` and wait for its result. Collective."""
-    return send_step(stats, loss_sum, loss_tokens, measured, parallel)()
-
-
 def send_step(
     stats: LayerStats,
     loss_sum: torch.Tensor,
@@ -269,16 +258,12 @@ def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     Args:
         shares: each expert's share of the choices, by expert and layer; None for layers without experts.
     """
-    count = len(shares)
-    loads = [
-        [math.nan if share is None else round(share * count, 4) for share in of_layer]
-        for of_layer in zip(*shares, strict=True)
-    ]
+    count, by_layer = len(shares), list(zip(*shares, strict=True))
+    loads = [[round(share * count, 4) for share in _filled(of_layer)] for of_layer in by_layer]
     record: dict[str, Any] = {EXPERTS: loads}
     for name, extreme in (("expert_load_max", max), ("expert_load_min", min)):
         of_layers = [
-            None if None in of_layer else extreme(_filled(of_layer)) * count
-            for of_layer in zip(*shares, strict=True)
+            None if None in of_layer else extreme(_filled(of_layer)) * count for of_layer in by_layer
         ]
         record[name] = extreme(value for value in of_layers if value is not None)
         record[f"layer_{name}"] = _filled(of_layers)

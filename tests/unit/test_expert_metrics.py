@@ -14,7 +14,7 @@ from gsa_train.metrics.record import (
     attention_metrics,
     data_totals,
     expert_metrics,
-    reduce_step,
+    send_step,
     step_record,
 )
 from gsa_train.metrics.record_format import to_scalars, validation_prefixes
@@ -141,7 +141,7 @@ def test_operations_of_dropped_choices_do_not_count() -> None:
     stats, interval = tiny_model(config).runtime.stats, Interval(1, 1000, 1.0, 0.0)
     stats.add("dropped_share", 1, torch.tensor([True, False, False, False]))
     measured = Measured(interval, data_totals=data_totals({}, config.data))
-    reduced = reduce_step(stats, torch.ones(()), 1.0, measured, single_rank())
+    reduced = send_step(stats, torch.ones(()), 1.0, measured, single_rank())()
     logged = LoggedStep(1, SPARSE, {"base": 0.0}, grad_norm=1.0, tokens=64)
     record = step_record(logged, reduced, interval, config, single_rank(), "fp32")
     sections = (config.model, config.gsa, config.moe, SPARSE, 16)

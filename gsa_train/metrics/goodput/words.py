@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gsa_train.metrics.goodput.account import START_UP, Account, Line
 from gsa_train.metrics.progress import duration
@@ -84,52 +84,32 @@ def rows_of_losses(account: Account) -> list[tuple[str, str, str]]:
     return [(name, short(seconds), f"{seconds / wall:.2%}") for name, seconds in parts.items()]
 
 
-STARTS_HEAD = (
-    "start",
-    "after step",
-    "down before",
-    "start-up",
-    "ended",
-    "at step",
-    "fault until exit",
-    "steps done again",
-)
-
-
-def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(number),
-            f"{start.step:,}",
-            short(start.down_seconds),
-            short(start.start_up_seconds),
-            start.ended or "runs",
-            f"{start.last_step:,}",
-            short(start.detection_seconds),
-            str(start.repeated_steps),
-        )
-        for number, start in enumerate(account.starts, start=1)
-    ]
-
-
 def about_run(name: str, account: Account) -> str:
     """Returns lines with the account of a run."""
+    starts = [
+        {
+            "start": str(number),
+            "after step": f"{start.step:,}",
+            "down before": short(start.down_seconds),
+            "start-up": short(start.start_up_seconds),
+            "ended": start.ended or "runs",
+            "at step": f"{start.last_step:,}",
+            "fault until exit": short(start.detection_seconds),
+            "steps done again": str(start.repeated_steps),
+        }
+        for number, start in enumerate(account.starts, start=1)
+    ]
     lines = [
         f"{name}: ETTR {account.ettr:.2%} over {short(account.wall_seconds)} and {len(account.starts)} starts",
-        *table(("", "time", "share"), rows_of_losses(account)),
+        *table([("", "time", "share"), *rows_of_losses(account)]),
         "",
-        *table(STARTS_HEAD, rows_of_starts(account)),
+        *table([tuple(starts[0]), *(tuple(each.values()) for each in starts)]),
     ]
     return "\n".join(lines)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns lines with aligned columns, the first to the left and the others to the right."""
-    cells = [tuple(head), *map(tuple, rows)]
-    widths = [max(len(each[column]) for each in cells) for column in range(len(head))]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    rest = zip(row[1:], widths[1:], strict=True)
-    return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in rest)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join([f"{{:<{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])])
+    return [form.format(*row).rstrip() for row in rows]
