@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -202,8 +201,4 @@ class _LoadPlanner(mcore_torch.MCoreLoadPlanner):
         super().load_bytes(read_item, content)
 
 
-def _reader(checkpoint_dir: str | Path, *_: Any, **__: Any) -> FileSystemReader:
-    return _Reader(checkpoint_dir)
-
-
-replace_readers(_reader, _LoadPlanner, read_common)
+replace_readers(lambda folder, *_, **__: _Reader(folder), _LoadPlanner, read_common)

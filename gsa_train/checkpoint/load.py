@@ -198,7 +198,11 @@ def _fill(
         before = [part.weight() for _, part in parts]
         mine = []
         if has_main_weights(saved) and not model.mcore_config.bf16:  # the optimizer's weights are the model's
-            mine = _fill_in_fp32(checkpoint, model, from_mains, names_of_mains, saved)
+            # Fill the model from the fp32 weights of a bf16 run, including parameters that the phase does not train.
+            parameters = [entry.data for state in from_mains.values() for entry in state.values()]
+            rounded = [parameter.detach().clone() for parameter in parameters]
+            _load(checkpoint, model, from_mains, all_weights=False)
+            mine = names_of_others(names_of_mains, parameters, rounded, saved)
     phase_optimizer.start_from_weights()
     targets = {name: box.data for name, box in wanted.items()}
     # A rank that loads nothing finds nothing.
@@ -210,29 +214,6 @@ def _fill(
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
     return sorted({name for each in gathered(mine) for name in each})
-
-
-def _fill_in_fp32(
-    checkpoint: Path,
-    model: Model,
-    from_mains: dict[str, Any],
-    names: list[str],
-    saved: Saved,
-) -> list[str]:
-    """Fill an fp32 model from the fp32 weights of a bf16 run, including parameters that the phase does not train.
-    Collective.
-
-    Args:
-        from_mains: result of `from_main_weights`. The model must already have the checkpoint's weights.
-        names: the names of these weights on disk.
-
-    Returns:
-        Parameters for which this rank found a difference.
-    """
-    parameters = [entry.data for state in from_mains.values() for entry in state.values()]
-    before = [parameter.detach().clone() for parameter in parameters]
-    _load(checkpoint, model, from_mains, all_weights=False)
-    return names_of_others(names, parameters, before, saved)
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[str] | None = None) -> None:
@@ -278,12 +259,11 @@ def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
     return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
 
 
-def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: bool = True) -> dict[str, Any]:
+def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: bool = True) -> None:
     content = _read(checkpoint, wanted, model)
     for name, chunk in _named_chunks(model).items():
         # A rank whose weights are all unwanted has nothing to load.
         chunk.load_state_dict(content[name] if all_weights else content.get(name, {}), strict=all_weights)
-    return content
 
 
 def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool = True) -> dict[str, Any]:

@@ -97,12 +97,6 @@ class ParallelReader(FileSystemReader):
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
         def read(item: ReadItem) -> None:
-            with torch.cuda.stream(
-                stream
-            ):  # A new thread has its own stream, which does not wait for this thread's stream.
-                read_one(item)
-
-        def read_one(item: ReadItem) -> None:
             place = self.storage_data[item.storage_index]
             try:
                 content = memory.of(place.length)
@@ -110,7 +104,9 @@ class ParallelReader(FileSystemReader):
                 if log is not None:
                     end = place.offset + place.length
                     log.parts.append(Part(place.relative_path, place.offset, end, zlib.crc32(content)))
-                _fill(item, content, planner, lock)
+                # A new thread has its own stream, which does not wait for this thread's stream.
+                with torch.cuda.stream(stream):
+                    _fill(item, content, planner, lock)
             except Exception as error:
                 if log is None:
                     raise

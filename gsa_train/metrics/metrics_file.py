@@ -40,7 +40,7 @@ class MetricsFile:
         """Whether an incomplete line may follow them."""
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes, self._most_waiting_bytes = 0, most_waiting_bytes
-        self._outage = Outage(path.name)
+        self._outage = Outage(path.name, "its records wait in memory")
         self.folder_was_gone = False
         """Whether the folder was removed or moved while this file was open; it exists again, with only this file."""
 

@@ -53,7 +53,15 @@ def open_sinks(
         newest = 0
         if metrics_path.exists():
             newest = go_back(metrics_path, resume_step, keeps_later, validates_again)
-        _warn_of_lost_records(metrics_path, newest, resume_step, logging_config.every_steps)
+        # A save begins only after the record of its step is written.
+        if newest < resume_step - resume_step % logging_config.every_steps:
+            logger.warning(
+                "%s has no record after step %d, and the checkpoint is at step %d: the file was cut or removed, or its "
+                "disk was full; the run continues without them, and TensorBoard or W&B may have them",
+                metrics_path,
+                newest,
+                resume_step,
+            )
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
@@ -91,7 +99,6 @@ class Sinks:
             if self._wandb:
                 self._wandb.log(each, scalars)
 
-    @property
     def folder_was_gone(self) -> bool:
         """Whether the run folder was removed or moved since the sinks were opened."""
         return self._metrics.folder_was_gone
@@ -126,22 +133,6 @@ class Sinks:
         if self._wandb:
             self._wandb.close(exit_code)
             self._wandb = None
-
-
-def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps: int) -> None:
-    """Warn if records up to the checkpoint are missing. A save begins only after the record of its step is written.
-
-    Args:
-        newest: step of the newest record up to the checkpoint.
-    """
-    if newest < resume_step - resume_step % every_steps:
-        logger.warning(
-            "%s has no record after step %d, and the checkpoint is at step %d: the file was cut or removed, or its "
-            "disk was full; the run continues without them, and TensorBoard or W&B may have them",
-            path,
-            newest,
-            resume_step,
-        )
 
 
 FILES = (

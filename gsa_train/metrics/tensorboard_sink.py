@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsa_train.metrics.lost_records import LostRecords
+from gsa_train.metrics.lost_records import Outage
 from gsa_train.metrics.panels import tensorboard_layout
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class TensorBoardSink:
             resume_step: hide later steps in earlier files; None hides nothing.
         """
         self._folder = folder
-        self._lost = LostRecords("tensorboard")
+        self._outage = Outage("tensorboard", "lost records are counted")
         self._resume_step = resume_step
         """Hides later steps when the first file is opened. None once the file exists."""
         self._writer: SummaryWriter | None = None
@@ -37,17 +37,15 @@ class TensorBoardSink:
             disk_works: whether other files can be written; if not, no event file is opened, because it would stay
                 empty.
         """
-        if self._writer is None and not disk_works:
-            self._lost.add(record)
-            return
         try:
+            if self._writer is None and not disk_works:
+                raise OSError("metrics.jsonl cannot be written either")
             _write(self._writer or self._open(), scalars, record["step"])
+            self._outage.end(record)
         except OSError as error:
-            self._lost.add(record, error)
+            self._outage.go_on(record, error)
+            self._outage.lose([record["step"]])
             self.close()
-            return
-        if self._lost.count > 0:
-            self._lost.end(record)
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

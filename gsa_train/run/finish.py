@@ -120,6 +120,8 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
             f"{text['consumed_samples']}: batches were left out, or the text is another than at the start"
         )
     scores = scores_of(validation)
+    # They depend only on the content of training text and tokenizer, not on their paths.
+    fingerprints = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
     summary = {
         "steps": state.step,
         "tokens": state.tokens,
@@ -130,23 +132,13 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
         "spikes": state.monitor.spikes,
         "skipped_updates": state.monitor.skipped_updates,
         "data_epochs": whole_epochs(text),
-        "data_fingerprint": data_fingerprint(text),
+        "data_fingerprint": hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:16],
         "data_tokens_by_source": tokens_by_source(counters),
         **run.services.goodput.summary(),
     }
     if config.data.packing == "best_fit":
         summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
     return summary
-
-
-def data_fingerprint(text: dict[str, Any]) -> str:
-    """Returns 16 hex digits that depend only on the content of training text and tokenizer, not on their paths.
-
-    Args:
-        text: position in the training text, which includes both fingerprints.
-    """
-    of = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
-    return hashlib.sha256(" ".join(of).encode()).hexdigest()[:16]
 
 
 def leave(run: Run, stop: Stopped) -> None:

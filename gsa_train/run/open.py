@@ -85,7 +85,7 @@ def open_run(
     watchdog.on_beat = goodput.beat
     if log.sinks is not None:
         watchdog.on_hang = log.sinks.tell_of_hang
-    request.folder_is_gone = lambda: log.folder_was_gone
+        request.folder_is_gone = log.sinks.folder_was_gone
     services = Services(
         log=log,
         saver=CheckpointSaver(

@@ -46,12 +46,6 @@ class RunLog:
         while self.late:
             self.late.pop(0)()
 
-    @property
-    def folder_was_gone(self) -> bool:
-        """Returns True on the main rank if the run folder was removed or moved. Creates the folder's metrics files
-        again."""
-        return self.sinks is not None and self.sinks.folder_was_gone
-
     def message(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)

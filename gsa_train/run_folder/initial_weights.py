@@ -139,9 +139,12 @@ def load_initial_weights(
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
     continues = config.checkpoint.initial_state == "continue"
+    meaning = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
+    if any(part in name for name in saved for part in NEW):
+        meaning["gsa"] += MEANING["gsa"]
     problems = [
         *(_other_state(config, state) if continues else ()),
-        *_other_meaning(config, state, set(saved)),  # first, as these often cause the other problems
+        *other_fields(config, state, meaning),  # first, as these often cause the other problems
         *(other_fields(config, state, SIZES) if others else ()),
         *(
             f"{name}: not in the checkpoint"
@@ -169,18 +172,10 @@ def load_initial_optimizer(
     config: Config, checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
     """Load the checkpoint's optimizer state and fp32 weights, or with `checkpoint.initial_state=fresh` the fp32 weights
-    alone. Collective."""
-    if config.checkpoint.initial_state == "fresh":
-        load_initial_main_weights(checkpoint, model, phase_optimizer, parallel)
+    alone. The bf16 weights lack updates that are smaller than their precision. Collective."""
+    if config.checkpoint.initial_state == "continue":
+        load_checkpoint(checkpoint, model, phase_optimizer, parallel, with_optimizer=True)
         return
-    load_checkpoint(checkpoint, model, phase_optimizer, parallel, with_optimizer=True)
-
-
-def load_initial_main_weights(
-    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
-) -> None:
-    """Load the optimizer's fp32 weights of the first phase's parameters, if the checkpoint has them. The bf16
-    weights lack updates that are smaller than their precision. Collective."""
     others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
     if others and parallel.is_main:
         logger.warning(
@@ -206,10 +201,3 @@ def _other_state(config: Config, state: RunState) -> list[str]:
             f"train.optimizer = {config.train.optimizer} here, {optimizer} in the checkpoint; {remedy}"
         )
     return lines
-
-
-def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
-    fields = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
-    if any(part in name for name in saved_names for part in NEW):
-        fields["gsa"] += MEANING["gsa"]
-    return other_fields(config, state, fields)

@@ -13,12 +13,14 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from gsa_train.files import append_line
 from gsa_train.metrics.record_checks import is_step, is_time
+from gsa_train.metrics.record_format import read_lines
 from gsa_train.metrics.wandb_sink import without_credentials
 
 logger = logging.getLogger(__name__)
@@ -89,21 +91,10 @@ def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any
 
 
 def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    starts, wrong = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            start = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            wrong += [f"start {number} is not JSON ({error})"] if line and number < len(lines) else []
-            continue
-        fault = _fault_of_start(start, needed)
-        if fault:
-            wrong.append(f"start {number} {fault}")
-        else:
-            starts.append(start)
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return starts, f"{wrong[0]}{more}" if wrong else ""
+    if not path.is_file():
+        return [], ""
+    lines, damaged = read_lines(path, partial(_fault_of_start, needed=needed), "start")
+    return [start for _, start in lines], damaged
 
 
 def _fault_of_start(start: Any, needed: Sequence[str]) -> str:

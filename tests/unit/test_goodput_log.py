@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from gsa_train.metrics.goodput import run_clock
 from gsa_train.metrics.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
-from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.goodput_log import GoodputLog, GoodputNotes
 from gsa_train.metrics.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
 from gsa_train.metrics.goodput.run_clock import RunClock, process_began
 from gsa_train.metrics.goodput.words import NAMES, start_up_in_words
@@ -245,9 +246,13 @@ def test_a_start_says_once_what_it_took_by_part() -> None:
     said = start_up_in_words(seconds)
     assert said.startswith("start-up 18s: import 4.2s, process groups 0.0s, health of devices 0.0s, reading")
     assert said.endswith("; then the first step 1.5s")
-    log = GoodputLog(RunClock())
-    assert str(log.start_up_in_words()).startswith("start-up ")
-    assert log.start_up_in_words() is None
+    messages: list[str] = []
+    notes = GoodputNotes(GoodputLog(RunClock()), messages.append, float, 1.5)
+    for _ in range(2):
+        notes.begin_phase(SPARSE, 0)
+        notes.after_step(Mock(trains=True, step=1))
+    (message,) = messages
+    assert message.startswith("start-up ")
 
 
 def test_a_file_that_is_gone_costs_no_step(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how)
     sinks = open_run(folder)
     for step in (1, 2):
         sinks.log(step_record(step))
-    assert not sinks.folder_was_gone
+    assert not sinks.folder_was_gone()
     if how == "removed":
         shutil.rmtree(folder)
     elif how == "moved":
@@ -182,7 +182,7 @@ def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how)
     assert steps_of(folder) == [1, 2, 3, 4]
     message = "metrics.jsonl was removed, moved or replaced during the run: it is written again"
     assert caplog.text.count(message) == 1
-    assert sinks.folder_was_gone is (how in ("removed", "moved"))
+    assert sinks.folder_was_gone() is (how in ("removed", "moved"))
     if how == "removed":
         shutil.rmtree(folder)
     sinks.close()

@@ -34,7 +34,6 @@ class GoodputLog:
         self._alive: int | None = None
         self._alive_lock = threading.Lock()
         self._newest_beat = (0, clock.began)
-        self._start_up_is_said = False
         self._over = False
         """True if the process has written its end, or only repeats the end of a complete run."""
 
@@ -67,11 +66,6 @@ class GoodputLog:
     def note(self, step: int, phase: str) -> None:
         self.step = step
         self._note("steps", step, phase=phase)
-
-    def start_up_in_words(self) -> str | None:
-        """Returns the start-up times at the end of this process's first step, and None at later steps."""
-        said, self._start_up_is_said = self._start_up_is_said, True
-        return None if said else start_up_in_words(self.clock.read()[1])
 
     def end(self, reason: str) -> None:
         """Record that the process ends on purpose. Later activity does not belong to the run."""
@@ -146,6 +140,7 @@ class GoodputNotes(Service):
     _phase: str = ""
     _is_first: bool = True
     """True until this process has trained a step of the phase. The first step compiles."""
+    _start_up_is_said: bool = False
     _first_wait_seconds: float | None = None
     """Time that the first step waited for text; None before the first step, and after a step is logged."""
 
@@ -179,10 +174,11 @@ class GoodputNotes(Service):
         if plan.trains and self._is_first:
             self._is_first = False
             self.goodput.note(plan.step, self._phase)
-            said = self.goodput.start_up_in_words()
+            _, seconds = self.goodput.clock.read()
             self.goodput.clock.begin("training")
-            if said is not None:
-                self.message(said)
+            if not self._start_up_is_said:
+                self.message(start_up_in_words(seconds))
+            self._start_up_is_said = True
 
     def on_save(self, step: int) -> None:
         self.goodput.note(step, self._phase)
