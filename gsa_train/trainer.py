@@ -76,7 +76,11 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         step, started = state.step + 1, run.start.step
         due = run.services.saver.is_due(step)
         plan = plan_step(step, phase_range, run.config, steps_before_start=started, save_is_due=due)
-        _read_or_stop(run, phase)
+        reason = run.services.stop_vote.ask()
+        # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
+        phase.monitor.read(state.step if reason else state.step - READ_DELAY_STEPS)
+        if reason:
+            _stop(run, phase, reason)
         for service in run.listening:
             service.before_step(plan)
         result = _train(run, phase, plan)
@@ -92,19 +96,14 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
                 service.after_step(plan)
         state.validation_due, state.tasks_due = plan.validates, plan.scores_tasks
         _validate(run, phase)
-        _save(run, phase, plan)
+        if plan.saves or plan.ends_phase:
+            state.monitor = phase.monitor.state()
+        if plan.saves:
+            with phase.clock.paused():
+                save(run, phase_range, phase_optimizer)
         _score_tasks(run, phase)
     for service in run.listening:
         service.end_phase(state.step)
-
-
-def _read_or_stop(run: Run, phase: _ActivePhase) -> None:
-    """Read the monitor's verdicts on earlier steps. If the ranks agreed on a stop, end the run here."""
-    step, reason = run.state.step, run.services.stop_vote.ask()
-    # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
-    phase.monitor.read(step if reason else step - READ_DELAY_STEPS)
-    if reason:
-        _stop(run, phase, reason)
 
 
 def _write_late(run: Run) -> None:
@@ -194,14 +193,6 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
         with phase.clock.paused(), run.services.goodput.clock.during("validation"):
             validate(run, phase.range.phase.name, stop_if_asked)
         run.state.validation_due = False
-
-
-def _save(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
-    if plan.saves or plan.ends_phase:
-        run.state.monitor = phase.monitor.state()
-    if plan.saves:
-        with phase.clock.paused():
-            save(run, phase.range, phase.optimizer)
 
 
 def _score_tasks(run: Run, phase: _ActivePhase) -> None:
