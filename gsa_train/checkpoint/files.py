@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.checksums import crc32_of
-from gsa_train.files import write_atomically
+from gsa_train.files import write_atomically, write_durably
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -369,12 +369,8 @@ def _delete_leftovers(checkpoints: Path) -> list[str]:
     return failures
 
 
-def write_durably(path: Path, content: bytes) -> FileRecord:
-    path.unlink(missing_ok=True)  # keeps the target of a link
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_recorded(path: Path, content: bytes) -> FileRecord:
+    write_durably(path, content)
     return FileRecord(len(content), f"{zlib.crc32(content):08x}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from megatron.core.models.gpt import GPTModel
 from gsa_train.checkpoint.files import FileRecord, faults_in_a_line
 from gsa_train.checkpoint.guarded import read_common
 from gsa_train.checkpoint.optimizer_state import (
+    SAVED_MAIN_WEIGHT,
     Saved,
     from_main_weights,
-    has_average,
-    has_main_weights,
+    has_state,
     names_of_others,
     parts_with_main_weights,
     saved_state,
@@ -40,6 +40,7 @@ from gsa_train.distributed.megatron_versions import load_sharded
 from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.build import WEIGHT_AVERAGE
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 FORMAT_VERSION = 4
@@ -197,7 +198,9 @@ def _fill(
             _load(checkpoint, model, entries)
         before = [part.weight() for _, part in parts]
         mine = []
-        if has_main_weights(saved) and not model.mcore_config.bf16:  # the optimizer's weights are the model's
+        if (
+            has_state(saved, SAVED_MAIN_WEIGHT) and not model.mcore_config.bf16
+        ):  # the optimizer's weights are the model's
             # Fill the model from the fp32 weights of a bf16 run, including parameters that the phase does not train.
             parameters = [entry.data for state in from_mains.values() for entry in state.values()]
             rounded = [parameter.detach().clone() for parameter in parameters]
@@ -209,7 +212,7 @@ def _fill(
     shared = phase_optimizer.state_group is None
     for name, tensor in _read(checkpoint, {"state": wanted}, model, shared).get("state", {}).items():
         targets[name].copy_(tensor)  # mostly a copy onto itself
-    if moments and not has_average(saved):
+    if moments and not has_state(saved, WEIGHT_AVERAGE):
         phase_optimizer.start_average()
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
@@ -317,17 +320,6 @@ def local_rng() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-
-
-def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
-    """Restore this rank's generators if layout and kind of device equal the saved ones. Returns whether they do."""
-    if tuple(state.layout) != tuple(layout):
-        return False
-    saved = state.rng[rank]
-    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # a run on CPUs saved a CPU state
-        return False
-    set_local_rng(saved)
-    return True
 
 
 def set_local_rng(saved: dict[str, Any]) -> None:

@@ -31,8 +31,8 @@ from gsa_train.checkpoint.files import (
     Manifest,
     describe_file,
     sync,
-    write_durably,
     write_manifest,
+    write_recorded,
 )
 from gsa_train.checkpoint.guarded import metadata_bytes, read_metadata
 from gsa_train.checkpoint.load import RunState
@@ -151,7 +151,7 @@ def write_weights(
         COMMON_STATE_FNAME: buffer.getvalue(),
         **small_files,
     }
-    records = {name: write_durably(folder / name, content) for name, content in contents.items()}
+    records = {name: write_recorded(folder / name, content) for name, content in contents.items()}
     save_config(CheckpointingConfig(*BACKEND), str(folder))
     for name in (*names, MEGATRON_METADATA):
         sync(folder / name)

@@ -37,10 +37,17 @@ class TensorBoardSink:
             disk_works: whether other files can be written; if not, no event file is opened, because it would stay
                 empty.
         """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         try:
             if self._writer is None and not disk_works:
                 raise OSError("metrics.jsonl cannot be written either")
-            _write(self._writer or self._open(), scalars, record["step"])
+            writer = self._writer or self._open()
+            assert writer.file_writer is not None
+            # One event is much faster than one for each of a record's hundreds of scalars.
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+            writer.file_writer.add_summary(Summary(value=values), record["step"])
+            writer.flush()
             self._outage.end(record)
         except OSError as error:
             self._outage.go_on(record, error)
@@ -64,13 +71,3 @@ class TensorBoardSink:
         self._writer.add_custom_scalars(tensorboard_layout())
         self._resume_step = None
         return self._writer
-
-
-def _write(writer: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:
-    """Write one event, which is much faster than one for each of a record's hundreds of scalars."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-    assert writer.file_writer is not None
-    writer.file_writer.add_summary(Summary(value=values), step)
-    writer.flush()

@@ -62,11 +62,20 @@ def open_run(
     weights_from = None
     if start.checkpoint is None and config.checkpoint.initial_weights:
         weights_from = find_initial_weights(config)
-    data = open_data(config, arguments, start, parallel, watchdog, weights_from)
+    # A heartbeat follows each part. Reads have their own, longer time limits.
+    tokenizer = load_tokenizer(config)
+    watchdog.heartbeat(start.step, "starting")
+    tasks = shared_tasks(config, tokenizer, parallel)
+    watchdog.heartbeat(start.step, "starting")
+    validation_sets = shared_validation_sets(config, tokenizer, parallel)
+    watchdog.heartbeat(start.step, "starting")
+    begins_at = initial_data_state(config, weights_from)
+    batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
+    watchdog.heartbeat(start.step, "starting")
     clock.begin("model")
     model = build_model(config, parallel)
     if weights_from is not None:
-        load_initial_weights(config, weights_from, model, data.tokenizer, parallel)
+        load_initial_weights(config, weights_from, model, tokenizer, parallel)
     while True:
         try:
             phase_optimizer = open_phase(
@@ -75,8 +84,8 @@ def open_run(
             break
         except DamagedCheckpoint as damage:
             start = choose_again(start, str(damage), config, ranges, parallel)
-            data.batches.close()
-            data.batches = open_batches(config, arguments, start, data.tokenizer, parallel)
+            batches.close()
+            batches = open_batches(config, arguments, start, tokenizer, parallel)
 
     clock.begin("folder")
     goodput = GoodputLog(clock)
@@ -93,7 +102,7 @@ def open_run(
             config.checkpoint,
             parallel,
             durable_step=start.step if start.same_run else None,
-            small_files={data.tokenizer.file_name: data.tokenizer.file, **companions_of(config).files()},
+            small_files={tokenizer.file_name: tokenizer.file, **companions_of(config).files()},
         ),
         watchdog=watchdog,
         profiler=profiler,
@@ -104,14 +113,14 @@ def open_run(
         config=config,
         parallel=parallel,
         model=model,
-        data=data,
+        data=Data(batches, validation_sets, tokenizer, tasks),
         services=services,
         start=start,
         state=state_at(start),
         run_id=run_id,
         phase_optimizer=phase_optimizer,
     )
-    for each in data.validation_sets:
+    for each in validation_sets:
         log.message(describe(each))
     place = {"step": start.step, "phase": start.saved_phase}
     for name, fault in start.damaged:
@@ -120,32 +129,6 @@ def open_run(
     if hang is not None:
         log.log({"event": "restart_after_hang", **place, "reason": hang})
     return run
-
-
-def open_data(
-    config: Config,
-    arguments: Arguments,
-    start: Start,
-    parallel: Parallel,
-    watchdog: HangWatchdog,
-    weights_from: Path | None,
-) -> Data:
-    """Open tokenizer, validation sets and the training text at the run's position. Collective.
-
-    Args:
-        weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose position in the text may be used.
-    """
-    # A heartbeat follows each part. Reads have their own, longer time limits.
-    tokenizer = load_tokenizer(config)
-    watchdog.heartbeat(start.step, "starting")
-    tasks = shared_tasks(config, tokenizer, parallel)
-    watchdog.heartbeat(start.step, "starting")
-    validation_sets = shared_validation_sets(config, tokenizer, parallel)
-    watchdog.heartbeat(start.step, "starting")
-    begins_at = initial_data_state(config, weights_from)
-    batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
-    watchdog.heartbeat(start.step, "starting")
-    return Data(batches, validation_sets, tokenizer, tasks)
 
 
 def state_at(start: Start) -> TrainState:

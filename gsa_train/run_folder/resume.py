@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gsa_data.stream import StateMismatch
@@ -16,7 +17,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
-from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
+from gsa_train.checkpoint.load import RunState, read_run_state, set_local_rng
 from gsa_train.config import Config, TrainConfig, saved_sections
 from gsa_train.config.other_names import REMOVED, REMOVED_AFTER
 from gsa_train.data.batches import TrainBatches
@@ -70,11 +71,17 @@ class Start:
         """Restore the random-number generators if the checkpoint has a state for every rank. Otherwise log a
         warning."""
         assert self.state is not None
-        if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
-            what = "the checkpoint is of another kind of device"
-            before, now = ("x".join(map(str, each)) for each in (self.state.layout, parallel.layout))
-            if before != now:
-                what = f"the checkpoint's layout was tensor x pipeline x data x context = {before}, now it is {now}"
+        before, now = ("x".join(map(str, each)) for each in (self.state.layout, parallel.layout))
+        if before != now:
+            what = (
+                f"the checkpoint's layout was tensor x pipeline x data x context = {before}, now it is {now}"
+            )
+        elif len(self.state.rng[parallel.rank]["cuda"]) != len(torch.cuda.get_rng_state()):
+            what = "the checkpoint is of another kind of device"  # a run on CPUs saved a CPU state
+        else:
+            set_local_rng(self.state.rng[parallel.rank])
+            return
+        if parallel.is_main:
             logger.warning("%s: random-number generators start from run.seed", what)
 
 
