@@ -32,8 +32,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     Args:
         argv: the words after the script's name; None: `sys.argv[1:]`.
     """
+    name = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog=program_name(),
+        prog="python -m gsa_train" if name == "__main__.py" else name,
         description="Pretrain a language model with Gated Sparse Attention.",
         allow_abbrev=False,
     )
@@ -101,12 +102,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         parser.error(f"world size {world_size}: below 1; give 1 or more")
     changed = {"overrides": tuple(arguments.overrides), "world_size": world_size}
     return Arguments(**{**vars(arguments), **changed, "device": arguments.device or DEVICE})
-
-
-def program_name() -> str:
-    """Returns the program's name in messages: pretrain.py, gsa-pretrain or python -m gsa_train."""
-    name = Path(sys.argv[0]).name
-    return "python -m gsa_train" if name == "__main__.py" else name
 
 
 def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gsa_train.config.batch_ramp import batch_size
-from gsa_train.metrics.record import IntervalClock, LoggedStep, Measured, data_totals, send_step, step_record
+from gsa_train.metrics.record import IntervalClock, Measured, data_totals, send_step, step_record
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.micro_batch_graph import new_graph
 from gsa_train.phases import PhaseRange, in_full_batches, learning_rate, lr_multipliers
@@ -168,20 +168,20 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
     reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
     of_phase = phase.range.phase
     lrs = {name: phase.lr * multiplier for name, multiplier in lr_multipliers(of_phase).items()}
-    logged = LoggedStep(run.state.step, of_phase, lrs, phase.monitor.last_grad_norm, run.state.tokens)
+    known: dict[str, Any] = {"step": run.state.step, "phase": of_phase.name, "tokens": run.state.tokens}
+    known |= {"grad_norm": phase.monitor.last_grad_norm, "lr": lrs.get("base", max(lrs.values())), "lrs": lrs}
+    if config.train.batch_ramp:
+        known["global_batch_size"] = batch_size(config.train, run.state.step - 1)
+    known |= phase.monitor.metrics()
     precision = "bf16" if model.mcore_config.bf16 else "fp32"
-    of_monitor = phase.monitor.metrics()
 
     def make_and_log() -> None:
         numbers = reduced()
-        record = step_record(logged, numbers, interval, config, parallel, precision)
-        record |= {"update_norm": numbers.update_norm, **of_monitor}
-        if config.train.batch_ramp:
-            record["global_batch_size"] = batch_size(config.train, logged.step - 1)
+        record = known | step_record(numbers, interval, of_phase, config, parallel, precision)
         for service in run.listening:
             service.on_record(record, numbers)
         run.services.log.log(record)
-        phase.monitor.watch_layers(logged.step, record)
+        phase.monitor.watch_layers(record["step"], record)
 
     return make_and_log
 

@@ -215,9 +215,6 @@ class _Bytes(io.RawIOBase):
         self._at = offset + (0, self._at, len(self._content))[whence]
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
 
 def _nothing() -> io.BytesIO:
     content = io.BytesIO()

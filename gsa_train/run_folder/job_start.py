@@ -57,11 +57,8 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
     if not path.is_file():
         return None, 0.0
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        if len(lines) != 4 or lines[3]:
-            raise ValueError("it has not three whole lines")
-        job, at, checksum = lines[:3]
-        if _checksum(f"{job}\n{at}\n") != checksum:
+        job, at, checksum, rest = path.read_text(encoding="utf-8").split("\n")
+        if rest or _checksum(f"{job}\n{at}\n") != checksum:
             raise ValueError("its checksum does not match its content")
         return job, float(at)
     except ValueError as error:  # includes UnicodeDecodeError

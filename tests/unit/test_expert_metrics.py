@@ -9,7 +9,6 @@ import torch
 
 from gsa_train.metrics.record import (
     Interval,
-    LoggedStep,
     Measured,
     attention_metrics,
     data_totals,
@@ -142,8 +141,7 @@ def test_operations_of_dropped_choices_do_not_count() -> None:
     stats.add("dropped_share", 1, torch.tensor([True, False, False, False]))
     measured = Measured(interval, data_totals=data_totals({}, config.data))
     reduced = send_step(stats, torch.ones(()), 1.0, measured, single_rank())()
-    logged = LoggedStep(1, SPARSE, {"base": 0.0}, grad_norm=1.0, tokens=64)
-    record = step_record(logged, reduced, interval, config, single_rank(), "fp32")
+    record = step_record(reduced, interval, SPARSE, config, single_rank(), "fp32")
     sections = (config.model, config.gsa, config.moe, SPARSE, 16)
     flops = flops_per_token(*sections, dropped_share=0.25)
     assert record["tflops_per_second"] == pytest.approx(1000 * flops.total / 1e12)
