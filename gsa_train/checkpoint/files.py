@@ -302,9 +302,9 @@ def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) ->
     return faults
 
 
-def faults_in_a_line(faults: Sequence[str]) -> str | None:
+def faults_in_a_line(faults: Sequence[str], between: str = "; ") -> str | None:
     """Returns None if there are no faults."""
-    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+    return between.join([*faults[:3], *([f"and {len(faults) - 3} more"] if faults[3:] else [])]) or None
 
 
 # --- durable ---------------------------------------------------------------------------------------------

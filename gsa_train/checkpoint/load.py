@@ -140,9 +140,8 @@ def load_checkpoint(
     if fault is not None:
         raise DamagedCheckpoint(fault)
     if others:
-        more = f" and {len(others) - 3} more" if others[3:] else ""
         raise StateError(
-            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} differ from the model's. "
+            f"{checkpoint}: the optimizer's fp32 weights of {faults_in_a_line(others, ', ')} differ from the model's. "
             "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
         )

@@ -39,9 +39,7 @@ def new_run_id() -> str:
 
 def run_id_of(run_dir: Path) -> str:
     """Returns the run id of the folder's newest start that has an intact id, or "" without any."""
-    ids = [
-        start.get("run_id") or "" for start in _read_starts(run_dir / STARTS)[0]
-    ]  # `read_starts` reports damaged lines
+    ids = [start.get("run_id") or "" for start in read_starts(run_dir, warns=False)]
     intact = [each for each in ids if f"{zlib.crc32(each[:12].encode()):08x}" == each[12:]]
     return intact[-1] if intact else ""
 
@@ -76,25 +74,22 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return shlex.join(without_credentials([*starter, *words]))
 
 
-def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read_starts(run_dir: Path, needed: Sequence[str] = (), warns: bool = True) -> list[dict[str, Any]]:
     """Returns the starts in order, or an empty list for runs of versions that recorded none.
 
     Damaged lines are left out with a warning. A last line that a kill or a full disk cut off causes no warning.
 
     Args:
         needed: keys that each start must have, in addition to `unix_seconds`.
+        warns: False for a second read of the file.
     """
-    starts, damaged = _read_starts(run_dir / STARTS, needed)
-    if damaged:
-        logger.warning("%s: %s; left out", run_dir / STARTS, damaged)
-    return starts
-
-
-def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
+    path = run_dir / STARTS
     if not path.is_file():
-        return [], ""
+        return []
     lines, damaged = read_lines(path, partial(_fault_of_start, needed=needed), "start")
-    return [start for _, start in lines], damaged
+    if damaged and warns:
+        logger.warning("%s: %s; left out", path, damaged)
+    return [start for _, start in lines]
 
 
 def _fault_of_start(start: Any, needed: Sequence[str]) -> str:

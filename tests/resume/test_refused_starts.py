@@ -10,7 +10,8 @@ import pytest
 from gsa_train import train
 from gsa_train.process.exit_codes import REFUSED
 from gsa_train.reliability.stop_signals import StopRequest
-from helpers.run_contents import contents, cut
+from helpers.damage import cut
+from helpers.run_contents import contents
 from helpers.runs import CONFIG, REPOSITORY, Run
 from helpers.single_rank import single_rank
 
@@ -83,7 +84,7 @@ def test_a_refused_resume_leaves_no_trace(old_run, refusal, fault, override, exp
     if fault == "incomplete":
         (checkpoint / "metadata.json").unlink()
     elif fault == "damaged":
-        cut(checkpoint)
+        cut(checkpoint / "__0_0.distcp")
     options = ("--resume-from", str(checkpoint), override)
     before = contents(old_run.folder)
     for name in ("new", old_run.folder.name):

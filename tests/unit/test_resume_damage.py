@@ -20,7 +20,7 @@ from gsa_train.run.folder import open_run_folder
 from gsa_train.run_folder.job_start import SUBMISSION, note_job_start
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from helpers.checkpoints import write_checkpoint
-from helpers.run_contents import cut
+from helpers.damage import cut
 from helpers.saving import names_in
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
 
 def test_where_all_are_damaged_nothing_starts_at_step_0_unasked(config: Config) -> None:
     for step in STEPS:
-        cut(checkpoints_of(config) / f"step_{step:08d}")
+        cut(checkpoints_of(config) / f"step_{step:08d}" / "__0_0.distcp")
     before = names_in(checkpoints_of(config))
     said = r"(?s)no intact checkpoint .*\n  step_00000006: .*--no-resume"
     with pytest.raises(ResumeError, match=said) as error:

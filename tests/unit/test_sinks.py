@@ -244,15 +244,6 @@ def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tm
     assert logged() == [*expected, (5, None), (5, "warning")]
 
 
-def test_where_nothing_is_written_late_records_are_made_all_the_same():
-    made = []
-    log = RunLog(None, None, None, writes_late=True)
-    log.log_late(lambda: made.append(1))
-    assert made == []
-    log.write_late()
-    assert made == [1]
-
-
 def test_the_list_of_panels_is_one():
     assert {panel.section for panel in PANELS} == set(SECTIONS)
     assert len({(panel.section, panel.label) for panel in PANELS}) == len(PANELS)
