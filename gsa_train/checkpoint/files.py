@@ -201,8 +201,11 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
 # --- a start from an earlier checkpoint ------------------------------------------------------------------
 
 
-def go_back_to(checkpoint: Path) -> None:
-    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Call on one process."""
+def go_back_to(checkpoint: Path) -> bool:
+    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Returns False if it is the
+    latest one already. Call on one process."""
+    if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
+        return False
     _write_latest(checkpoint)
     aside = checkpoint.with_name(SET_ASIDE)
     for newer in newer_than(checkpoint):
@@ -210,6 +213,7 @@ def go_back_to(checkpoint: Path) -> None:
         shutil.rmtree(aside / newer.name, ignore_errors=True)
         newer.rename(aside / newer.name)
     sync(checkpoint.parent)
+    return True
 
 
 # --- integrity -------------------------------------------------------------------------------------------

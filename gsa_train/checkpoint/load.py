@@ -197,10 +197,9 @@ def _fill(
             _load(checkpoint, model, entries)
         before = [part.weight() for _, part in parts]
         mine = []
-        if (
-            has_state(saved, SAVED_MAIN_WEIGHT) and not model.mcore_config.bf16
-        ):  # the optimizer's weights are the model's
-            # Fill the model from the fp32 weights of a bf16 run, including parameters that the phase does not train.
+        if has_state(saved, SAVED_MAIN_WEIGHT) and not model.mcore_config.bf16:
+            # The optimizer's weights are the model's. Fill the model from the fp32 weights of a bf16 run, including
+            # parameters that the phase does not train.
             parameters = [entry.data for state in from_mains.values() for entry in state.values()]
             rounded = [parameter.detach().clone() for parameter in parameters]
             _load(checkpoint, model, from_mains, all_weights=False)

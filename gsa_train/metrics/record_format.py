@@ -168,9 +168,7 @@ def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: b
     Returns:
         The step of the newest record that stays, or 0.
     """
-    lines, damaged = read_lines(path)
-    if damaged:
-        _set_aside(path, damaged)
+    lines, damaged = _intact_lines(path)
     if keeps_later:
         _keep_rewound(path, [line for line, record in lines if record["step"] > step])
     stay = [(line, record) for line, record in lines if _stays(record, step, with_validation)]
@@ -187,22 +185,22 @@ def _stays(record: Record, step: int, with_validation: bool) -> bool:
 
 def _keep_rewound(path: Path, dropped: list[str]) -> None:
     kept = path.with_name("metrics_rewound.jsonl")
-    before: list[str] = []
-    if kept.exists():
-        lines, damaged = read_lines(kept)
-        before = [line for line, _ in lines]
-        if damaged:
-            _set_aside(kept, damaged)
-    write_atomically(kept, _as_text([*before, *dropped]))
+    before = _intact_lines(kept)[0] if kept.exists() else []
+    write_atomically(kept, _as_text([*(line for line, _ in before), *dropped]))
 
 
-def _set_aside(path: Path, damaged: str) -> None:
-    kept, count = path.with_name(f"{path.name}.damaged"), 1
-    while os.path.lexists(kept):
-        count += 1
-        kept = path.with_name(f"{path.name}.damaged.{count}")
-    write_atomically(kept, path.read_bytes())
-    logger.warning("%s: %s; kept as %s, the run continues with the intact records", path, damaged, kept.name)
+def _intact_lines(path: Path) -> tuple[list[tuple[str, Record]], bool]:
+    """Returns (line, record) for each intact line, and whether others are damaged. Keeps a copy of a damaged file."""
+    lines, damaged = read_lines(path)
+    if damaged:
+        kept, count = path.with_name(f"{path.name}.damaged"), 1
+        while os.path.lexists(kept):
+            count += 1
+            kept = path.with_name(f"{path.name}.damaged.{count}")
+        write_atomically(kept, path.read_bytes())
+        said = "%s: %s; kept as %s, the run continues with the intact records"
+        logger.warning(said, path, damaged, kept.name)
+    return lines, bool(damaged)
 
 
 def _as_text(lines: Iterable[str]) -> str:

@@ -188,9 +188,7 @@ def _move_aside(run_dir: Path) -> None:
     for path in found:
         if path not in stay:
             previous.mkdir(parents=True, exist_ok=True)
-            shutil.move(
-                path, previous / path.name
-            )  # a rename, or a copy if `previous` is a link to another disk
+            shutil.move(path, previous / path.name)  # a copy if `previous` is a link to another disk
         elif content := [each for each in path.iterdir() if each.name not in ("previous", "lost+found")]:
             kept = path / "previous" / time
             kept.mkdir(parents=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from gsa_data.whole_files import parse_json
-from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
+from gsa_train.checkpoint.files import go_back_to, recover_folder
 from gsa_train.config import Config, config_to_yaml, saved_sections
 from gsa_train.distributed.objects import gathered, on_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.files import write_atomically
 from gsa_train.metrics.goodput.goodput_log import GoodputLog
-from gsa_train.metrics.goodput.ledger import Line, lost_line, read_lines
+from gsa_train.metrics.goodput.ledger import lost_line, read_lines
 from gsa_train.metrics.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, check_links, open_sinks
@@ -72,7 +72,9 @@ def open_run_folder(
         place = wandb.place() if wandb else ()
         run_id = (start.same_run and start.state and start.state.run_id) or new_run_id()
         try:
-            before, lost = _lines_before(folder, start)
+            # Read before `_open_files` moves goodput.jsonl away, as if no checkpoint of this run is loaded.
+            before = read_lines(folder) if start.same_run or start.same_job else []
+            lost = lost_line(folder, before)
             sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id)
             is_complete = start.step == sum(phase.steps for phase in config.phases)
             goodput.open(folder, start.step, before, lost, is_complete)
@@ -90,16 +92,6 @@ def open_run_folder(
     run_id, wandb_run_id = on_main(open_all, WandbRefused, RunFolderError)
     log = RunLog(sinks, console, wandb_run_id, place, writes_late=parallel.device.type == "cuda")
     return log, run_id, hang
-
-
-def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
-    """Returns the lines of goodput.jsonl, and a `lost` line for the previous process if it wrote no `end` line. Both
-    lists are empty if this start continues neither a run nor a job. Call this before `_open_files`, which moves
-    goodput.jsonl away if no checkpoint of this run is loaded."""
-    if not (start.same_run or start.same_job):
-        return [], []
-    lines = read_lines(folder)
-    return lines, lost_line(folder, lines)
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
@@ -137,7 +129,8 @@ def _open_files(
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)
     is_complete = start.step == total_steps
-    went_back = continues and _go_back_to_older(start.checkpoint)  # before metrics drop later records
+    # A restart before the next save would otherwise resume from a newer checkpoint.
+    went_back = continues and start.checkpoint is not None and go_back_to(start.checkpoint)
     starts = read_starts(folder)
     hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
     sinks = open_sinks(
@@ -180,17 +173,6 @@ def _open_files(
     if is_complete:
         console.message("this run is complete: no step is left, only the end is written again")
     return sinks, console, hang
-
-
-def _go_back_to_older(checkpoint: Path | None) -> bool:
-    """Set aside checkpoints that are newer than the one to resume from (--resume-from or `latest`). Otherwise a
-    restart before the next save would resume from a newer checkpoint. Returns True if there were any."""
-    if checkpoint is None:
-        return False
-    if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
-        return False
-    go_back_to(checkpoint)
-    return True
 
 
 def _keep_summary(folder: Path) -> None:

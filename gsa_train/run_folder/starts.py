@@ -107,9 +107,7 @@ def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
 def source_commit(source: Path) -> str | None:
     """Returns the commit of the running source, with `+` at the end if files were changed after the commit, or None.
     The commit comes from commit.txt of a frozen source, else from GSA_COMMIT of the environment, else from git."""
-    frozen = (
-        source.parent / "commit.txt"
-    )  # launch/slurm/submit.py: the commit, and a line for each changed file
+    frozen = source.parent / "commit.txt"  # of submit.py: the commit, and a line for each changed file
     if source.name == "source" and frozen.is_file():
         commit, *changed = frozen.read_text(encoding="utf-8").splitlines()
         return commit + "+" * bool(changed)

@@ -22,9 +22,8 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    monkeypatch.setattr(
-        train, "init_parallel", lambda *of_config: single_rank()
-    )  # These are this process's, for all tests.
+    # The groups are this process's, for all tests.
+    monkeypatch.setattr(train, "init_parallel", lambda *of_config: single_rank())
     # The watchdog's thread outlives a rejected start.
     monkeypatch.setattr("gsa_train.run.open.HangWatchdog", lambda *limits: _NoWatchdog())
     for method in ("watch", "listen"):  # signals are pytest's

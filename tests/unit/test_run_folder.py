@@ -301,6 +301,5 @@ def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
     assert source_commit(tmp_path) is None
     monkeypatch.setenv("GSA_COMMIT", "def")
     assert source_commit(tmp_path / "source") == commit
-    assert (
-        source_commit(Path(__file__).parents[2]) == source_commit(tmp_path) == "def"
-    )  # a checkout may be newer than its git
+    # A checkout may be newer than its git.
+    assert source_commit(Path(__file__).parents[2]) == source_commit(tmp_path) == "def"

@@ -125,9 +125,7 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
         fault = tmp_path / "faults" / "20260101-000000" / "report.txt"
         fault.parent.mkdir(parents=True)
         fault.write_text(f"hang of {loss}")
-        (tmp_path / "evaluations" / "last").mkdir(
-            parents=True
-        )  # of weights that the next start does not have
+        (tmp_path / "evaluations" / "last").mkdir(parents=True)  # of weights that the next start lacks
     assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3.0]
     previous = sorted((tmp_path / "previous").iterdir())
     assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]

@@ -76,16 +76,12 @@ def short(seconds: float) -> str:
     return f"{seconds:.1f}s" if abs(seconds) < 9.95 else duration(seconds)
 
 
-def rows_of_losses(account: Account) -> list[tuple[str, str, str]]:
-    """Returns (name, time, share of the wall time) rows, productive time first, without losses of zero."""
+def about_run(name: str, account: Account) -> str:
+    """Returns lines with the account of a run. Losses of zero are left out."""
     wall = account.wall_seconds or 1.0
     parts = {"productive": account.productive_seconds}
     parts |= {NAMES[name]: value for name, value in account.lost_seconds.items() if abs(value) >= 0.05}
-    return [(name, short(seconds), f"{seconds / wall:.2%}") for name, seconds in parts.items()]
-
-
-def about_run(name: str, account: Account) -> str:
-    """Returns lines with the account of a run."""
+    shares = [(name, short(seconds), f"{seconds / wall:.2%}") for name, seconds in parts.items()]
     starts = [
         {
             "start": str(number),
@@ -101,7 +97,7 @@ def about_run(name: str, account: Account) -> str:
     ]
     lines = [
         f"{name}: ETTR {account.ettr:.2%} over {short(account.wall_seconds)} and {len(account.starts)} starts",
-        *table([("", "time", "share"), *rows_of_losses(account)]),
+        *table([("", "time", "share"), *shares]),
         "",
         *table([tuple(starts[0]), *(tuple(each.values()) for each in starts)]),
     ]
