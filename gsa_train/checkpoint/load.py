@@ -19,6 +19,7 @@ import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 
@@ -35,7 +36,7 @@ from gsa_train.checkpoint.optimizer_state import (
     wanted_state,
 )
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
-from gsa_train.checkpoint.shared_read import shared_by_replicas
+from gsa_train.checkpoint.shared_read import WithExperts
 from gsa_train.distributed.megatron_versions import load_sharded
 from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
@@ -272,9 +273,12 @@ def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool =
     Args:
         shared: whether replicas want equal tensors. Each replica then reads a part for all replicas.
     """
-    strategy, has_experts = TorchDistLoadShardedStrategy(), model.mcore_config.moe.experts > 0
-    how = shared_by_replicas(strategy, model.parallel.groups, has_experts) if shared else strategy
-    return load_sharded(wanted, checkpoint, how, read_common)
+    strategy, groups = TorchDistLoadShardedStrategy(), model.parallel.groups
+    if shared and model.mcore_config.moe.experts > 0:  # the same on all ranks
+        strategy = WithExperts(strategy, groups)
+    elif shared:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
+    return load_sharded(wanted, checkpoint, strategy, read_common)
 
 
 def sharded_state(

@@ -128,9 +128,8 @@ class MetricsFile:
         self._cut = True
         try:
             written = 0
-            while written < len(
-                line
-            ):  # on an almost full disk a write may be partial, and the next one fails
+            # On an almost full disk a write may be partial, and the next one fails.
+            while written < len(line):
                 written += self._file.write(line[written:])
         except OSError:
             with contextlib.suppress(OSError):
