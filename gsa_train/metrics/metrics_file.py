@@ -39,7 +39,7 @@ class MetricsFile:
         self._cut = False
         """Whether an incomplete line may follow them."""
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes, self._most_waiting_bytes = 0, most_waiting_bytes
+        self._most_waiting_bytes = most_waiting_bytes
         self._outage = Outage(path.name, "its records wait in memory")
         self.folder_was_gone = False
         """Whether the folder was removed or moved while this file was open; it exists again, with only this file."""
@@ -102,14 +102,13 @@ class MetricsFile:
         )
 
     def _wait(self, record: dict[str, Any]) -> None:
-        line = (to_json(record) + "\n").encode()
-        self._waiting.append(_Waiting(record["step"], line))
-        self._waiting_bytes += len(line)
+        self._waiting.append(_Waiting(record["step"], (to_json(record) + "\n").encode()))
 
     def _bound(self) -> None:
-        while self._waiting_bytes > self._most_waiting_bytes and self._waiting:
+        excess = sum(len(each.line) for each in self._waiting) - self._most_waiting_bytes
+        while excess > 0:
             oldest = self._waiting.popleft()
-            self._waiting_bytes -= len(oldest.line)
+            excess -= len(oldest.line)
             self._outage.lose([oldest.step])
 
     def _write_waiting(self) -> int:
@@ -117,7 +116,7 @@ class MetricsFile:
         count = 0
         while self._waiting:
             self._append(self._waiting[0].line)
-            self._waiting_bytes -= len(self._waiting.popleft().line)
+            self._waiting.popleft()
             count += 1
         return count
 

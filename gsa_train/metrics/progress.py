@@ -172,10 +172,8 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "--"
     total = max(0, round(seconds))
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    if total < 86400:
-        return f"{total // 3600}h{total % 3600 // 60:02d}m"
-    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
+    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+    for (unit, length), (next_unit, next_length) in itertools.pairwise(units):
+        if total >= length:
+            return f"{total // length}{unit}{total % length // next_length:02d}{next_unit}"
+    return f"{total}s"

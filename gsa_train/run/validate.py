@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from gsa_train.distributed.objects import from_main
 from gsa_train.metrics.record_format import read_records
 from gsa_train.run.state import Run
 from gsa_train.run_folder.paths import run_dir
@@ -67,19 +65,17 @@ class Tasks(Service):
 def _has_time(run: Run) -> bool:
     """Returns the main rank's decision to all ranks. Collective."""
     step, clock, percent = run.state.step, run.state.task_clock, run.config.evaluate.tasks_max_time_percent
-    decision = torch.zeros((), dtype=torch.int32, device=run.parallel.device)
+    has_room = False
     if run.parallel.is_main and not (step == run.start.step and _was_scored(run)):
         expected = clock.expected_seconds(run.data.tasks, run.config, run.parallel)
-        if clock.has_room(expected, percent):
-            decision += 1
-        else:
+        has_room = clock.has_room(expected, percent)
+        if not has_room:
             run.services.log.message(
                 f"tasks left out at step {step}: they took {clock.task_seconds:.1f} s and would take about "
                 f"{expected:.1f} s more, above evaluate.tasks_max_time_percent = {percent:g} of "
                 f"{clock.train_seconds:.0f} s of steps and their own time"
             )
-    dist.broadcast(decision, src=0)
-    return bool(decision)
+    return from_main(has_room)
 
 
 def _was_scored(run: Run) -> bool:

@@ -284,19 +284,17 @@ def open_batches(
         ResumeError: the checkpoint's position belongs to other text or another tokenizer.
         DataFault: the text cannot be opened.
     """
-    if begins_at is not None:
-        try:
-            return TrainBatches(config, parallel, tokenizer, begins_at)
-        except StateMismatch as error:
+    position = start.state.data if start.state else begins_at
+    accepts = begins_at is None and arguments.accept_new_data
+    try:
+        return TrainBatches(config, parallel, tokenizer, position, accepts)
+    except StateMismatch as error:
+        if begins_at is not None:
             field = "initial_text" if config.checkpoint.initial_state == "fresh" else "initial_state"
             raise ResumeError(
                 f"checkpoint.{field} = continue: {config.checkpoint.initial_weights} cannot go on with this "
                 f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.{field}=fresh."
             ) from error
-    try:
-        position = start.state.data if start.state else None
-        return TrainBatches(config, parallel, tokenizer, position, arguments.accept_new_data)
-    except StateMismatch as error:
         remedy = (
             "\nTo go on at this step from the beginning of the config's text, add --accept-new-data."
             if error.other_data and not arguments.accept_new_data
