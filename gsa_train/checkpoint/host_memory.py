@@ -67,10 +67,6 @@ class HostMemory:
         self._is_awaited.set()
         self._thread.shutdown(wait=True)
 
-    @property
-    def block_bytes(self) -> int:
-        return sum(block.numel() for block in self._blocks)
-
     def _end_reserving(self) -> None:
         reserving, self._reserving = self._reserving, None
         self._is_awaited.set()

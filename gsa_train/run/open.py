@@ -122,7 +122,7 @@ def open_run(
     )
     for each in validation_sets:
         log.message(describe(each))
-    place = {"step": start.step, "phase": start.saved_phase}
+    place = {"step": start.step, "phase": start.state.phase_name if start.state else ""}
     for name, fault in start.damaged:
         found = {"checkpoint_name": name, "checkpoint_error": fault}
         log.log({"event": "checkpoint_damaged", **place, **found})

@@ -62,11 +62,6 @@ class Start:
     def step(self) -> int:
         return self.state.step if self.state else 0
 
-    @property
-    def saved_phase(self) -> str:
-        """Returns the name of the phase in which the checkpoint was written; empty at step 0."""
-        return self.state.phase_name if self.state else ""
-
     def restore_rng(self, parallel: Parallel) -> None:
         """Restore the random-number generators if the checkpoint has a state for every rank. Otherwise log a
         warning."""
