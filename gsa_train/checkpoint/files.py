@@ -249,20 +249,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         content = parse_json((folder / MANIFEST).read_bytes())
-        records = {
-            name: FileRecord(record["bytes"], record["crc32"]) for name, record in content["files"].items()
-        }
-        run, run_id, step = content["run"], content["run_id"], content["step"]
+        files = {name: FileRecord(each["bytes"], each["crc32"]) for name, each in content["files"].items()}
+        manifest = Manifest(content["run"], content["run_id"], content["step"], files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
-    for name, record in records.items():
+    for name, record in files.items():
         if not _is_plain(name):
             raise ValueError(f"{MANIFEST} names {name!r}, which leads out of the folder")
         if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.crc32, str):
             raise ValueError(f"{MANIFEST} is damaged: {name} has no size and checksum")
-    if not isinstance(run, str) or not isinstance(run_id, str) or type(step) is not int:
+    names = (manifest.run, manifest.run_id)
+    if not all(isinstance(each, str) for each in names) or type(manifest.step) is not int:
         raise ValueError(f"{MANIFEST} is damaged: it names no run and step")
-    return Manifest(run, run_id, step, records)
+    return manifest
 
 
 def _is_plain(name: str) -> bool:

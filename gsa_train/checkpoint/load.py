@@ -135,11 +135,10 @@ def load_checkpoint(
     log = None if unchecked is None else ReadLog(checkpoint)
     with noting(log):
         others = _fill(checkpoint, model, phase_optimizer, parallel, weights=True, moments=with_optimizer)
-    fault = None
     if log is not None and unchecked is not None:
         fault = faults_in_a_line(faults_of_read(log, unchecked, parallel))
-    if fault is not None:
-        raise DamagedCheckpoint(fault)
+        if fault is not None:
+            raise DamagedCheckpoint(fault)
     if others:
         raise StateError(
             f"{checkpoint}: the optimizer's fp32 weights of {faults_in_a_line(others, ', ')} differ from the model's. "

@@ -50,9 +50,8 @@ def open_sinks(
     if resume_step is None:
         _move_aside(run_dir)
     else:
-        newest = 0
-        if metrics_path.exists():
-            newest = go_back(metrics_path, resume_step, keeps_later, validates_again)
+        exists = metrics_path.exists()
+        newest = go_back(metrics_path, resume_step, keeps_later, validates_again) if exists else 0
         # A save begins only after the record of its step is written.
         if newest < resume_step - resume_step % logging_config.every_steps:
             logger.warning(

@@ -15,7 +15,6 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.panels import BEST, PANELS, SECTIONS, tag_of
 from gsa_train.metrics.record_format import go_back, read_records, to_scalars, validation_prefixes
-from gsa_train.metrics.sinks import open_sinks
 from gsa_train.run.run_log import RunLog
 from helpers.run_logs import (
     numbers_of_event_files,  # noqa: F401 - pytest finds it here
@@ -207,11 +206,9 @@ def test_steps_that_run_again_move_to_a_file_of_their_own_and_are_shown_once(tmp
 
 # --- late records ------------------------------------------------------------------------------------------
 
-LOGGING = LoggingConfig(tensorboard=False, wandb="disabled")
-
 
 def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tmp_path: Path) -> None:
-    log = RunLog(open_sinks(LOGGING, tmp_path, ["sparse"], None, wandb=None), Mock(), None, writes_late=True)
+    log = RunLog(open_run(tmp_path), Mock(), None, writes_late=True)
 
     def log_late(step: int) -> None:
         def make_and_log() -> None:
