@@ -2,14 +2,15 @@
 
     python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--page-sizes 16 64 128]
 
-A graph runs the attention of several layers, each with its own caches, so that the L2 cache holds none of them. Times
-are medians in microseconds per layer. Dense rows are the torch SDPA backends that support the case, and a split-key
-Triton kernel with the structure of the GSA kernel. `GSA token` includes scores, selection and attention. `GSA
-attention` is attention alone. `bound_us` is the time to read the required bytes at the bandwidth of a device copy.
-`speedup` is relative to the fastest dense row. The shapes are those in configs/gsa_7b.yaml, in bf16.
+A CUDA graph runs the attention of several layers. Each layer has its own KV cache, so that the L2 cache holds none of
+it from the previous run. Times are medians in microseconds per layer. Dense rows are the torch SDPA backends that
+support the case, and a Triton kernel that divides the keys among programs as the GSA kernel does. `GSA token` includes
+scores, selection and attention. `GSA attention` is attention alone. `bound_us` is the time to read the required bytes
+at the bandwidth of a device copy. `speedup` is relative to the fastest dense row. The shapes are those in
+configs/gsa_7b.yaml, in bf16.
 
-With `--page-sizes` the bench instead compares GSA over pages of the cache, in random order, with GSA over a contiguous
-cache. The shape is the one in configs/gsa_1.7b.yaml, with a fixed budget.
+With `--page-sizes` the bench instead compares GSA on a paged cache, whose pages are in random order, with GSA on a
+contiguous cache. The shape is the shape of configs/gsa_1.7b.yaml, with a fixed budget.
 """
 
 import sys

@@ -3,9 +3,8 @@
     python benchmarks/bench_evaluate.py [--tokens 10000000]
 
 The model of configs/gsa_1.7b.yaml has random weights in bf16. The text is the bundled one, repeated as needed.
-`evaluation_s` covers reading, tokenisation, the forward passes and the evaluation of the logits. `forward_s` is only
-the model's forward pass, including logits. It is measured on every tenth batch of the same sequences and scaled to all
-tokens.
+`evaluation_s` covers reading, tokenisation, the forward passes and the evaluation of the logits. `forward_s` covers
+only the forward passes, including logits. It is measured on every tenth batch and scaled to all tokens.
 """
 
 import json

@@ -4,19 +4,19 @@
 
 The models have the sizes in configs/gsa_1.7b.yaml and run in bf16. Weights and cache contents are random. The script
 compares the standard model (dense, no gates, no indexer), GSA, and GSA that selects groups of 16 keys. All models
-decode with `gsa_hf.decoding.FusedDecoder` and joined projections. Each step runs as a CUDA graph. All models take turns
-in one run.
+decode with `gsa_hf.decoding.FusedDecoder`, which joins the projections of a layer. Each step runs as a CUDA graph. If
+all models fit into memory together, they take turns.
 
-`standard` computes its matrix products with torch.compile. It uses the fastest of torch's SDPA backends for one query
-with grouped heads. A static cache normally needs a mask. Here all slots are filled, so the script also tries each
-backend without a mask. For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column
-`products`). `standard, our products` is the standard model with our matrix-product kernels.
+`standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA backends.
+A static cache normally needs a mask. Here all slots are filled, so the script also tries each backend without a mask.
+For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column `products`). `standard, our
+products` is the standard model with our kernels for matrix products.
 
-A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
-all steps are at the same position.
+A decoding step advances the decoder's token counters. The script resets the counters before each timed step, outside
+the timed region, so that all steps are at the same position.
 
-`bound` is the time to read the required weights and keys at the bandwidth of a device copy. A model that does not fit
-is cut to the layers that fit, and its time is scaled to all layers (column `layers`). The output layer is timed
+`bound` is the time to read the required weights and keys at the bandwidth of a device copy. If a model does not fit in
+memory, the script times the layers that fit (column `layers`) and scales the time. It times the output layer
 separately.
 """
 
@@ -164,8 +164,8 @@ def fitting_layers(needed: Callable[[int], int], most: int) -> int:
 
 
 def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple[Sdpa, dict[str, float]]:
-    """Choose a backend by the time of one layer's attention, and return the microseconds of all backends that support
-    it. If times are about equal, cuDNN is chosen."""
+    """Choose the fastest backend for one layer's attention, or cuDNN if times are about equal. Also return the
+    microseconds of all backends that support this attention."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)
@@ -247,8 +247,8 @@ def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.
 def measure(
     report: harness.Report, batch: int, length: int, names: Sequence[str], arguments: argparse.Namespace
 ) -> None:
-    """Measure all models at one batch size and length. Models that fit together take turns. Otherwise each is paired
-    with the standard model, or runs alone."""
+    """Measure all models at one batch size and length. If all models fit into memory together, they take turns.
+    Otherwise they run one after another."""
     shapes, filled = arguments.shapes, length
     room, all_layers = filled + ROOM_TOKENS, shapes["model"]["num_layers"]
     configs = {name: model_config(name, all_layers, room, shapes) for name in names}

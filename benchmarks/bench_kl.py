@@ -3,9 +3,9 @@
     python benchmarks/bench_kl.py [--lengths 4096 16384] [--heads 8]
 
 The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
-Queries attend to all causal keys, or to about 2048 random ones (`sparse`). total_ms is value and gradients. graph_ms is
-the same as a CUDA graph, which excludes launch overhead. value_only_ms leaves out the gradients. stats_ms, scores_ms,
-queries_ms and keys_ms are the kernels for the last last_chunk_rows rows.
+Queries attend to all causal keys, or to about 2048 random keys (`sparse`). total_ms is the time of value and gradients,
+and graph_ms their time in a CUDA graph, without launch overhead. value_only_ms excludes the gradients. stats_ms,
+scores_ms, queries_ms and keys_ms are times of single kernels, for the last last_chunk_rows queries.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """

@@ -3,21 +3,20 @@
     python benchmarks/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
     python benchmarks/bench_long.py --lengths 262144 524288 1048576 --shapes 1.7B
 
-torch cuDNN, torch flash: dense causal attention of q, k and v alone.
-GSA token: each query has its own selection, k = 2048. forward and both (forward + backward) are select + attend.
-    select: indexer scores, budget, top-k and lists, on random indexer inputs that are similar for neighbours.
-    attend: G2, attention over the lists and G1, on random lists of a given union ratio r.
-GSA token selected: select and attend together. Attention reads the keys that were selected, at their own r.
-GSA ReLU: the recommended indexer (8 heads, ReLU, a window of 64 keys), 1024 keys. The inputs are also random.
-GSA groups of 16: the same, but 16 neighbouring keys are selected together (gsa.key_group_size).
-forward_reuse_ms: a quarter of the time of four layers that share one selection (gsa.selection_reuse).
-kl_ms: value and gradients of the indexer loss, which only both_kl_ms includes.
-mean_k: mean budget of `selected` rows; the random lists have k = 2048.
-peak_gib: peak memory of a forward and backward pass in addition to its inputs, with the lists if the pass makes them.
+Rows `torch cuDNN` and `torch flash` time dense causal attention of q, k and v. Other rows time these kinds of GSA:
+    GSA token: each query selects its own 2048 keys. The selection (indexer scores, budget, top-k and key lists) is
+        timed on random indexer inputs that are similar for neighbouring queries. Attention with the gates G1 and G2 is
+        timed on random key lists of a given union ratio r. forward_ms and both_ms (forward and backward) add the two.
+    GSA token selected: attention reads the keys that the selection gave, with their own r.
+    GSA ReLU: the recommended indexer (8 heads, ReLU, a window of 64 keys) selects 1024 keys, on random inputs.
+    GSA groups of 16: the same, but 16 neighbouring keys are selected together (gsa.key_group_size).
+forward_reuse_ms is a quarter of the time of four layers that share one selection (gsa.selection_reuse). kl_ms times
+value and gradients of the indexer loss, which only both_kl_ms includes. mean_k is the mean budget of `selected` rows.
+peak_gib is the peak memory of a forward and backward pass in addition to its inputs, with the lists if it makes them.
 
-The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the number that one
-query selects. Beyond 131072 tokens the bench measures only cuDNN and attention over selected keys, with one repetition,
-because dense attention takes minutes there.
+The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number that
+one query selects. Beyond 131072 tokens dense attention takes minutes. There the bench measures only cuDNN and attention
+over selected keys, once each.
 """
 
 import sys
@@ -51,8 +50,9 @@ RECOMMENDED: dict[str, Any] = {
 HEADS = 8
 """Indexer heads of the recommended configs."""
 GROUP, REUSE = 16, 4
-LIKENESS = 0.9
-"""Similarity of neighbouring queries' indexer inputs. It gives a union ratio near 4 at 128K tokens and k = 2048."""
+LIKENESS, RECOMMENDED_LIKENESS = 0.9, 0.96
+"""Similarity of neighbouring queries' indexer inputs. LIKENESS gives a union ratio near 4 at 128K tokens and k = 2048,
+RECOMMENDED_LIKENESS near 3 with the recommended indexer, as in training (whole_steps/planted_indexer.py)."""
 
 PROMISES = (
     # Fields: attention, r, length, column, slower attention, promised ratio per shape.
@@ -101,7 +101,7 @@ def random_indexer(length: int, budget: tuple[int, int, int]) -> Indexer:
 
 
 def recommended_indexer(length: int, key_group_size: int) -> Indexer:
-    inputs = cases.indexer_inputs(1, length, LIKENESS, HEADS)
+    inputs = cases.indexer_inputs(1, length, RECOMMENDED_LIKENESS, HEADS)
     without_biases = replace(inputs, score_bias=None, weight_bias=None)
     ema = torch.ones((), device=cases.DEVICE)
     return Indexer(without_biases, ema, **RECOMMENDED, key_group_size=key_group_size)

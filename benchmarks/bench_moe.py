@@ -5,20 +5,20 @@
 
 The baselines are megatron-core's mixture of experts in place of ours, and standard attention in place of GSA.
 
-The shapes come from configs/*_moe_15b_a2b.yaml: 4096 tokens, top 8, with fewer layers and experts so that one device
-holds the training state. The default of 18 layers and 16 experts needs a device of 80 GB. With 128
-experts, each layer equals a layer of the whole model. All models have the same micro-batch. The
-micro-batch is the largest of 1, 2 and 4 sequences for which all models fit by the memory estimate.
+The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token), but with fewer layers and experts so
+that one device holds the training state. The default of 18 layers and 16 experts needs a device of 80 GB. With 128
+experts, each layer equals a layer of the 15B model. All models have the same micro-batch: the largest of 1, 2 and 4
+sequences with which all models fit by the memory estimate.
 
 The models `standard` and `gsa` also run with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. The bench
 checks one promise: a step of the faster of `gsa` and `gsa_graphs` takes at most 1.10 times as long as a step of the
 faster of `standard` and `standard_graphs`.
 
-`standard_grouped` uses the router, dispatcher and GroupedMLP of megatron-core's own mixture, with the weights of ours
-(whole_steps/megatron_experts.py lists what works without Transformer Engine). Attention, norms, loss, optimizer and
-tokens are the same. Before the first step the outputs of both mixtures for random tokens are compared. A difference
-beyond rounding is reported as WRONG. The learning rate is 0, so that weights and routing stay the same in all models.
-`load_max` is the largest expert's load divided by the mean.
+`standard_grouped` is the standard model with megatron-core's own mixture of experts (router, dispatcher, GroupedMLP)
+and our mixture's weights. whole_steps/megatron_experts.py lists what works without Transformer Engine. Attention,
+norms, loss, optimizer and tokens are the same. Before the first step the bench compares the outputs of both mixtures
+for random tokens, and reports a difference beyond rounding as WRONG. The learning rate is 0, so that weights and
+routing stay. `load_max` is the largest expert's load divided by the mean.
 
 The models take turns in `--rounds` rounds. Each round builds and warms up each model again, because the models do not
 fit into memory together. In each round a model's step time is divided by the step time of the standard model without
@@ -142,9 +142,9 @@ def load_all(
     """Load the models with one micro-batch for all.
 
     Args:
-        sequences: sequences per step.
-        micro_batch: sequences per micro-batch; None: the largest of MICRO_BATCHES with which all models fit the device
-            by the memory estimate, or 1 if none does.
+        sequences: number of sequences per step.
+        micro_batch: number of sequences per micro-batch. None: the largest of MICRO_BATCHES with which all models fit
+            the device by the memory estimate, or 1 if they fit with none.
     """
     sizes = [micro_batch] if micro_batch else [size for size in MICRO_BATCHES if sequences % size == 0]
     loaded = {

@@ -2,12 +2,12 @@
 
     python benchmarks/bench_selection.py [--lengths 4096 32768]
 
-The bench times the score pass and the selection pass over the same chunks of rows. select_keys_ms is both passes in
-`select_keys`, over all scores. candidates_ms searches only candidates (keys whose score reaches an estimated
-threshold). lists_ms and candidate_lists_ms are `select_key_lists` in these two ways. best_ratio is the smaller of these
-two times divided by the time of the score pass. torch.topk over the same scores is only a sort. TFLOP/s count 2 HI DI
-operations per causal pair (HI heads of size DI). GB/s count one write (scores) or read (selection) of each causal
-score.
+The bench times the score pass and the selection pass over the same chunks of queries. select_keys_ms is the time of
+`select_keys`, which runs both passes over all scores. candidates_ms is its time if it searches only candidates (keys
+whose score reaches an estimated threshold). lists_ms and candidate_lists_ms are the times of `select_key_lists` over
+all scores and over candidates. best_ratio is the smaller of these two, divided by the time of the score pass. The time
+of torch.topk over the same scores is for comparison. TFLOP/s count 2 HI DI operations per causal pair (HI heads of size
+DI). GB/s count one write (scores) or one read (selection) of each causal score.
 """
 
 import sys

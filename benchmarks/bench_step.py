@@ -4,23 +4,24 @@
     python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard gsa] [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
-`key=value` overrides fields of all configs (`model.num_layers=4` for a quick look). `--configs NAME,key=value` does so
-for one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
+`key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
+field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
 `baseline_float8_1.7b` needs torchao. The last default config trains its indexer on a quarter of the queries. Step times
-are medians over unlogged steps. Each config takes turns with the first one, step by step, because the clock of a device
-changes with its temperature. `ratio` is the median ratio of neighbouring steps, with its standard error. The table by
-part shows the kernel time of one profiled step in ms per sequence. `idle` is the time without any kernel.
+are medians over unlogged steps. The first config and another config take turns, step by step, because the clock of a
+device changes with its temperature. `ratio` is the median of another config's step time divided by the step time of the
+first config next to it, with its standard error. The table by part shows the kernel time of one profiled step in ms per
+sequence. `idle` is the time without any kernel.
 
---lengths (`make bench-step`) measures standard models (cuDNN) and GSA over lengths (whole_steps/step_sweep.py). The
-models have few layers, but their real embedding and head. Each row is saved at once in bench_step_lengths.json. A later
-call measures only cases that have no row for its device and commit.
+--lengths (`make bench-step`) measures standard models (cuDNN attention) and GSA at several lengths
+(whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each row is saved at
+once in bench_step_lengths.json. A later call measures only cases without a row of its device and commit.
 
 `speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
-the host's time to launch a step. `mean_k` is the mean number of keys that a query selects. `r` is the union ratio (the
-keys that any of 32 neighbouring queries selects, divided by the keys one query selects). `indexer` says what selects
-the keys. With `own` the model's untrained indexers select. With `alike` planted projections replace the results of the
-indexers (whole_steps/planted_indexer.py), so that r is as in a trained model. Models named `..._graphs` run with
-train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms` and the step of the whole model are
+the host's time to launch a step. `mean_k` is the mean number of keys that a query selects. `r` is the union ratio: the
+number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`. `indexer` says what selects
+the keys: the model's untrained indexers (`own`), or given projections in their place, which select neighbouring
+queries' keys as alike as in a trained model (`alike`, whole_steps/planted_indexer.py). Models named `..._graphs` run
+with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms` and the step of the whole model are
 extrapolated from models of two depths. `--layers 24` measures whole models.
 """
 

@@ -5,14 +5,14 @@
         --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
-Every layout has the same number of sequences per device. A layout names its sizes in short
-(whole_steps/layout_names.py). The remaining GPUs are data parallel. The bench also runs on CPUs, but then reports
+Every layout has the same number of sequences per device. The short name of a layout gives its parallel sizes
+(whole_steps/layout_names.py). The remaining ranks are data parallel. The bench also runs on CPUs, but then reports
 neither memory nor MFU.
 
---breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
-time of each part of the model. `exposed` is the time in which NCCL's kernels ran alone, including waits for other
-ranks, with the largest time over the ranks. `idle` is the time without kernels. All these times add up to the traced
-step, which is slower than the measured step. The time of the parts includes communication that overlaps other kernels
+--breakdown traces two more steps of each model. It prints the mean time of each part of the model in milliseconds, on
+rank 0's device. `exposed` is the time in which NCCL's kernels ran alone, including waits for other ranks, and
+`exposed_max` the largest such time over the ranks. `idle` is the time without kernels. These times add up to the traced
+step, which is slower than the measured step. The times of the parts include communication that overlaps other kernels
 (`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
 """
 

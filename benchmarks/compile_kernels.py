@@ -2,8 +2,8 @@
 
     python benchmarks/compile_kernels.py 80 89 90
 
-Each argument is a compute capability without its point. The command needs Triton and no GPU. No kernel runs. The shapes
-come from configs/*.yaml. The table has for each kernel the largest shared memory, registers and stack of its launches.
+Each argument is a compute capability without its point (89 for 8.9). The command needs Triton but no GPU, because no
+kernel runs. The shapes come from configs/*.yaml. The table has each kernel's largest memory, registers and stack.
 """
 
 import argparse

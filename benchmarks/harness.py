@@ -74,13 +74,13 @@ def measure(
     """Time the candidates on the current CUDA device by CUDA events.
 
     Each candidate first runs a few times to compile, to warm up, and to estimate its time. Candidates then take turns
-    in `rounds` rounds, so that a clock that falls while the chip heats up affects all of them.
+    in `rounds` rounds. The device's clock falls while the device heats up, and this then affects all candidates alike.
 
     Args:
         candidates: name -> function to time; its results are dropped
-        budget_ms: device time per candidate
-        min_runs: runs of a candidate that takes longer than budget_ms / min_runs
-        max_runs: runs of a candidate that takes less than budget_ms / max_runs
+        budget_ms: device time per candidate, which determines its number of runs
+        min_runs: smallest number of runs of a candidate
+        max_runs: largest number of runs of a candidate
         rounds: turns per candidate
         compiled: whether all kernels have run before, which saves the first run of each candidate
         flush_l2: overwrite the L2 cache before each run, as another layer would
@@ -114,9 +114,8 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error, assuming normal values. The values' standard deviation is
-    then 1.48 times the median absolute deviation. The standard error of the median is 1.25 times the standard
-    error of the mean."""
+    """Return the median and its standard error for normally distributed values. Their standard deviation is 1.48 times
+    the median absolute deviation. The standard error of the median is 1.25 times the standard error of the mean."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
@@ -140,8 +139,8 @@ def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -
 def capture(run: Run) -> Run:
     """Capture `run` as a CUDA graph, which excludes the host's time, and return a function that replays it.
 
-    `run` must do the same each time on the same tensors, and never wait for the device. No autograd graph of its leaves
-    may exist, because their gradients would be computed on the stream of that graph.
+    `run` must do the same each time on the same tensors, and never wait for the device. No earlier autograd graph of
+    its leaf tensors may exist, because gradients would be computed on the stream of that earlier graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -188,8 +187,8 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def commit() -> str:
-    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from the commit. Set
-    GSA_COMMIT if a copy of the tree has no repository, or an old one."""
+    """Return the commit of these sources from GSA_COMMIT or git, with -dirty if the sources differ from it. Set
+    GSA_COMMIT in a copy of the tree without a git repository, or with an old one."""
     found = os.environ.get("GSA_COMMIT", "")
     # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():

@@ -12,9 +12,9 @@ def random_lists(
 ) -> KeyLists:
     """Build lists in which every query selects k keys, and the queries of a tile together select ratio * k keys.
 
-    The list of a tile has n = ratio * k random causal keys of the tile's first query, or all its keys if it has fewer.
-    The ratio must be from 1 to the number of queries in a tile. Each query selects k of the n keys, evenly
-    spaced, or all if n is at most k. The offsets of the queries differ so that each key is selected.
+    The list of a tile has n = ratio * k random causal keys of the tile's first query, or all of them if there are
+    fewer. The ratio must be from 1 to the number of queries in a tile. Each query selects k evenly spaced keys of the
+    list, or all if n <= k. The queries begin at different offsets, so that together they select the list.
     """
     tiles = -(-length // TILE_QUERIES)
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -9,14 +9,14 @@ For each fault the script prints the log line that reports it, the seconds until
 were trained again. It then prints the run's account of its time, and its ETTR (the productive share of its time) next
 to an independent calculation of the ETTR.
 
-The exit code is 0 only if all these conditions hold. The last checkpoints and the logged numbers of this run
-and an undisturbed run are equal bit for bit. The run's account and the independent calculation give the same
-ETTR. Only frozen ranks were reported as hangs.
+The exit code is 0 only if three conditions hold. The last checkpoint and the logged numbers equal the ones of an
+undisturbed run bit for bit. The run's account and the independent calculation give the same ETTR. Only frozen ranks
+were reported as hangs.
 
 Only root can test the full disk, because the script mounts a file system for this fault.
 
-The options --steps 380 --faults 8 cause a fault every 45 steps. --keep DIR stores the run's folder without its
-checkpoints, and its logs, for `launch/goodput.py --run DIR/disturbed`.
+For example, --steps 380 --faults 8 causes a fault about every 45 steps. --keep DIR stores the logs and the run's
+folder, without checkpoints. `launch/goodput.py --run DIR/disturbed` then shows the account.
 """
 
 from __future__ import annotations

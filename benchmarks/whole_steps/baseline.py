@@ -1,7 +1,7 @@
 """Defines the baseline of whole steps: the dense model in plain torch.
 
-The model uses torch.compile by layer, cuDNN's attention, bf16 weights with fp32 master weights, and fused AdamW.
-torchao's float8 with one scale per matrix is optional. Weights have the order and layout of our standard model.
+The model uses torch.compile for each layer, cuDNN's attention, bf16 weights with fp32 master weights, and fused AdamW.
+Float8 matrix products of torchao, with one scale per matrix, are optional. Weights are laid out as in ours.
 """
 
 from __future__ import annotations

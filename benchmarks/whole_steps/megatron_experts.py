@@ -1,8 +1,8 @@
 """Puts megatron-core's own mixture of experts in place of ours into our model, with the same weights.
 
 Without Transformer Engine the mixture has megatron-core's router, token dispatchers, shared expert, and GroupedMLP.
-GroupedMLP needs the package grouped_gemm, which torch's grouped product replaces here. Fusions that need neither
-library are on, as in Megatron-LM.
+GroupedMLP needs the package grouped_gemm. Here torch's grouped matrix product replaces this package. Fusions that need
+neither Transformer Engine nor grouped_gemm are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def unsupported_by_megatron_experts(config: Config) -> str:
 
 
 def take_megatron_experts(model: Model) -> float:
-    """Replace our mixture of experts in all layers, before the optimizer is built. Return the largest relative
-    difference of a layer's outputs for random tokens, ||theirs - ours|| / ||ours||."""
+    """Replace our mixture of experts by megatron-core's in all layers. Call this before the optimizer is built. Return
+    the largest relative difference of a layer's outputs for random tokens, ||theirs - ours|| / ||ours||."""
     worst = 0.0
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:

@@ -1,9 +1,9 @@
 """Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
-With random weights, neighbouring queries select different keys. The time of attention over key lists grows with the
-union ratio r (the keys that any of 32 neighbouring queries selects, divided by the number that one query selects).
-Planted projections replace each indexer's results at no cost on the device. Gradients still reach the indexer's own
-projections, so that a step does all of its work.
+In a trained model neighbouring queries select similar keys, but with random weights they do not. The time of attention
+over key lists grows with the union ratio r: the number of keys that at least one of 32 neighbouring queries selects,
+divided by the number that one query selects. Therefore given (planted) projections replace the results of each indexer,
+at no cost on the device. Gradients still reach the indexer's own projections, so that a step does all of its work.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Runs whole models, layout by layout, in one world of ranks, and measures speed and memory of each. The models are
-ours, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py plans them."""
+"""Trains whole models, one after another, in one world of ranks, and measures speed and memory of each. The models are
+ours in each layout, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py lists them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def main() -> int:
         "--gates",
         choices=("none", "open"),
         default="none",
-        help="of a dense model: none, or gates that are open and learn nothing at first (default: %(default)s)",
+        help="of a dense model: none, or open, which do not change the output and do not learn (default: %(default)s)",
     )
     parser.add_argument("--seq-len-tokens", type=int, metavar="L", help="of the training to follow")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="(default: the folder's)")

@@ -35,8 +35,8 @@ def read_source(
             something is missing or damaged.
 
     Raises:
-        ValueError: the checkpoint does not exist; one named by step or path was deleted during the read; or
-            this happened to the newest one `TRIES` times.
+        ValueError: the checkpoint does not exist, or was deleted during the read. Without `step` and
+            `checkpoint` the newest one is read, and a deletion leads to up to `TRIES` tries.
         ValueError, OSError: raised by `read` while the checkpoint still exists.
     """
     for _ in range(TRIES):

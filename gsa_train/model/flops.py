@@ -199,8 +199,8 @@ def flops_per_token(
 
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
     """Return the expected fraction of the queries in the indexer loss. With
-    n = 1 / `gsa.indexer_loss_row_fraction`, it takes every n-th stretch of STRETCH_ROWS queries, and at least
-    one per sequence."""
+    n = 1 / `gsa.indexer_loss_row_fraction`, the loss takes every n-th stretch of STRETCH_ROWS queries, and at
+    least one per sequence."""
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 

@@ -4,8 +4,8 @@
     direction = beta momentum + (1 - beta) gradient            (Nesterov)
     W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonalize(direction) + weight_decay W)
 
-The scale 0.2 sqrt(...) gives an update the root mean square of AdamW's updates (Moonlight, arXiv 2502.16982:
-`match_rms_adamw`), so AdamW's learning rate and weight decay carry over. All other parameters have AdamW.
+The scale 0.2 sqrt(...) brings an update to the root mean square of AdamW's updates (Moonlight, arXiv 2502.16982:
+`match_rms_adamw`), so AdamW's learning rate and weight decay carry over. AdamW updates all other parameters.
 
 Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
 shard of a weight matrix gathers the matrix's whole direction, first over data-parallel and then over tensor-parallel

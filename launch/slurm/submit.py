@@ -4,8 +4,8 @@ The command writes the resolved config, the commit and a copy of the source to `
 `job.sh` from there. Later edits therefore do not change a queued or restarted job. The job saves and requeues itself
 before its time limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
-Exit code 2 means wrong use or config, changes that are not committed, a folder that cannot be written, or no git or
-sbatch. Otherwise sbatch's exit code is returned.
+The exit code is 2 if the arguments or the config are wrong, changes are not committed, a folder cannot be written, or
+git or sbatch is missing. Otherwise it is sbatch's exit code.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def read_commit(repository: Path) -> tuple[str, list[str]]:
 
 
 def unprintable_word(arguments: argparse.Namespace, config: Config) -> str | None:
-    """Return an error if a value for the job script has unprintable characters. A newline would add a line to the
-    script, such as an sbatch option that nobody gave."""
+    """Return an error if a value for the job script has unprintable characters. For example, a newline would add a line
+    to the script, which sbatch could read as an option."""
     words = {
         "--time": [arguments.time],
         "--partition": [arguments.partition],

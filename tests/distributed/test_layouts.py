@@ -1,7 +1,7 @@
 """Tests that two whole runs of a small model in layouts log the numbers of one rank.
 
-Every query selects all its causal keys. Otherwise rounding would decide between equal tokens, whose scores
-are equal. test_many_layouts.py covers selections that leave out keys.
+Every query selects all its causal keys. In a smaller selection rounding would decide between keys of equal tokens,
+whose scores are equal. test_many_layouts.py covers smaller selections.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """Compares golden results: python -m golden compare | reference (see README.md in this folder).
 
-Exit code 0 means that all compared values are equal to the last bit, and 1 that some differ. Exit code 2 means that the
-golden file is missing or comes from another processor, GPU or torch.
+Exit code 0 means that all compared values are equal bit for bit, and 1 that some differ. Exit code 2 means that the
+golden file (the recorded results) is missing or comes from another processor, GPU or torch version.
 """
 
 import argparse

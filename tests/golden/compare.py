@@ -22,8 +22,8 @@ def same_bits(golden: Any, today: Any) -> bool:
 
 
 def differences(golden: Values | str | None, today: Values | str | None) -> list[str]:
-    """Describe the differences of today's results from the golden file, for one run or problem. An error in
-    the golden file counts as a difference."""
+    """Describe how today's results of one run or problem differ from the results in the golden file. If the golden file
+    has an error instead of results, this is a difference, too."""
     if golden is None:
         return ["not in the golden file"]
     if isinstance(golden, str):

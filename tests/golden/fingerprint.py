@@ -18,8 +18,8 @@ def cpu_fingerprint() -> dict[str, str]:
 
 
 def gpu_fingerprint() -> dict[str, str]:
-    """Describe the architecture and the number of multiprocessors, which determine kernels and tiles. The name is left
-    out, because an H100 gave the same bits as an H200."""
+    """Describe the GPU's architecture and number of multiprocessors, which determine kernels and tiles. The GPU's name
+    is left out, because an H100 gave the same bits as an H200."""
     device = torch.cuda.get_device_properties()
     return {
         "gpu": f"sm_{device.major}{device.minor}, {device.multi_processor_count} multiprocessors",

@@ -1,7 +1,7 @@
 """Calls the kernels for the golden problems; only this file knows their interface.
 
-A function takes a problem and its inputs on the device, and returns outputs and gradients by name. An output's name,
-meaning, dtype and shape stay when the interface changes, so that hashes can be compared.
+A function takes a problem and its inputs on the device, and returns outputs and gradients by name. If the interface of
+the kernels changes, keep name, meaning, dtype and shape of each output, so that hashes can be compared.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def one_by_one() -> Iterator[None]:
 
 
 def hold(decoder: FusedDecoder) -> Callable[[], None]:
-    """Copy the state that decoding steps write, and return a function that restores this state. The function also sets
-    the workspace's counters to 0. The rest of the workspace is scratch memory."""
+    """Copy the state that decoding steps change, and return a function that restores this state and sets the counters
+    of the kernels' workspace to 0. The rest of the workspace needs no copy, because each step overwrites it."""
     filled = int(decoder.slot)
     written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot]
     for buffers in decoder.buffers:

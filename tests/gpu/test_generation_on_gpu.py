@@ -13,8 +13,8 @@ from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_mod
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
-    """transformers runs in fp32 with plain torch. A second batch size captures the graphs again. In fp32 only
-    `products="rows"` uses the kernels for products with few rows."""
+    """The expected tokens come from transformers in fp32 with plain torch. A second batch size captures the graphs
+    again. In fp32, matrix products with few rows use our kernels only with `products="rows"`."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":
@@ -37,8 +37,8 @@ def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "mixed"])
 def test_products_of_few_rows_in_bf16(name: str) -> None:
-    """Logits by the kernels for few rows are at most twice as far from fp32 as logits by torch's bf16
-    products. Budgets take all keys, so that rounding changes no selection."""
+    """The kernels for matrix products with few rows have at most twice the error of torch's bf16 products, compared
+    with fp32 logits. Queries select all keys, so that rounding changes no selection."""
     everything = {"index_topk": 64, "k_min": 64, "k_max": 64}
     exact = make_model(name, **everything).cuda()
     if name != "dense":

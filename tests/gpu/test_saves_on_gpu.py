@@ -1,5 +1,5 @@
-"""Tests saves on CUDA devices, which copy the state during the next step. The update waits for the copies, but the host
-does not. In another save, one of two ranks cannot tell the other rank that its save has ended."""
+"""Tests saves on CUDA devices, which copy the state during the next step. The update waits for the copies on the
+device, and the host does not wait. In another test, one of two ranks cannot report that its save has ended."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

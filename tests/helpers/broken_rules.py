@@ -1,5 +1,5 @@
-"""Lists every check between fields, with overrides that violate it and fragments of the expected error. A row is
-`override ; override -> fragment | fragment`. Indented lines continue the row above."""
+"""Lists every check that involves several config fields. A row has overrides that violate the check and fragments of
+the expected error: `override ; override -> fragment | fragment`. Indented lines continue the row above."""
 
 from os.path import expanduser
 

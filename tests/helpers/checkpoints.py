@@ -46,8 +46,8 @@ def write_checkpoint(
     """Write a durable checkpoint and return its folder; `fields` override fields of `run_state`.
 
     Args:
-        optimizer: None for a new one of the first phase.
-        tokenizer: copies of its file and of the chat template go into the checkpoint, as in a run.
+        optimizer: the optimizer to save; None: a new one for the first phase.
+        tokenizer: if given, its file and the chat template are copied into the checkpoint, as in a run.
     """
     own = optimizer or build_optimizer(model, config.phases[0], config)
     parallel = parallel or single_rank()

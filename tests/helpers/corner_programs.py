@@ -1,7 +1,7 @@
 """Runs only the programs at the corners of each launch's grid, for lengths that no test can compute in full.
 
-The memory is reserved but mostly never touched. A launch fails if a GPU would reject its grid. It also fails if a
-product of two int32 overflows, which would give a wrong address.
+The tensors' memory is reserved, but most of it is never used. A launch fails if a GPU would reject its grid. It also
+fails if a product of two int32 overflows, which would give a wrong address.
 """
 
 import inspect

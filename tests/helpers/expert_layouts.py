@@ -1,5 +1,5 @@
-"""Trains mixtures of experts in many layouts in one world of four ranks: `expert_layouts.py FOLDER`. FOLDER/wanted.json
-names the layouts, as in many_layouts.py for dense models. The results go to FOLDER/results.json."""
+"""Trains mixtures of experts in many layouts, one after another, in one world of four ranks: `expert_layouts.py
+FOLDER`. FOLDER/wanted.json names the layouts, as for many_layouts.py. The results go to FOLDER/results.json."""
 
 import json
 import math

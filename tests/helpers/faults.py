@@ -11,8 +11,8 @@ batch is trained:
     wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
     wrong_output: [step, rank]              a layer's output is doubled, once
     removed_folder: [step, folder]          before that step rank 0 removes this folder
-    full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
-    failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
+    full_disk: [first, last]                files of rank 0 cannot grow while it trains and logs these steps
+    failing_saves: [rank, [number, ...]]    files cannot grow while this rank writes these saves, counted from 0
     lost_saves: [rank, [number, ...]]       this rank cannot tell the others how these saves ended
     slow: [first, last, rank]               in these steps this rank sleeps for four times its longest step
     held: [[step, rank], ...]               before that step this rank blocks forever, once in a run's life
@@ -21,7 +21,7 @@ batch is trained:
     held_write: [step, rank]                this rank writes its files of this checkpoint, but never reports it
     write_waits_for: [rank, signal]         this rank's saves wait until it has received this signal
     saves_end: true                         a step's save ends before the next step is trained
-    wrong_product: rank                     this rank multiplies wrongly in the check before the run
+    wrong_product: rank                     this rank gets a wrong matrix product in the health check
     all_operations: true                    a profile names all operations, instead of only the longest
 
 If a rank blocks, the other ranks wait for it in a collective until the run is ended.

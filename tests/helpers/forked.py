@@ -1,13 +1,13 @@
 """Forks the ranks of a test run from a process that has imported everything.
 
-Importing torch, megatron-core and gsa_train takes more CPU time than most test runs. One server (multiprocessing's
-forkserver) therefore imports them. Its children get what torchrun gives its ranks: their own session, environment,
-output and command line. They then run the launcher's file as `__main__`.
+Importing torch, megatron-core and gsa_train takes more CPU time than most test runs. Therefore one server process
+(multiprocessing's forkserver) imports them, and forks a child for each rank. A child gets what torchrun gives its
+ranks: its own session, environment, output and command line. It then runs the launcher's file as `__main__`.
 
-`ForkedRanks` are children of this server without torchrun's agent. `ForkedAgent` runs torchrun in a child, but forks
-each rank instead of starting an interpreter. torchrun handles failures, signals and lost nodes as always. With
-`real=True` in runs.py a run starts the real torchrun. Its ranks have different seeds of string hashes, and tear down
-the interpreter after atexit.
+`ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child, which forks the ranks instead of
+starting interpreters. torchrun then handles failures, signals and lost nodes as always. With `real=True` in runs.py a
+run starts the real torchrun. Two things differ only there: each rank has its own seed of string hashes, and tears down
+its interpreter at the end.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ForkedRanks:
 
     Args:
         command: the launcher's file and its arguments.
-        environment: for the server (from the first run) and all ranks.
-        mark: environment of the ranks only, which identifies their descendants.
-        rendezvous: as under torchrun; False: a single process without ranks, as under plain python.
+        environment: environment of all ranks. The first run's environment is also the server's.
+        mark: further variables of the ranks, which identify their descendants.
+        rendezvous: whether ranks find each other as under torchrun; False: one process, as under plain python.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class ForkedAgent:
     """Runs `torchrun OPTIONS COMMAND` with forked ranks, and has the methods of subprocess.Popen that `runs.py` uses.
 
     Args:
-        torchrun: its options.
+        torchrun: options of torchrun.
         command: the launcher's file and its arguments.
-        environment: for the server (from the first run), the agent and its ranks; `mark` only for agent and ranks.
+        environment: environment of all processes. The first run's is also the server's. `mark` has further variables.
     """
 
     def __init__(
@@ -328,8 +328,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Close the connections that this rank inherited from torchrun's agent, so that they end with the agent. The file
-    numbers stay in use, because inherited objects may still close them."""
+    """Close this rank's copies of the agent's connections, so that a connection ends when torchrun's agent ends. Their
+    file descriptors then point to /dev/null, because inherited objects may still close them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
@@ -359,8 +359,8 @@ def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> N
 
 
 def _leave_imports_as_they_are() -> None:
-    """Skip cleanup of the server's imports when this fork ends. Otherwise torch removes thousands of operators from its
-    dispatcher one by one, and prints compile times."""
+    """Skip the cleanup of imported modules when this fork ends. Otherwise torch would remove thousands of operators
+    from its dispatcher one by one, and print compile times."""
     for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         inherited.atexit = False
     atexit.unregister(dynamo_utils.dump_compile_times)

@@ -1,12 +1,13 @@
 """Patches Triton's interpreter for the tests: three times as fast, and right for bf16 and NaN.
 
-Triton 3.7 repeats integer operations in 64 bits to find overflows, although it reports them only in debug mode. Each
-call of a device function lists all members of triton.language. Each operation rebuilds tables of types and shapes. Each
-operator makes a dozen calls before it calls numpy. The patch avoids this work (see also interpreted_operators.py).
+The interpreter of Triton 3.7 is slow for four reasons. It repeats integer operations in 64 bits to find overflows,
+although it reports them only in debug mode. Each call of a device function lists all members of triton.language. Each
+operation rebuilds tables of types and shapes, and makes a dozen calls before it calls numpy. The patch avoids this work
+(see also interpreted_operators.py).
 
-Triton stores bf16 as 16 bits, truncates fp32 without rounding, and multiplies and adds these bits as
-integers. After the patch, products, casts and operations of two tensors are right. Kernels must compute
-functions of one tensor and sums along an axis in fp32, as for a GPU.
+The interpreter stores bf16 as 16-bit integers, truncates fp32 to bf16 without rounding, and multiplies and adds these
+integers. After the patch, matrix products, casts and operations of two bf16 tensors are right. Kernels must cast to
+fp32 before functions of one tensor and sums along an axis, as on a GPU.
 """
 
 import dataclasses
@@ -160,8 +161,8 @@ def _remember_shapes() -> None:
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
-    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. The
-    type gets the shape of the result, but the data may be smaller. All other operands go through Triton.
+    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. An
+    operand's type gets the shape of the result, and numpy broadcasts its data. Triton handles all other operands.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl
@@ -210,8 +211,8 @@ def _leave_shapes_to_numpy() -> None:
 
 
 def _multiply_in_fp64() -> None:
-    """Compute matrix products in fp64 and round them to fp32, so that the order of the sums rarely changes a result.
-    numpy chooses this order by shapes and processor."""
+    """Compute matrix products in fp64 and round them to fp32. numpy chooses the order of a sum by shapes and processor,
+    and after rounding this order rarely changes a result."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         assert d.dtype.scalar == core.float32, d.dtype
@@ -251,7 +252,7 @@ def _calculate_bf16() -> None:
 
 def _compare_as_a_gpu() -> None:
     """Let the maximum and minimum of a number and a NaN be the number, as on a GPU (PTX: max.f32, min.f32). Reductions
-    along an axis already do this. create_maximumf and create_minimumf still return the NaN."""
+    along an axis already do this. Operations that should return the NaN (create_maximumf, create_minimumf) still do."""
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)

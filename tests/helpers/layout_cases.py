@@ -195,9 +195,9 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint and which layouts continue from it. In the writer's own layout
-    training continues bit for bit. For one case per kind of optimizer, the first of `readers` also loads a
-    damaged copy before it continues."""
+    """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). The writer's own
+    layout also continues, and must give the same bits as without the checkpoint. In one case for each kind of
+    optimizer, the first reader also tries to load a damaged copy before it continues."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

@@ -3,15 +3,15 @@
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
 
-In bf16 another order of a sum changes its result. Runs of one rank therefore measure how much training changes if only
-rounding changes. One run takes its micro-batches in opposite order, and another takes two sequences at a time. Two runs
-compute every matrix product in two or four parts, each rounded to bf16 before the sum, as in tensor parallelism. A
-layout passes if in every step its loss, KL and gradient norm deviate by at most FACTOR times the largest deviation of
-these runs (see `allowed`).
+In bf16 another order of a sum changes its result. Therefore five runs of one rank first measure how much training
+changes if only rounding changes. All runs are compared with the first one. One run takes its micro-batches in opposite
+order, and another takes two sequences at a time. Two runs compute every matrix product in two or four parts, each
+rounded to bf16 before the sum, as in tensor parallelism. A layout passes if in every step its loss, KL and gradient
+norm deviate by at most FACTOR times the largest deviation of the one-rank runs (see `allowed`).
 
-First each rank trains some of the one-rank runs alone. Then all ranks join one process group and run layout after
-layout. Ranks that a layout does not need for other dimensions are data parallel. `make` sets
-CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism (gsa_train/distributed/cuda_connections.py).
+The ranks divide the one-rank runs among themselves. Then all ranks join one process group and run layout after layout.
+Ranks that a layout does not use for other axes are data parallel. `make layouts-gpu` sets CUDA_DEVICE_MAX_CONNECTIONS
+as for training with tensor parallelism (gsa_train/distributed/cuda_connections.py).
 """
 
 import argparse
@@ -157,8 +157,8 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
 
 
 def in_parts(model: Model, parts: int) -> None:
-    """Compute matrix products on one rank as `parts` tensor-parallel ranks do. Outputs of row-parallel layers and input
-    gradients of column-parallel layers are sums of rounded parts."""
+    """Compute matrix products on one rank with the rounding of `parts` tensor-parallel ranks: outputs of row-parallel
+    layers, and input gradients of column-parallel layers, are sums of parts that are rounded first."""
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear | ColumnParallelLinear):
@@ -203,10 +203,10 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Return the allowed deviation from the reference run for each step. It is FACTOR times a maximum over the other
-    one-rank runs, and at least FLOOR. The maximum covers the deviations at this step and at earlier steps of the same
-    phase. It also covers the first SETTLED_STEPS steps of every phase, where rounding has similar effects in all
-    phases. `steps` is the length of a phase."""
+    """Return the allowed deviation from the reference run for each step. It is FACTOR times the largest deviation of
+    the other one-rank runs, and at least FLOOR. The largest deviation is taken over this step and the earlier steps of
+    its phase. The first SETTLED_STEPS steps of every phase also count, because rounding has similar effects there in
+    all phases. `steps` is the length of a phase."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)

@@ -1,7 +1,7 @@
 """Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
-FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the ranks stay and
-change their layout. Ranks that a layout does not need are data parallel. The results go to FOLDER/results.json.
+FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the same ranks
+train one layout after another. Unused ranks are data parallel. The results go to FOLDER/results.json.
 """
 
 import gc
@@ -59,8 +59,8 @@ from helpers.single_rank import EOS, SPARSE, as_numbers
 def blocks(step: int, config: Config) -> torch.Tensor:
     """Draw int32 [sequences, L + 1]: a global batch of documents of about max(12, L / 3) tokens.
 
-    Documents cross the borders of chunks. If the vocabulary is larger than a sequence, all tokens of a sequence differ.
-    In the first layer equal tokens of a document would have equal keys, and rounding would decide between these keys.
+    Documents cross the borders of context-parallel chunks. If the vocabulary is larger than a sequence, no token
+    repeats in a sequence. In the first layer repeated tokens have equal keys, and rounding would choose one.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -92,12 +92,12 @@ def train_case(
     """Return every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
 
     Args:
-        steps: steps of each phase; a single phase takes the last of them.
-        prepare: changes the model before it trains.
-        backwards: run each step's micro-batches in opposite order.
-        tasks: also score tasks.
-        measures: return the statistics of each step.
-        graph: runs the micro-batches of steps without statistics, in the last phase.
+        steps: number of steps of each phase; if there is one phase, it takes the last number.
+        prepare: function that changes the model before it trains.
+        backwards: whether to run each step's micro-batches in opposite order.
+        tasks: whether to score tasks, too.
+        measures: whether to return the statistics of each step.
+        graph: stands for a CUDA graph, and runs the last phase's micro-batches in steps without statistics.
     """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
@@ -128,8 +128,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS, because two EOS
-    in one document would have equal scores."""
+    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS, because the keys
+    of two EOS in one document would have equal scores."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
@@ -171,8 +171,8 @@ def go_on(
 ) -> list[dict[str, Any]]:
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
-    The checkpoint is written during the two later steps, but must not contain them. After a load the first loss tests
-    the weights, the second loss the optimizer's state, and the statistics the moving averages.
+    The checkpoint is written in the background during the next two steps, but must not contain their changes. After a
+    load the first loss tests the weights, the second the optimizer's state, and the statistics the moving averages.
 
     Args:
         number: 0 writes; 1 has read a damaged copy before.
@@ -220,8 +220,8 @@ def cross_boundary(
     """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, take only these two, from
     the checkpoint.
 
-    Validations come before the checkpoint and at the end of the phase. Also return whether this rank continued from
-    fp32 weights that bf16 cannot represent.
+    A validation runs before the checkpoint, and another after it at the end of the phase. Also return whether this rank
+    continued from fp32 weights that bf16 cannot represent.
     """
     model = build_model(config, parallel)
     kept = None

@@ -1,9 +1,9 @@
 """Traces the device memory of a training step without a device: `memory_trace.py CASES.json OUT.json` writes bytes.
 
-The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing. Any model size, any
-rank of any layout and the selection of some queries alone can therefore be traced. The code is the same as on a GPU,
-including fused kernels, but kernels are not launched. `_as_on_a_gpu` replaces what differs between GPUs and CPUs. Every
-storage counts while it lives, in the allocator's blocks of 512 bytes.
+The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing. A CPU can therefore
+trace any model size, any rank of any layout, or only the selection of some queries. The traced code is the same as on a
+GPU, but fused kernels are not launched. `_as_on_a_gpu` replaces what differs between GPUs and CPUs. Every storage
+counts while it exists, in the CUDA allocator's blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
-    """Return a function that replaces `triton_build.count_keys`. The host then reads the largest possible count for
-    each tile of queries: all keys that the tile sees, up to `most`."""
+    """Return a function that replaces `triton_build.count_keys`. It gives the host the largest possible number of keys
+    for each tile of queries: all causal keys of the tile, up to `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:

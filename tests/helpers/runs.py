@@ -198,11 +198,12 @@ def start(
     """Start a run in `run_dir/name`; the overrides may include options such as --no-resume.
 
     Args:
-        real: start the launcher itself; else its ranks are forked (see forked.py), which is much faster.
-        agent: a torchrun forks the ranks.
-        faults: faults of its ranks, see faults.py.
-        torchrun: other options of it than for `ranks` on this machine.
-        mark: mark of another start, to which this one belongs as a node of the same job.
+        real: whether to start the real launcher. By default ranks are forked (forked.py), which is much faster.
+        agent: whether torchrun forks the ranks. With `real`, whether the launcher has a session of its own.
+        faults: faults to inject into the ranks (faults.py).
+        torchrun: options of torchrun, in place of the options for `ranks` ranks on this machine.
+        mark: string by which the processes of a start are found. Pass another start's mark for a further node of
+            the same job.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex

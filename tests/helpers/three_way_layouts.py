@@ -1,5 +1,5 @@
-"""Combines three kinds of parallelism in one world of eight ranks: `three_way_layouts.py FOLDER`. The ranks stay and
-change their layout, as in many_layouts.py with four ranks. The results go to FOLDER/results.json."""
+"""Trains layouts that combine three kinds of parallelism, in one world of eight ranks: `three_way_layouts.py FOLDER`.
+The same ranks train one layout after another, as in many_layouts.py. The results go to FOLDER/results.json."""
 
 import sys
 from collections.abc import Sequence

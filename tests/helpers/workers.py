@@ -1,9 +1,8 @@
 """Forks workers of a test session after all tests are collected: `pytest --workers N`.
 
 Importing torch, megatron-core, transformers and all tests takes many CPU seconds. The pytest session imports them once,
-and forks workers that share the imports. (The workers of pytest-xdist are separate interpreters.) A worker takes one
-test file after the other, so that the shared fixtures of a file are created once. The session receives the results,
-prints them and counts them.
+and then forks workers. (The workers of pytest-xdist are separate interpreters, which import everything again.) A worker
+runs whole test files, so that a file's shared fixtures are created once. The session prints and counts the results.
 """
 
 import atexit

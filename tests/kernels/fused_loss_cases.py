@@ -100,8 +100,8 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 
 def check(case: Fused, **options: Any) -> Results:
-    """Check that errors are at most twice the errors of the reference in the same dtype, plus rounding. Attention's
-    results are compared by the largest error, the indexer's results by the norm of the error."""
+    """Check that the errors of the fused kernels are at most twice the errors of the reference in the same dtype, plus
+    rounding. For attention's results this is the largest error, for the indexer's results the norm of the error."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")

@@ -86,8 +86,8 @@ def make_problem(
     """Let every query attend to itself and a random part of its causal keys.
 
     Args:
-        heads: of the queries, and of the keys
-        indexer: heads, and their size
+        heads: number of query heads and of key heads
+        indexer: number of indexer heads, and their size
         activation: `sigmoid`, `unbiased` (sigmoid without biases) or `relu`
         log_sum: whether to pass the log-sum, as selection does with a packed mask
         size: scale of the indexer's tensors

@@ -63,10 +63,10 @@ def gsa_layer(
 
     Args:
         h: [L, d], fp64
-        weights: [out, in], as in `torch.nn.Linear`: w_q, w_k, w_v, w_o, w_iq [HI * DI, d], w_ik [DI, d], w_iw [HI, d];
-            with the gates w_vg, b_vg, w_og, b_og; with the sigmoid indexer b_j [HI] and c_j [HI], with the plain one
-            b_j; with norms n_iq and n_ik [DI]. Heads are contiguous in the outputs.
-        document_ids: one per token; one document if None
+        weights: matrices are [out, in], as in `torch.nn.Linear`, and a head's outputs are contiguous. Always w_q, w_k,
+            w_v, w_o, w_iq [HI * DI, d], w_ik [DI, d] and w_iw [HI, d]. With gates also w_vg, b_vg, w_og and b_og. With
+            a sigmoid indexer also b_j [HI] and c_j [HI], with a plain one only b_j. With norms also n_iq and n_ik [DI].
+        document_ids: [L]; None: one document
 
     Returns:
         out [L, d]; kl [L] and, as numbers without gradient, budget [L] and variance [L]; selected bool [L, L], S_t of
@@ -220,9 +220,9 @@ def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
 def _rate(i: int, channels: int, o: LayerOptions) -> float:
     """Return the angle of the i-th pair per position.
 
-    YaRN finds the channel pairs whose angle makes `beta_fast` and `beta_slow` turns over the original length,
-    and rounds both indices outwards. Between these pairs, the rate falls from its original value to this
-    value divided by `factor`.
+    YaRN finds the two channel pairs whose angle makes `beta_fast` and `beta_slow` turns over the original length. It
+    rounds the first index down and the second up. Between these pairs the rate falls linearly from its original value
+    to this value divided by `factor`.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:

@@ -58,8 +58,8 @@ GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_token_by_token(device: str, name: str, implementation: Implementation) -> None:
-    """The batch has a short sequence, an unused slot and two long sequences, which enter the next group of
-    keys. Cache entries outside the sequences are NaN."""
+    """The batch has a short sequence, an unused slot and two long sequences. The new tokens of the long sequences begin
+    another group of keys. Cache entries outside the sequences are NaN."""
     geometry, options = GEOMETRIES[name]
     size = geometry.key_group_size
     rule = BudgetRule(max(3 * size, 8), size, max(5 * size, 12), options.get("mode", "inverse"))

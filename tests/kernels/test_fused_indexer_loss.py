@@ -1,7 +1,7 @@
 """Tests attention whose backward pass also computes the indexer's gradients.
 
 Tests run on Hopper, or with small shapes in Triton's interpreter. Results are compared with the fp64 reference.
-Attention's output and gradients must have the same bits as from the kernels without the indexer loss.
+Attention's output and gradients must equal, bit for bit, the results of the kernels without the indexer loss.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Compares the indexer loss by Triton, through the public API, with the reference in fp64, on a GPU or interpreted.
-test_fused_indexer_loss.py tests the loss in attention's backward pass. test_indexer_loss_errors.py tests the errors."""
+test_fused_indexer_loss.py tests the loss in attention's backward pass. test_indexer_loss_errors.py tests refused
+inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,8 +73,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, which shows
-    more digits. Samples are taken from at least three stretches of `STRETCH_ROWS` queries."""
+    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, in which more digits can
+    be compared. A sample takes whole stretches of `STRETCH_ROWS` queries. Each case has at least three."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, SMALL if case["kernels"] == "small" else None, None if case["one_chunk"] else 1)
@@ -236,8 +237,8 @@ def test_temperature_scale_and_frozen_tensors(
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks change no bits, because tiles are added in the same order. Only the keys' gradients over key lists may
-    differ slightly, because chunks divide their sums."""
+    """Computing the queries in chunks changes no bits, because the order of sums over tiles stays. Only the gradients
+    of keys over key lists may differ by rounding, because chunks divide their sums."""
     problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 
@@ -270,9 +271,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss needs no pass for statistics if it gets the log-sum-exps of attention and of the selected
-    scores. If the log-sum-exps of the scores are wrong by 1e-3, the loss changes by less than 1e-6 per
-    row."""
+    """If the loss gets the log-sum-exps of attention and of the selected scores, it does not launch the `stats` kernel.
+    An error of 1e-3 in the log-sum-exps of the scores changes the loss by less than 1e-6 per row."""
     cut(monkeypatch, SMALL)
     names = ["scores", "queries", "keys"]
     kernels: list[list[str]] = []
@@ -335,8 +335,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["bf16", "fp32", "16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """The target is the sum of several tensors (parts). Passing the parts gives the same loss as passing
-    their sum. Entries of unattended keys are NaN. Rows have gaps in memory."""
+    """The target may be passed as several tensors (parts), whose sum it is. This gives the same loss as passing the
+    sum. Entries of unattended keys are NaN, and rows have gaps in memory."""
     parts = 2 if dtype == BF16 else 3
     problem = make_problem(
         "packed mask", 70, device, dtype=dtype, batch=1, documents=dtype == BF16, log_sum=True

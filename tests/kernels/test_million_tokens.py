@@ -1,5 +1,5 @@
-"""Tests kernels of long contexts at 2^20 tokens, where q has 2^32 elements. Only the first and the last programs of
-each launch run. Their results are compared with torch on the rows that these programs read."""
+"""Tests the kernels for long contexts at 2^20 tokens, where q has 2^32 elements and int32 offsets would overflow. Only
+the first and the last programs of each launch run. Their results are compared with torch on the rows that they read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
-A row with a NaN among its inputs has a NaN variance and a NaN KL, and selects the base budget of causal keys. All other
-rows keep their bits. Only their KL over key lists may change, because the rows of a tile share a key list.
+A row (query) with a NaN among its inputs has a NaN variance and a NaN KL, and selects `k_base` causal keys. The results
+of all other rows keep their bits. Only their KL over key lists may change, because rows of a tile share a key list.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""Tests that one selection needs few torch operations and launches, and no wait for the device. Tensors have no data
-(device meta), so reading a value back raises an error."""
+"""Tests that one selection needs few torch operations and launches, and that the host never waits for the device.
+Tensors have no data (device meta), so code that reads a value on the host raises an error."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Tests selection by candidates: keys above a guessed score, which comes from a sample. No guess changes the
 result.
 
-A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the
-whole sequence. In the interpreter the sample has every second key. Tests on a GPU also have long sequences.
+A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
+sequence. In the interpreter kernels estimate thresholds from every second key. A GPU also tests long sequences.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Tests Triton's scores and selection in the interpreter (CPU) and, marked gpu, on a CUDA device.
 
-The expected selection is a stable sort of the kernels' scores. One kernel keeps a row in registers, and one selects by
-groups of keys. A low `REGISTER_KEYS` sends short rows to the second kernel.
+The expected selection comes from a stable sort of the kernels' scores. One kernel keeps a row of scores in registers.
+Another kernel selects longer rows than `REGISTER_KEYS` by groups of keys. A low `REGISTER_KEYS` tests it on short rows.
 """
 
 from dataclasses import replace

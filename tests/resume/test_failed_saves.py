@@ -1,5 +1,5 @@
-"""Tests that saves which fail on one rank, whose files cannot grow, are reported, tried again, and finally stop the
-run. Training does not change."""
+"""Tests saves that fail on one rank, because its files cannot grow. The run reports them, tries again, and finally
+stops. The failures do not change training."""
 
 import re
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Tests ranks that hang, are slow or die, and nodes that vanish. The run names them, restarts from the last checkpoint,
-and ends with the numbers of an undisturbed run."""
+"""Tests ranks that hang, are slow or die, and nodes that are lost. The run names them, restarts from the last
+checkpoint, and ends with the numbers of an undisturbed run."""
 
 import contextlib
 import os

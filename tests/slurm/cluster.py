@@ -1,5 +1,5 @@
-"""Starts a real Slurm of two nodes on one machine, in one folder and as children of this process. It needs slurmctld,
-slurmd and munged (Debian: slurm-wlm and munge). Without cgroups, Slurm tracks jobs by process tree."""
+"""Starts a real Slurm of two nodes on one machine, as child processes with all files in one folder. It needs slurmctld,
+slurmd and munged (Debian: slurm-wlm and munge). It uses no cgroups, so Slurm tracks jobs by process tree."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that a checkpoint of the plain or the distributed optimizer, in fp32 or bf16, continues in any of these.
-tests/resume/test_cool_down.py and many_layouts test DeepSpeed."""
+"""Tests that a checkpoint of the plain or the distributed optimizer, in fp32 or bf16, loads into each of these four.
+tests/resume/test_cool_down.py and tests/distributed/test_many_layouts.py test DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that damage to any file of a run folder and its checkpoints is noticed, and repaired or rejected. `pytest
--s tests/unit/test_damage_walk.py` prints each file, damage and result of a start."""
+"""Tests that a start notices damage to any file of a run folder and its checkpoints, and repairs or refuses it. `pytest
+-s tests/unit/test_damage_walk.py` prints each file, the damage, and the result of the start."""
 
 import contextlib
 import dataclasses

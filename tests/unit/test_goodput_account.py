@@ -114,8 +114,8 @@ ENDS = {COMPLETE: 0, INTERRUPTED: 0, STOPPED: 990, "stopped by the monitor": 990
 
 @pytest.mark.parametrize("reason", ENDS)
 def test_the_time_until_the_next_start_is_lost_except_by_the_users_choice(reason: str) -> None:
-    """The time is not lost if the user extends a complete run, or restarts a run after Ctrl-C. It is lost if Slurm
-    stops a run by SIGTERM and the run waits in the queue."""
+    """The time between two starts is not lost if the user makes a complete run longer, or stopped the run by Ctrl-C. It
+    is lost if Slurm stops a run by SIGTERM and the run waits in the queue."""
     found = account(
         start(0, 0, 0),
         line("steps", 1, 1, first_step=1.0),

@@ -129,8 +129,8 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
 
 
 class Watched:
-    """Holds a HangWatchdog that sets `found` at a hang and leaves the process alive. With running=False its thread is
-    stopped, and tests call its methods."""
+    """Holds a HangWatchdog that sets `found` at a hang instead of ending the process. With running=False the watchdog's
+    thread does not run, and tests call its methods."""
 
     def __init__(self, folder: Path, monkeypatch: Any, running: bool = True, **limits: float) -> None:
         self.found = threading.Event()

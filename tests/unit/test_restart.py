@@ -49,8 +49,8 @@ def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expecte
 
 @pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
 def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environment):
-    """torchrun starts on several nodes without --rdzv-id, and the folder was opened at second 100. The start is a
-    restart if a launcher of any node began earlier."""
+    """Without --rdzv-id the jobs of torchrun on several nodes have no distinct ids. A first start opened the run folder
+    at second 100. A later start is a restart of the same job if torchrun began before second 100 on any node."""
     single_rank()
     for name, value in NAMELESS.items():
         environment.setenv(name, value)

@@ -192,8 +192,9 @@ CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers count tokens in each pass, and balancing changes after each step. With an overlapped reduction the last
-    micro-batch of a step runs without a graph. Each draw of rows has its own graph."""
+    """Losses and weights equal the results without graphs, although routers count tokens in each pass and their biases
+    change after each step. With an overlapped reduction the last micro-batch of a step runs without a graph. Each
+    sample of queries for the indexer loss has its own graph."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     phase, sections, across = CASES[name]
     config, graph = tiny_config(**sections, train={"qk_clip": 5.0}), CalledAgain()

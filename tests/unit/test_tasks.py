@@ -1,5 +1,6 @@
-"""Tests that tasks between training steps give requests the log-likelihoods of separate passes, on any replicas. Tasks
-change no step, and keep to their share of time. A stop loses nothing."""
+"""Tests tasks that are scored between training steps. Their log-likelihoods equal separate forward passes, with any
+number of data-parallel ranks. Tasks change no training step, and keep within their share of the time. A run that stops
+during tasks scores them later."""
 
 import dataclasses
 import json

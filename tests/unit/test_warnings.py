@@ -1,5 +1,5 @@
-"""Tests warnings of a run: GPU models on CPUs, text without a choice of keys, and indexers no better than random. The
-warning about indexers comes once per phase, and not while the indexer learns."""
+"""Tests warnings of a run: a large model on CPUs, documents so short that queries attend to all keys, and indexers that
+select no better than at random. The last warning comes once per phase, and not while the indexer learns."""
 
 import dataclasses
 import logging

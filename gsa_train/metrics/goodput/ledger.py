@@ -55,9 +55,9 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """Returns the `lost` line of the newest process, or an empty list if it has an `end` or `lost` line, or if
-    there is no process. Its `time` is the newest of the process's last line, alive.json, and another rank's
-    report of a hang."""
+    """Makes the `lost` line that the newest process lacks. Returns an empty list if the process has an `end` or
+    `lost` line, or if there is no process. The line's `time` is the latest of the process's last line,
+    alive.json, and another rank's report of a hang."""
     starts = [each for each in lines if each["kind"] == "start"]
     if not starts or lines[-1]["kind"] in ("end", "lost"):
         return []

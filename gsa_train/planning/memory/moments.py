@@ -134,9 +134,9 @@ def _without_graph(
 
 
 def embedding_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the last moment of a micro-batch's backward pass, when nothing is kept any more. They are
-    gradients of the embedding's weight [V / tp, d] and of its output: [L / shards, B, d], gathered [L, B, d] and
-    transposed [B, L, d]."""
+    """Returns the bytes in use at the end of a micro-batch's backward pass, when no activation is left: the gradient of
+    the embedding's weight, [V / tp, d], and three copies of the gradient of its output, sharded [L / shards, B, d],
+    gathered [L, B, d] and transposed [B, L, d]."""
     vocabulary = config.model.vocab_size / config.parallel.tensor
     return sizes.value * vocabulary * sizes.hidden + sizes.stream + sizes.gathered + sizes.bytes(sizes.hidden)
 

@@ -121,8 +121,9 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
-    """Returns the list entries of a chunk of queries (lists at their largest length), and the loss's bytes per entry.
-    An entry has the target of each query, and the key's gradient, fp32."""
+    """Returns the largest number of entries in the key lists of a chunk of queries, and the loss's bytes per entry. An
+    entry is a key that some query of a tile selects. It needs a target for each query of the tile and the key's
+    gradient, in fp32."""
     lists = sizes.tokens / sizes.query_chunks / limits.TILE_QUERIES
     return lists * _longest_list(config), 4 * (limits.TILE_QUERIES + config.gsa.indexer_dim)
 

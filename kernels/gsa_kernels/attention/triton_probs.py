@@ -58,9 +58,9 @@ def head_sum_probs_rows(
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
         lse: fp32 [B, H, L], from `masked_attention` with the same packed mask, so that each head's row sums to 1
-        rows: the queries, numbered from 0 (not by position)
+        rows: which queries, as indices into dimension L of q
         packed_mask, geometry: as in `masked_attention`
-        dtype: dtype of the result, fp32 or fp16; the sum always runs in fp32
+        dtype: dtype of the result, fp32 or fp16; the heads are always added in fp32
         fill: False leaves tiles without a causal key uninitialised; `masked_indexer_loss` does not read them
 
     Returns:

@@ -1,7 +1,8 @@
 """Compute attention over vLLM's pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
-A step begins with its decoding requests, which share their kernel launches. For each other request, the module gathers
-the keys and runs the kernels of training. B is the number of decoding requests. Other letters are as in pages.py.
+In a batch (step) of vLLM the requests that decode come first, and share their kernel launches. For each other request,
+the module gathers the keys and runs the kernels of training. In shapes B is the number of decoding requests. The other
+letters are as in pages.py.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Provides a clock for the limits of reads, which advances only when an action hangs. Slow machines therefore never
-reach a limit, and the tests never wait for something that hangs."""
+"""Provides a clock for the time limits of reads. It advances only when an action would hang. Slow machines therefore
+never reach a limit, and the tests never wait."""
 
 import threading
 from collections.abc import Callable

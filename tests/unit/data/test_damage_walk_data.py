@@ -1,7 +1,7 @@
 """Tests damage to text, prepared tokens and indexed datasets before a start, and between two starts of a run.
 
-The second start must raise an error for every damage. `pytest -s tests/unit/data/test_damage_walk_data.py` prints a
-table with each file, the damage, and the result of a resume.
+A start after the damage must raise an error. `pytest -s tests/unit/data/test_damage_walk_data.py` prints a table with
+each file, the damage, and the result of a resume.
 """
 
 import builtins
@@ -29,8 +29,8 @@ LINES = 40
 
 
 def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
-    """Return the samples of the corpus and the sum of all token ids. Raises DataFault if the samples differ from
-    `before`, or the corpus cannot be read."""
+    """Return sampled hashes of the corpus's files and the sum of all token ids. Raises DataFault if the hashes differ
+    from `before`, or the corpus cannot be read."""
     corpus = open_corpus(str(root), reading=READING)
     samples = sample_contents(corpus, READING)
     changed = changed_files(before, samples)

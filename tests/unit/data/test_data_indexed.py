@@ -73,8 +73,8 @@ def test_a_part_holds_its_own_documents_only(tokenizer: Tokenizer, tmp_path: Pat
 
 
 def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Documents come in the order of the files, each with an EOS. Bytes count what the tokens spell, without the space
-    that the tokenizer adds before a document."""
+    """Documents come in the order of the files, each with an EOS. `text_bytes` counts the bytes that the tokens spell,
+    without the space that the tokenizer adds before a document."""
     corpus = open_corpus(str(tmp_path))
     found = read_validation_set("set", corpus, tokenizer, 32, 20, Reading(), True, True)
     tokens = [token for ids in written for token in ids][: 20 * 32 + 1]

@@ -1,8 +1,8 @@
 """Compares random corpora and random runs, with or without failing shards, with an oracle on lists.
 
-The test compares every token, position and count. A run has several starts, each with its own ranks, source weights,
-and sequence lengths. Some corpora have shards without lines, lines without text, documents without
-tokens or longer than ten sequences, fewer documents than lanes, or epochs of a few blocks.
+The test compares every token, position and count. A run has several starts, each with another number of ranks, other
+source weights and another sequence length. Some corpora have shards without lines, lines without text, documents
+without tokens or longer than ten sequences, fewer documents than lanes, or epochs of a few blocks.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Tests an evaluation that reads checkpoints while the run deletes them. Neither process harms the other, and an
+"""Tests an evaluation that reads checkpoints while the run deletes them. Neither process disturbs the other. An
 evaluation that is killed leaves no partial results."""
 
 import dataclasses

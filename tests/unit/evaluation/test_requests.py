@@ -150,8 +150,8 @@ SPACED = [
 
 @pytest.mark.parametrize(("context", "continuation"), SPACED)
 def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
-    """White space that becomes part of the next token belongs to the continuation, and the tokens match the whole text.
-    The tokenizer adds no second space. Every continuation has a preceding token."""
+    """White space at the end of the context is continuation if it becomes part of the continuation's first token. The
+    tokens equal the tokens of the whole text, without a second space. A token precedes every continuation."""
     tokenizer = Tokenizer(TOKENIZER)
     (found,) = encode_requests([(context, continuation)], tokenizer, LENGTH, "t")
     whole = tokenizer.encode(context + continuation).tolist()
