@@ -22,7 +22,7 @@ from gsa_train.reliability.monitor.monitor import READ_DELAY_STEPS, Monitor
 from gsa_train.reliability.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.validate import validate
+from gsa_train.run.validate import validate, validate_tasks
 from gsa_train.services import StepPlan
 from gsa_train.step import StepResult, Training, train_step
 
@@ -200,8 +200,7 @@ def _score_tasks(run: Run, phase: _ActivePhase) -> None:
     if run.state.tasks_due:
         stop_if_asked = partial(_stop_if_asked, run, phase, "scoring tasks")
         with phase.clock.paused(), run.services.goodput.clock.during("tasks"):
-            for service in run.listening:
-                service.on_tasks(run.state.step, phase.range.phase.name, stop_if_asked)
+            validate_tasks(run, phase.range.phase.name, stop_if_asked)
         run.state.tasks_due = False
 
 

@@ -31,7 +31,7 @@ from gsa_train.reliability.stop_signals import Stopped, reason_in_words
 from gsa_train.run.folder import STOPPED
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
-from gsa_train.run.validate import validate
+from gsa_train.run.validate import validate, validate_tasks
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.paths import run_dir
 from gsa_train.run_folder.spike_stop import note_stop
@@ -66,8 +66,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         )
     if run.data.tasks:
         with goodput.clock.during("tasks"):
-            for service in run.listening:
-                service.on_tasks(step, last_phase.name, stop_if_asked)
+            validate_tasks(run, last_phase.name, stop_if_asked)
     goodput.end(COMPLETE)
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
