@@ -21,7 +21,7 @@ from gsa_study.processes import Running, child_environment
 from gsa_study.states import newest_checkpoint, note_failure, read_state
 from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.reliability.stop_signals import heeded_signals, reason_in_words
-from gsa_train.run_folder.file_names import LOCK, MONITOR_STOP
+from gsa_train.run_folder.paths import LOCK, MONITOR_STOP
 
 POLL_SECONDS = 0.1
 

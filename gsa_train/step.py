@@ -98,9 +98,7 @@ def train_step(
     detector, check, groups = training.detector, training.check, training.parallel.groups
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     uses_indexer = model.runtime.attention_pass.uses_indexer
-    rows = loss_tokens.new_zeros(())
-    if uses_indexer:
-        rows = counted_rows(micro_batches)
+    rows = counted_rows(micro_batches) if uses_indexer else loss_tokens.new_zeros(())
     counts = torch.stack([loss_tokens, rows])
     model.work_time.end()  # waits for other ranks are not this rank's work
     dist.all_reduce(counts, group=groups.dp)

@@ -26,7 +26,7 @@ from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config.checks import check_config
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from gsa_train.metrics.record import Measured, reduce_step
+from gsa_train.metrics.record import Measured, send_step
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.model.probes import query_sample
 from gsa_train.optimizer import mcore as optim
@@ -120,7 +120,7 @@ def train_case(
     batches = share(1000, config, parallel)
     loss_sum, loss_tokens = evaluation_step(model, batches, config, parallel, measures=True)
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
-    reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
+    reduced = send_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)()
     validation = {"loss": reduced.loss, **as_numbers(reduced.layers)}
     if not tasks:
         return [*records, validation]
@@ -155,7 +155,7 @@ def take_step(
     result = train_step(training, batches, lr, step, measures=measures)
     measured = Measured(causal_keys=result.causal_keys, z_loss_sum=result.z_loss_sum) if measures else None
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
-    reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
+    reduced = send_step(stats, result.loss_sum, tokens, measured, parallel)()
     return {
         "loss": reduced.loss,
         **({"causal_keys": reduced.causal_keys} if measures else {}),

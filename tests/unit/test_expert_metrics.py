@@ -9,12 +9,11 @@ import torch
 
 from gsa_train.metrics.record import (
     Interval,
-    LoggedStep,
     Measured,
     attention_metrics,
     data_totals,
     expert_metrics,
-    reduce_step,
+    send_step,
     step_record,
 )
 from gsa_train.metrics.record_format import to_scalars, validation_prefixes
@@ -138,9 +137,8 @@ def test_operations_of_dropped_choices_do_not_count() -> None:
     stats, interval = tiny_model(config).runtime.stats, Interval(1, 1000, 1.0, 0.0)
     stats.add("dropped_share", 1, torch.tensor([True, False, False, False]))
     measured = Measured(interval, data_totals=data_totals({}, config.data))
-    reduced = reduce_step(stats, torch.ones(()), 1.0, measured, single_rank())
-    logged = LoggedStep(1, SPARSE, {"base": 0.0}, grad_norm=1.0, tokens=64)
-    record = step_record(logged, reduced, interval, config, single_rank(), "fp32")
+    reduced = send_step(stats, torch.ones(()), 1.0, measured, single_rank())()
+    record = step_record(reduced, interval, SPARSE, config, single_rank(), "fp32")
     # A pass and two backward, two operations, two experts of three matrices.
     routed = 3 * 2 * 2 * 3 * config.model.hidden_size * config.moe.expert_ffn_hidden_size
     flops = flops_per_token(config.model, config.gsa, config.moe, SPARSE, 16).total - 0.25 * routed

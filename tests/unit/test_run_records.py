@@ -164,8 +164,12 @@ def test_no_damaged_record_keeps_a_card_from_being_written(tmp_path, name, kinds
     [
         ("metrics.jsonl", "phase", r"metrics\.jsonl: record 3 of 10 has no phase; left out"),
         ("metrics.jsonl", "step", r"metrics\.jsonl: record 3 of 10 is not an object with a step; left out"),
-        ("starts.jsonl", "layout", r"starts\.jsonl: start 3 has no layout; left out"),
-        ("starts.jsonl", "unix_seconds", r"starts\.jsonl: start 3 is not an object with unix_seconds; left"),
+        ("starts.jsonl", "layout", r"starts\.jsonl: start 3 of 3 has no layout; left out"),
+        (
+            "starts.jsonl",
+            "unix_seconds",
+            r"starts\.jsonl: start 3 of 3 is not an object with unix_seconds; left",
+        ),
         ("goodput.jsonl", "kind", r"goodput\.jsonl: record 2 of 2 is not what lines of its kind are; left"),
         ("metrics_rewound.jsonl", "signal", r"record 1 of 1 is of event spike without signal; left out"),
     ],
