@@ -140,7 +140,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "derived metric": {
         "gsa_train/metrics/record.py": [
-            ('        "tokens": logged.tokens,', '        "perplexity": math.exp(reduced.loss),\n')
+            ('        "loss": reduced.loss,', '        "perplexity": math.exp(reduced.loss),\n')
         ]
     },
     "number from the device": {
