@@ -148,16 +148,14 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ('    update_norm: torch.Tensor | None\n    """0-d fp32', "    squared: torch.Tensor\n"),
             ("        update_norm,\n        computed.z_loss_sum", "        computed.grad_norm**2,\n"),
         ],
-        "gsa_train/trainer.py": [
-            ("result.update_norm,", "result.squared, "),
-            ('"update_norm": numbers', '"squared": numbers.squared, '),
-        ],
+        "gsa_train/trainer.py": [("result.update_norm,", "result.squared, ")],
         "gsa_train/metrics/record.py": [
             ("    update_norm: torch.Tensor | None = None", "    squared: torch.Tensor | None = None\n"),
             ("    update_norm: float", "    squared: float | None\n"),
             ("measured.update_norm]", "measured.squared, "),
             ("update_norm) = sent()", "squared, "),
             ("            update_norm=None if", "            squared=squared,\n"),
+            ('        "update_norm": reduced', '        "squared": reduced.squared,\n'),
         ],
     },
     "service": {
