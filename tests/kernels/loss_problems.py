@@ -187,9 +187,9 @@ def check(problem: Problem, rows: RowSample | None = None, loss: Loss | None = N
 
 
 def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -> None:
-    # bf16 on the GPU uses the hardware's tanh, with an error of about 1e-5 of a score.
+    # bf16 has a target in fp16. On the GPU it uses the hardware's tanh, with an error of about 1e-5 of a score.
     approximate = problem.q.dtype != torch.float32
-    allowed = max(2 * (same.total - exact.total).abs(), (1e-4 if approximate else 1e-6) * exact.total + 1e-6)
+    allowed = max(2 * (same.total - exact.total).abs(), (2e-4 if approximate else 1e-6) * exact.total + 1e-6)
     assert (got.total - exact.total).abs() <= allowed
     tolerance = {"rtol": 1e-2 if approximate else 1e-4, "atol": 1e-4}
     torch.testing.assert_close(got.rows.double(), exact.rows, **tolerance, equal_nan=True)
