@@ -51,7 +51,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     "case",
     attended=[
         *("dense", "dense, documents", "packed mask", "packed mask, documents, log-sum"),
-        *("key lists", "key lists, documents"),
+        *("key lists", "key lists, documents, log-sum"),
     ],
     kernels=["bf16", "own", "small"],
     length=[1, 40, 70],
