@@ -131,11 +131,6 @@ FUSED_LOSS_HEADS = 4
 """Number of query heads whose probabilities attention's backward pass adds up. The loss then adds these sums. The
 number of query heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
 
-LOSS_TILES = {2: (64, 512), 4: (32, 256)}
-"""Rows per tile and keys per program of the loss kernels over packed masks, by element size in bytes
-(loss/triton_launch.py). Products of fp32 do not use the matrix units. With more rows their tiles do not fit the
-registers."""
-
 
 # ---- scratch memory: more is faster, up to a point
 

@@ -13,7 +13,7 @@ from gsa_kernels.attention.triton_tiles import count_multiprocessors
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import add_partials_by_key, equal_tiles, find_key_hits
-from gsa_kernels.limits import GRADIENT_KEYS, LOSS_TILES, TILE_QUERIES, count_key_parts
+from gsa_kernels.limits import GRADIENT_KEYS, TILE_QUERIES, count_key_parts
 from gsa_kernels.loss import triton_scores as kinds
 from gsa_kernels.loss.triton_grad import score_pass_kernel
 from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel, totals_kernel
@@ -152,19 +152,9 @@ FP32_WARPS = 8
 infinite."""
 
 
-BF16_BLOCKS = Blocks(
-    LOSS_TILES[2][0], 64, 8, GRADIENT_KEYS[2], 4, LOSS_TILES[2][1], score_stages=3, grad_stages=3
-)
-FP32_BLOCKS = Blocks(
-    LOSS_TILES[4][0],
-    GRADIENT_KEYS[4],
-    FP32_WARPS,
-    GRADIENT_KEYS[4],
-    FP32_WARPS,
-    LOSS_TILES[4][1],
-    score_stages=1,  # with more stages the products spill kilobytes
-    grad_stages=1,
-)
+BF16_BLOCKS = Blocks(64, 64, 8, GRADIENT_KEYS[2], 4, segment=512, score_stages=3, grad_stages=3)
+FP32_BLOCKS = Blocks(32, 32, FP32_WARPS, GRADIENT_KEYS[4], FP32_WARPS, 256, score_stages=1, grad_stages=1)
+"""Products of fp32 do not use the matrix units. With more rows, keys or stages they spill registers."""
 
 
 LIST_BLOCKS = replace(BF16_BLOCKS, rows=TILE_QUERIES, score_warps=4)
