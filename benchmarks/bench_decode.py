@@ -275,14 +275,6 @@ def check_dense(report: harness.Report, decoders: dict[str, Decode], layer: Laye
         check_output(report, f"batch {len(layer.q)}, {name}", decode(layer), wanted)
 
 
-def bandwidth() -> float:
-    """Return the bytes per microsecond that a device copy reads and writes."""
-    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    ms = harness.measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"].ms
-    return 2 * source.nbytes / (ms * 1e3)
-
-
 def count_layers(batch: int, length: int, kv_heads: int) -> int:
     per_layer = batch * length * 2 * (2 * kv_heads * HEAD_SIZE + INDEXER_SIZE)
     return max(2, min(MAX_LAYERS, int(CACHE_BYTES / per_layer)))
@@ -356,7 +348,7 @@ def main() -> int:
         for batch in arguments.batches:
             measure_pages(report, batch, arguments.length, arguments.page_sizes)
         return report.finish()
-    bytes_per_us = bandwidth()
+    bytes_per_us = harness.bandwidth() / 1e3
     print(f"a copy moves {bytes_per_us / 1e6:.2f} TB/s")
     for batch in arguments.batches:
         measure(report, batch, arguments.length, bytes_per_us)

@@ -30,7 +30,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -140,18 +139,10 @@ def selected(decoder: FusedDecoder) -> int:
     return round(sum(counts) / len(counts))
 
 
-def weight_bytes(decoder: FusedDecoder) -> int:
-    """Return the bytes of weights that a step reads."""
-    layers = sum(x.nbytes for weights, _ in decoder.layers for x in weights if x is not None)
-    return layers + decoder.model.lm_head.weight.nbytes
-
-
 def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
     """Return the bytes of weights and caches in bf16. The model and its joined projections both hold the weights."""
     hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    row = 0
-    if config.indexer_layer(0) is not None:
-        row = config.index_head_dim
+    row = 0 if config.indexer_layer(0) is None else config.index_head_dim
     weights = 2 * hidden * (3 * config.intermediate_size + 4 * heads * config.head_dim)
     cache = batch * room * (2 * config.num_key_value_heads * config.head_dim + row)
     return 2 * (layers * (weights + cache) + 2 * config.vocab_size * hidden)
@@ -298,15 +289,12 @@ def measure(
         del decoders, steps, back, decoder, head, hidden
         gc.collect()
         torch.cuda.empty_cache()
-    per_token = {}
+    scale = all_layers / layers
+    head_bytes = 2 * shapes["model"]["vocab_size"] * shapes["model"]["hidden_size"]
+    head_ms = {name: times[f"{name} head"].ms for name in names}
+    per_token = {name: head_ms[name] + (times[name].ms - head_ms[name]) * scale for name in names}
     for name in names:
-        head_ms, ms = times[f"{name} head"].ms, times[name].ms
-        scale = all_layers / layers
-        per_token[name] = head_ms + (ms - head_ms) * scale
-        head_bytes = 2 * shapes["model"]["vocab_size"] * shapes["model"]["hidden_size"]
-        bytes_read = head_bytes + (facts[name]["bytes"] - head_bytes) * scale
-        facts[name]["bound_ms"] = bytes_read / arguments.bytes_per_ms
-    for name in names:
+        bound_ms = (head_bytes + (facts[name]["bytes"] - head_bytes) * scale) / arguments.bytes_per_ms
         report.row(
             batch=batch,
             length=length,
@@ -316,9 +304,9 @@ def measure(
             layers=layers,
             keys=facts[name]["keys"],
             step_ms=per_token[name],
-            bound_ms=facts[name]["bound_ms"],
+            bound_ms=bound_ms,
             tokens_per_s=batch * 1e3 / per_token[name],
-            bound_per_s=batch * 1e3 / facts[name]["bound_ms"],
+            bound_per_s=batch * 1e3 / bound_ms,
             speedup=per_token["standard"] / per_token[name] if "standard" in names else None,
         )
     if batch == 1 and length == PROMISED_LENGTH and "standard" in names:
@@ -336,7 +324,8 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
     if decoder._selections:
         indexed = batch * filled * 2 * config.index_head_dim
         per_layer = batch * (selected(decoder) + config.local_window) * token + indexed
-    return weight_bytes(decoder) + config.num_hidden_layers * per_layer
+    weights = sum(x.nbytes for weights, _ in decoder.layers for x in weights if x is not None)
+    return weights + decoder.model.lm_head.weight.nbytes + config.num_hidden_layers * per_layer
 
 
 def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:
@@ -362,14 +351,6 @@ def measure_prefill(report: harness.Report, length: int, arguments: argparse.Nam
         torch.cuda.empty_cache()
 
 
-def bandwidth() -> float:
-    """Return the bytes per millisecond that a device copy reads and writes."""
-    source = torch.empty(2**29, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    ms = harness.measure({"copy": lambda: target.copy_(source)}, budget_ms=50, flush_l2=False)["copy"].ms
-    return 2 * source.nbytes / ms
-
-
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[PROMISED_LENGTH, 32768], help="tokens")
@@ -382,9 +363,9 @@ def main() -> int:
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     config = harness.ROOT / "configs" / "gsa_1.7b.yaml"
-    arguments.shapes = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    arguments.shapes = yaml.safe_load(config.read_text(encoding="utf-8"))
     report = harness.Report("bench_generate", arguments)
-    arguments.bytes_per_ms = bandwidth()
+    arguments.bytes_per_ms = harness.bandwidth()
     print(f"a copy moves {arguments.bytes_per_ms / 1e9:.2f} TB/s")
     torch.cuda.empty_cache()
     for batch in arguments.batches:

@@ -34,7 +34,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import harness
 import torch
@@ -42,24 +41,16 @@ import torch
 from gsa_train.config import Config, load_config
 from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.metrics.record import expert_metrics
-from gsa_train.model.flops import count_parameters, flops_per_token, peak_flops_per_second
+from gsa_train.model.flops import count_parameters
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.probes.stats import EXPERTS
 from gsa_train.optimizer.micro_batch_graph import CaptureError, leave_default_stream
 from gsa_train.planning.memory.estimate import estimate_memory
 from whole_steps import megatron_experts
-from whole_steps.step_bench import (
-    OurTrainee,
-    peak_memory,
-    random_batches,
-    release_memory,
-    reset_peak_memory,
-    time_steps,
-)
+from whole_steps.step_bench import OurTrainee, random_batches, release_memory, speed, time_steps
 from whole_steps.step_timing import count_synchronizations
 from whole_steps.step_trace import OF_EXPERTS, in_columns, trace_steps
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STANDARD, GSA = "standard", "gsa"
 
 
@@ -132,7 +123,7 @@ def load(name: str, options: Sequence[str]) -> Config:
     variant = MODELS[name]
     fixed = ["parallel.expert=1", "data.num_workers=0", "data.num_lanes=1"]
     fixed += GRAPHS if variant.graphs else ()
-    path = CONFIGS / f"{variant.kind}_moe_15b_a2b.yaml"
+    path = harness.ROOT / "configs" / f"{variant.kind}_moe_15b_a2b.yaml"
     return load_config(path, [*fixed, *options], world_size=1, need_data=False)
 
 
@@ -186,14 +177,14 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
             found.difference = megatron_experts.take_megatron_experts(model)
 
     batches = random_batches(config, parallel)
-    reset_peak_memory(parallel.device)
+    torch.cuda.reset_peak_memory_stats(parallel.device)
     trainee = OurTrainee(config, config.phases[-1], parallel, prepare, lr=0.0)
     try:
         for _ in range(turns.warm_up_steps + trainee.warm_up_steps):
             trainee.step(batches)
         seconds = time_steps(lambda: trainee.step(batches), turns.steps, parallel.device)
         found.step_seconds.append(statistics.median(seconds))
-        peak = peak_memory(parallel.device).allocated + trainee.graph_bytes
+        peak = torch.cuda.max_memory_allocated(parallel.device) + trainee.graph_bytes
         found.peak_gib = max(found.peak_gib, peak / 2**30)
         if is_last:
             found.synchronizations = count_synchronizations(trainee, batches)
@@ -210,8 +201,7 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
 def largest_load(model: Model) -> float:
     """Return the largest load of any expert in the last step, divided by the mean."""
     stats = model.runtime.stats
-    nothing = torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
-    layers = stats.reduce(nothing, [], [])[0]
+    layers = stats.read()
     stats.reset()
     shares = [values for label, values in layers.items() if label.startswith(f"{EXPERTS}/")]
     return float(expert_metrics(shares)["expert_load_max"])
@@ -242,12 +232,13 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
 def faster_way(found: dict[str, Found], kind: str) -> str:
     """Return the name of the model of this kind with the shortest steps, among models with our mixture of experts."""
     ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
-    return min(ways, key=lambda name: (bool(found[name].failed), median_step(found[name])))
-
-
-def median_step(found: Found) -> float:
-    """Return the median step time in seconds; infinite without a turn."""
-    return statistics.median(found.step_seconds) if found.step_seconds else float("inf")
+    return min(
+        ways,
+        key=lambda name: (
+            bool(found[name].failed),
+            statistics.median(found[name].step_seconds or [float("inf")]),
+        ),
+    )
 
 
 def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
@@ -261,11 +252,8 @@ def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
 def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
     config, phase = found.config, found.config.phases[-1]
     count = count_parameters(config.model, config.gsa, config.moe)
-    length = config.train.seq_len_tokens
-    seconds = statistics.median(found.step_seconds) if found.step_seconds else float("nan")
-    per_second = config.train.global_batch_size * length / seconds
-    flops = flops_per_token(config.model, config.gsa, config.moe, phase, length).total
-    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
+    seconds = statistics.median(found.step_seconds or [float("nan")])
+    per_second, mfu = speed(config, phase, seconds, torch.device("cuda"))
     ratio, error = ratio_of(found, reference)
     return {
         "layers": config.model.num_layers,
@@ -277,7 +265,7 @@ def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
         "ratio": ratio,
         "ratio_error": error,
         "tokens_per_second": per_second,
-        "mfu": float("nan") if peak is None else per_second * flops / peak,
+        "mfu": mfu,
         "peak_gib": found.peak_gib,
         "predicted_gib": found.predicted_gib,
         "synchronizations": found.synchronizations,

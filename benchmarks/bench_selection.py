@@ -11,11 +11,11 @@ DI). GB/s count one write (scores) or one read (selection) of each causal score.
 """
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import harness
 import torch
-from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN
+from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN, indexer_inputs
 
 from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.limits import SELECTION_CHUNK_BYTES
@@ -38,7 +38,9 @@ CANDIDATES_FROM = 8192
 
 
 def measure(report: harness.Report, length: int) -> None:
-    indexer, geometry = make_indexer(length), Geometry()
+    torch.manual_seed(length)
+    inputs = replace(indexer_inputs(1, length), score_bias=None, weight_bias=None)
+    indexer, geometry = inputs.of_kernels, Geometry()
 
     def select(ema: torch.Tensor, start: int | None = None) -> Selection:
         return select_keys(indexer, RULE, ema, geometry, candidates_from=start)
@@ -53,12 +55,12 @@ def measure(report: harness.Report, length: int) -> None:
             report.fail(f"selection of {length} tokens by {way}")
 
     selector = Selector(indexer, RULE, ema, geometry, SELECTION_CHUNK_BYTES, None)
-    inputs, outputs = selector.inputs, new_outputs(selector.inputs)
-    views = [(rows, chunk_view(selector.buffer, inputs, rows)) for rows in selector.chunks]
+    outputs = new_outputs(selector.inputs)
+    views = [(rows, chunk_view(selector.buffer, selector.inputs, rows)) for rows in selector.chunks]
 
     def scores_pass() -> None:
         for rows, view in views:
-            write_scores(inputs, rows.start, rows.stop, view)
+            write_scores(selector.inputs, rows.start, rows.stop, view)
 
     def selection_pass() -> None:
         # The buffer holds values of earlier chunks. They are overwritten, and they are scores in any case.
@@ -89,18 +91,6 @@ def measure(report: harness.Report, length: int) -> None:
         selection_gbps=4 * pairs / ms["selection"] / 1e6,
         mean_k=selection.budget.float().mean().item(),
     )
-
-
-def make_indexer(length: int) -> Indexer:
-    generator = torch.Generator("cuda").manual_seed(length)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
-
-    q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)
-    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
-    k_idx = draw(1, length, INDEXER_SIZE) * 1.5
-    return Indexer(q_idx, k_idx, draw(1, length, INDEXER_HEADS))
 
 
 def is_correct(

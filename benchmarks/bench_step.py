@@ -25,10 +25,8 @@ with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms`
 extrapolated from models of two depths. `--layers 24` measures whole models.
 """
 
-import dataclasses
 import re
 import sys
-from pathlib import Path
 
 import harness
 import torch
@@ -40,8 +38,6 @@ from whole_steps import step_sweep
 from whole_steps.baseline import Baseline, has_float8
 from whole_steps.step_bench import OurTrainee, release_memory
 from whole_steps.step_timing import Row, Subject, Turns, measure
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 DEFAULTS = (
     "standard_1.7b",
@@ -55,7 +51,7 @@ BASELINE = re.compile("^baseline(_float8)?")
 
 def load(name: str, sequences: int, overrides: list[str]) -> Config:
     name, *own = name.split(",")
-    path = REPOSITORY / "configs" / f"{BASELINE.sub('standard', name)}.yaml"
+    path = harness.ROOT / "configs" / f"{BASELINE.sub('standard', name)}.yaml"
     fixed = [f"train.global_batch_size={sequences}", "train.micro_batch_size=1", "data.num_workers=0"]
     return load_config(path, [*fixed, *overrides, *own], world_size=1, need_data=False)
 
@@ -68,24 +64,18 @@ def build(name: str, config: Config, parallel: Parallel) -> OurTrainee | Baselin
 
 def add_to(report: harness.Report, rows: list[Row]) -> None:
     for row in rows:
-        cells = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        report.row(**{name: cell for name, cell in cells.items() if name != "parts"})
+        report.row(**{name: cell for name, cell in vars(row).items() if name != "parts"})
     for part in dict.fromkeys(part for row in rows for part in row.parts):
         times = {f"{row.config}, {row.micro_batch}": row.parts.get(part, 0.0) for row in rows}
         report.row(ms_per_sequence=part, **times)
     for row in rows:
         if row.config.startswith("standard") and row.config == rows[0].config:
             report.bar(f"MFU of {row.config}, micro-batch {row.micro_batch}", row.mfu, at_least=0.42)
-            for other in rows:
-                plain = BASELINE.match(other.config)
-                if plain and plain[1] is None and other.micro_batch == row.micro_batch:
-                    what = f"step of {other.config} / {row.config}, micro-batch {row.micro_batch}"
+            for other in (each for each in rows if each.micro_batch == row.micro_batch):
+                what = f"step of {other.config} / {row.config}, micro-batch {row.micro_batch}"
+                if (plain := BASELINE.match(other.config)) and plain[1] is None:
                     report.bar(what, other.ratio, at_least=1.05)
-                if (
-                    other.config.split(",")[0] == row.config.replace("standard", "gsa")
-                    and other.micro_batch == row.micro_batch
-                ):
-                    what = f"step of {other.config} / {row.config}, micro-batch {row.micro_batch}"
+                if other.config.split(",")[0] == row.config.replace("standard", "gsa"):
                     report.bar(what, other.ratio, at_most=1.15)
 
 

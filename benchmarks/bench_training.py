@@ -25,18 +25,19 @@ import json
 import logging
 import os
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "data")]
 
 from gsa_train.cli import announced_world_size, refuse
 from gsa_train.config import ConfigError
 from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability, prepare_connections
 from whole_steps.layout_names import layout_list
-from whole_steps.results import Result, as_row
+from whole_steps.results import Result
 from whole_steps.variants import Sizes, variants
 
 TRACED_STEPS = 2
@@ -124,7 +125,8 @@ def measure(arguments: argparse.Namespace) -> int:
     traced_steps = TRACED_STEPS if arguments.breakdown else 0
     for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1, traced_steps):
         results.append(result)
-        content["rows"].append(finite(as_row(result)))
+        row = {**asdict(result), "prediction_error": result.prediction_error}
+        content["rows"].append({name: harness.plain(cell) for name, cell in row.items()})
         if is_main:
             write(content, arguments.json)
             print_rows([cells_of(result)], [result.failed], with_header=len(results) == 1)
@@ -152,7 +154,8 @@ def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool
     if with_header:
         print(harness.table_line(columns, {name: name for name in columns}))
     for cells, remark in zip(rows, remarks, strict=True):
-        print(harness.table_line(columns, finite(cells)), remark, flush=True)
+        shown = {name: harness.plain(cell) for name, cell in cells.items()}
+        print(harness.table_line(columns, shown), remark, flush=True)
 
 
 def print_breakdowns(results: list[Result]) -> None:
@@ -168,11 +171,6 @@ def print_breakdowns(results: list[Result]) -> None:
     if rows:
         print("\nms of a traced step on rank 0's device:")
         print_rows(rows, [""] * len(rows), with_header=True)
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN, which JSON does not have."""
-    return {name: None if isinstance(cell, float) and cell != cell else cell for name, cell in row.items()}
 
 
 def main() -> int:

@@ -29,9 +29,9 @@ from typing import TypeVar
 import torch
 import triton
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "data")]
+
 RESULTS = ROOT / "benchmarks" / "results"
 QUIET = "GSA_BENCH_QUIET"
 """Set by `make bench`, which prints the machine once for all benches."""
@@ -152,6 +152,14 @@ def capture(run: Run) -> Run:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
+
+
+def bandwidth() -> float:
+    """Return the bytes per millisecond that a device copy reads and writes."""
+    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    ms = measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"].ms
+    return 2 * source.nbytes / ms
 
 
 def peak_bytes(run: Callable[[], T]) -> tuple[int, T]:
@@ -281,13 +289,12 @@ class Report:
         self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None
     ) -> None:
         """Store and print whether a promised figure is met. Give one of the two limits. NaN meets no limit."""
-        if (at_least is None) == (at_most is None):
-            raise ValueError(f"{what}: pass one of at_least and at_most")
-        if at_least is not None:
+        if at_least is not None and at_most is None:
             bar = Bar(what, value, at_least, "at least", value >= at_least)
-        else:
-            assert at_most is not None
+        elif at_most is not None and at_least is None:
             bar = Bar(what, value, at_most, "at most", value <= at_most)
+        else:
+            raise ValueError(f"{what}: pass one of at_least and at_most")
         self.bars.append(bar)
         verdict = "met   " if bar.met else "MISSED"
         print(f"{verdict} {what}: {value:.2f}, {bar.kind} {bar.limit:g}", flush=True)
@@ -314,8 +321,8 @@ class Report:
         content = {
             "command": " ".join(["python", *map(_shown, sys.argv)]),
             "environment": self.environment,
-            "rows": [{name: _plain(cell) for name, cell in row.items()} for row in self.rows],
-            "bars": [asdict(bar) | {"value": _plain(bar.value)} for bar in self.bars],
+            "rows": [{name: plain(cell) for name, cell in row.items()} for row in self.rows],
+            "bars": [asdict(bar) | {"value": plain(bar.value)} for bar in self.bars],
             "failures": self.failures,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -348,7 +355,7 @@ def _text(cell: Cell) -> str:
     return str(cell)
 
 
-def _plain(cell: Cell) -> Cell:
+def plain(cell: Cell) -> Cell:
     """Replace NaN and infinity, which JSON does not have."""
     return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 

@@ -12,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from gsa_data.faults import Reading
+from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.request_files import is_request_file, score
-from gsa_eval.answers import answer_prompts
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
+from gsa_eval.generation import answer_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
-from gsa_eval.ruler import TASKS, Material, Sample
+from gsa_eval.ruler import TASKS, Sample
 from gsa_eval.ruler_score import (
     RulerOptions,
     ruler_table,
     score_ruler,
 )
-from gsa_eval.text import READING, TextOptions, as_piece, read_text, words_of
+from gsa_eval.text import TextOptions, as_piece, read_text, words_of
 from gsa_eval.wandb_run import log_to_wandb
 from gsa_hf.generation import Generator
 from gsa_train.config import Config
 from gsa_train.data.tokenizer import reading_of
-from gsa_train.metrics.wandb_sink import wandb_mode
+from gsa_train.metrics.wandb_sink import WandbRefused, wandb_mode
 from gsa_train.validation.requests import encode_requests, read_tasks, requests_table
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         words: the command line, for the record.
 
     Raises:
-        ValueError, DataFault, OSError: something cannot be read, or the name is in use.
-        WandbRefused: WANDB_MODE has no mode of W&B.
+        ValueError, DataFault, OSError: something cannot be read, the name is in use, or WANDB_MODE has no mode of W&B.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
@@ -83,9 +82,12 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     """Refuse now what would otherwise be refused after hours of scoring.
 
     Raises:
-        ValueError, WandbRefused: as in `run_evaluation`.
+        ValueError: as in `run_evaluation`.
     """
-    wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
+    try:
+        wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
+    except WandbRefused as error:
+        raise ValueError(str(error)) from error
     asks_for_other = arguments.data or arguments.tasks or arguments.ruler
     if config.data.format == "chat" and (arguments.validation or not asks_for_other):
         raise ValueError(
@@ -143,24 +145,15 @@ def _requests(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, files: Sequence[str]
 ) -> dict[str, Any]:
     found = {}
+    length = arguments.context_length or evaluated.trained_length  # of context and continuation
     for task in read_tasks(files, arguments.limit):
-        nats = _nats(evaluated, arguments, task.requests, task.name)
-        counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
-        found[task.name] = {**score(task, [-each for each in nats]), **counts}
+        pieces = list(map(as_piece, encode_requests(task.requests, evaluated.tokenizer, length, task.name)))
+        sums = np.zeros(len(pieces))
+        for each in token_losses(evaluated.model, pieces, arguments.batch_size or 1):
+            sums[each.number] = -each.nats.sum(dtype=np.float64)
+        counts = {"questions": len(task.questions), "requests": len(pieces), "file": str(task.file)}
+        found[task.name] = {**score(task, sums.tolist()), **counts}
         logger.info("%s: %d questions", task.name, len(task.questions))
-    return found
-
-
-def _nats(
-    evaluated: EvaluatedModel, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], where: str
-) -> list[float]:
-    """Returns the score of each continuation after its context. Both together fit the context length."""
-    length = arguments.context_length or evaluated.trained_length
-    requests = encode_requests(texts, evaluated.tokenizer, length, where)
-    sums = np.zeros(len(requests))
-    for each in token_losses(evaluated.model, list(map(as_piece, requests)), arguments.batch_size or 1):
-        sums[each.number] = each.nats.sum(dtype=np.float64)
-    found: list[float] = sums.tolist()
     return found
 
 
@@ -196,7 +189,7 @@ def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str,
         config: config of the run that the text belongs to; None: it belongs to no run.
     """
     if config is None:
-        return arguments.text_field or "text", READING
+        return arguments.text_field or "text", DEFAULT_READING
     return arguments.text_field or config.data.text_field, reading_of(config)
 
 
@@ -211,7 +204,7 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
     tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
     tasks = tasks or [name for name, task in TASKS.items() if essay or not task.needs_essay]
 
-    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay))
+    options = RulerOptions(arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, essay)
     begin = time.perf_counter()
     generation_config: Any = model.generation_config
     generation_config.eos_token_id = list(tokenizer.stop_ids)

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.convert.export_hf import tokenizer_of, warnings_of
+from gsa_eval.convert.export_hf import DTYPES, check_tensors, tokenizer_of, warnings_of
 from gsa_eval.convert.hf_config import to_hf_config
-from gsa_eval.convert.in_memory import chosen_attention, model_in_memory, to_device
+from gsa_eval.convert.names import pairs
 from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
 from gsa_eval.convert.read_source import read_source
 from gsa_eval.convert.tokenizer import folder_tokenizer
 from gsa_eval.settings import apply_settings
-from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_hf import DENSE_LAYER, GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
+from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import Config, config_from_yaml
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+EMBEDDING = "embedding.word_embeddings.weight"
 ATTENTION = ("gsa", "sdpa", "eager")
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,8 @@ def load_evaluated_model(
     """
     execution = execution or Execution()
     device = _device(execution.device)
-    attention = execution.attention
-    if attention and attention not in ATTENTION:
+    attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
+    if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
     if execution.dtype and execution.dtype not in DTYPES:
         raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
@@ -86,24 +87,21 @@ def load_evaluated_model(
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
-        attention = chosen_attention(attention, device)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
         tokenizer = folder_tokenizer(source.hf, found)
-        evaluated = EvaluatedModel(to_device(loaded, device), tokenizer, length, False, None, None, about)
+        evaluated = EvaluatedModel(loaded, tokenizer, length, False, None, None, about)
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> EvaluatedModel:
-            nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-            attention = chosen_attention(execution.attention, device)
             hf_config = apply_settings(to_hf_config(config), settings)
             for warning in warnings_of(hf_config, config, state):
                 logger.warning(warning)
             return EvaluatedModel(
-                model_in_memory(checkpoint, config, hf_config, attention, device, dtype),
+                model_in_memory(checkpoint, config, hf_config, attention, dtype),
                 tokenizer_of(checkpoint, config, state),
                 config.train.seq_len_tokens,
                 config.data.attend_across_documents,
@@ -119,6 +117,8 @@ def load_evaluated_model(
 
         evaluated = read_source(source.run, source.step, source.checkpoint, read)
     model, about = evaluated.model, evaluated.about
+    module: torch.nn.Module = model  # transformers' own `to` has another signature
+    module.to(device).eval().requires_grad_(False)
     about |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": attention,
@@ -153,3 +153,39 @@ def _device(name: str) -> torch.device:
             f"--device {name}: not on this machine ({str(error).splitlines()[0]}); give cpu, cuda or cuda:N"
         ) from error
     return device
+
+
+def model_in_memory(
+    checkpoint: Path, config: Config, hf_config: GSAConfig, attention: str, dtype: torch.dtype | None
+) -> GSAForCausalLM:
+    """Load the weights that training computes with.
+
+    Args:
+        hf_config: result of `to_hf_config`, perhaps with other budgets or dense attention, but the same sizes.
+        dtype: dtype of the weights; None: unchanged.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or does not fit its config.
+    """
+    source = CheckpointTensors(checkpoint)
+    found = pairs(config)
+    check_tensors(checkpoint, source, found)
+    has_indexer = set(hf_config.layer_types or ()) != {DENSE_LAYER}
+    state: dict[str, Any] = {}
+    for pair in found:
+        parts = pair.split(source.read(pair.ours))
+        for name, part in zip(pair.theirs, parts, strict=True):
+            if has_indexer or ".indexer." not in name:
+                state[name] = part
+    loaded: Any = GSAForCausalLM.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict=state,
+        dtype=dtype or source.kinds[EMBEDDING].dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+    )
+    model: GSAForCausalLM = loaded[0]
+    if wrong := sorted({*loaded[1]["missing_keys"], *loaded[1]["unexpected_keys"]}):
+        raise ValueError(f"{checkpoint}: {wrong[0]} is only in the checkpoint or only in the model")
+    return model

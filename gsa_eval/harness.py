@@ -16,7 +16,8 @@ from gsa_eval.evaluated_model import EvaluatedModel
 from gsa_eval.generation import continue_prompts
 from gsa_eval.harness_tasks import EncodingLM, find_tasks, task_errors
 from gsa_eval.perplexity import token_losses
-from gsa_eval.text import Piece, windows
+from gsa_eval.text import as_piece, windows
+from gsa_train.validation.requests import Request
 
 MAX_GENERATED_TOKENS = 256
 """Default if a task gives none, as in the harness."""
@@ -46,10 +47,9 @@ class EvaluatedLM(EncodingLM):
                     f"a continuation has {len(continuation)} tokens; give max_length of at least that"
                 )
             tokens = np.array([*context, *continuation][-self.max_length - 1 :], np.int32)
-            places = np.arange(len(tokens) - 1)
-            pieces.append(Piece(tokens, places >= len(places) - len(continuation), places))
+            pieces.append(as_piece(Request(tokens, len(continuation))))
         found = [(0.0, True)] * len(pieces)
-        for scored in self._scored(pieces):
+        for scored in token_losses(self.evaluated.model, pieces, self.batch_size):
             found[scored.number] = (-float(scored.nats.sum(dtype=np.float64)), bool(scored.greedy.all()))
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)
@@ -63,7 +63,7 @@ class EvaluatedLM(EncodingLM):
             pieces += parts
             owners += [number] * len(parts)
         found = [0.0] * len(requests)
-        for scored in self._scored(pieces):
+        for scored in token_losses(self.evaluated.model, pieces, self.batch_size):
             found[owners[scored.number]] -= float(scored.nats.sum(dtype=np.float64))
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
@@ -103,10 +103,6 @@ class EvaluatedLM(EncodingLM):
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _scored(self, pieces: list[Piece]) -> Any:
-        yielded: Any = token_losses(self.evaluated.model, pieces, self.batch_size)
-        return yielded
-
 
 def run_tasks(
     evaluated: EvaluatedModel,
@@ -142,18 +138,6 @@ def task_table(found: dict[str, Any]) -> dict[str, Any]:
             metric, _, filtered = key.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
                 error = scores.get(f"{metric}_stderr,{filtered}")
-                rows.append(
-                    [
-                        task,
-                        metric,
-                        filtered,
-                        f"{value:.4f}",
-                        _error(error),
-                        str(found["n-shot"].get(task, "")),
-                    ]
-                )
+                numbers = [f"{each:.4f}" if isinstance(each, float) else "" for each in (value, error)]
+                rows.append([task, metric, filtered, *numbers, str(found["n-shot"].get(task, ""))])
     return {"title": "Tasks:", "head": ["task", "metric", "filter", "value", "±", "shots"], "rows": rows}
-
-
-def _error(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else ""

@@ -1,12 +1,35 @@
-"""Define the options that name the model of a command, and check the packages that read the model."""
+"""Define what the commands share: their errors, the options that name a model, and the imports that read it."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
-from gsa_eval.convert import missing_package
+from gsa_data.faults import DataFault
+from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_train.process.as_command import as_command
+
+PACKAGES = ("transformers", "safetensors", "tokenizers")
+"""Packages of the extra `hf`, without which no model can be read."""
+
+
+def refusing(main: Callable[[], int]) -> Callable[[], int]:
+    """Decorate a command like `as_command`. An error of the input prints a line, and gives exit code 2."""
+
+    @functools.wraps(main)
+    def command() -> int:
+        try:
+            with as_command():
+                return main()
+        except (ValueError, OSError, DataFault) as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return command
 
 
 def add_source(parser: argparse.ArgumentParser, exported: bool = True) -> None:
@@ -26,8 +49,13 @@ def check_step(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
         parser.error("--step is of a run; give --run RUN_DIR")
 
 
-def require_packages() -> None:
-    """Print what is missing and exit with code 2, before an import fails."""
-    if (missing := missing_package()) is not None:
-        print(missing, file=sys.stderr)
-        sys.exit(2)
+def prepare_imports() -> None:
+    """Silence the libraries. If a package is missing, print its name and exit with code 2, before an import fails."""
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            print(
+                f"the package {name} is not installed; run in the checkout: pip install '.[hf]'",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+    quiet_libraries()

@@ -32,7 +32,7 @@ def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "
     seen = np.concatenate(positions) + 1
     seconds = time.perf_counter() - begin
     total, loss = float(nats.sum()), float(nats.mean())
-    found: dict[str, Any] = {
+    return {
         "loss": loss,
         "perplexity": exp(loss),
         "bits_per_byte": total / math.log(2) / text.text_bytes if text.text_bytes else None,
@@ -43,7 +43,6 @@ def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "
         "seconds": round(seconds, 3),
         "loss_by_position": by_position(nats, seen),
     }
-    return found
 
 
 class Scored(NamedTuple):
@@ -59,7 +58,7 @@ class Scored(NamedTuple):
 def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
     """Yields the scores of each piece, the longest first. Padding comes after a sequence, so no query attends to it."""
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
-    under_way: tuple[list[int], list[int], LabelScores] | None = None
+    under_way: tuple[list[int], list[int], torch.Tensor, torch.Tensor] | None = None
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
         batch = [pieces[number] for number in numbers]
@@ -69,10 +68,11 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
         if any((np.diff(piece.positions) != 1).any() for piece in batch):
             rows = [_filled(piece.positions, length, counts_on=True) for piece in batch]
             positions = _on_device(np.stack(rows), model.device)
-        hidden = hidden_states(model, _on_device(tokens, model.device), positions)
+        given = {"input_ids": _on_device(tokens, model.device), "position_ids": positions}
+        hidden = model.model(**given, use_cache=False).last_hidden_state
         places = [row * length + np.flatnonzero(piece.scored) for row, piece in enumerate(batch)]
         labels = np.concatenate([piece.tokens[1:][piece.scored] for piece in batch]).astype(np.int64)
-        begun = numbers, [len(each) for each in places], _score_labels(model, hidden, places, labels)
+        begun = numbers, [len(each) for each in places], *_score_labels(model, hidden, places, labels)
         # The device computes this batch while the host reads the previous one.
         if under_way is not None:
             yield from _read(*under_way)
@@ -81,27 +81,10 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
         yield from _read(*under_way)
 
 
-def hidden_states(
-    model: GSAForCausalLM, tokens: torch.Tensor, positions: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns the states after the last norm, [B, L, d], for tokens and positions [B, L]."""
-    found: torch.Tensor = model.model(
-        input_ids=tokens, position_ids=positions, use_cache=False
-    ).last_hidden_state
-    return found
-
-
-class LabelScores(NamedTuple):
-    """Scores of a batch's labels, on the device."""
-
-    nats: torch.Tensor
-    greedy: torch.Tensor
-
-
 def _score_labels(
     model: GSAForCausalLM, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
-) -> LabelScores:
-    """Score labels without waiting for the device.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `nats` and `greedy` of a batch's labels, without waiting for the device.
 
     Args:
         hidden: [B, L, d]
@@ -114,7 +97,7 @@ def _score_labels(
         logits = model.lm_head(flat[some])
         nats.append(_cross_entropy(logits, wanted))
         greedy.append(logits.argmax(-1) == wanted)
-    return LabelScores(torch.cat(nats), torch.cat(greedy))
+    return torch.cat(nats), torch.cat(greedy)
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -127,11 +110,12 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def _read(numbers: list[int], counts: list[int], scores: LabelScores) -> Iterator[Scored]:
-    nats, greedy = scores.nats.cpu().numpy(), scores.greedy.cpu().numpy()
+def _read(
+    numbers: list[int], counts: list[int], nats: torch.Tensor, greedy: torch.Tensor
+) -> Iterator[Scored]:
     ends = np.cumsum(counts)[:-1]
-    for found in zip(numbers, np.split(nats, ends), np.split(greedy, ends), strict=True):
-        yield Scored(*found)
+    of_pieces = (np.split(each.cpu().numpy(), ends) for each in (nats, greedy))
+    yield from map(Scored, numbers, *of_pieces)
 
 
 def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:

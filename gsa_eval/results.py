@@ -31,10 +31,11 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None) -> Path:
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"--name {name}: give letters, digits, _, - and . only")
-    if out is None and run_dir is None:
-        raise ValueError("the model belongs to no run: give --out DIR for the results")
-    assert out is not None or run_dir is not None
-    folder = (out if out is not None else Path(str(run_dir)) / "evaluations") / name
+    if out is None:
+        if run_dir is None:
+            raise ValueError("the model belongs to no run: give --out DIR for the results")
+        out = run_dir / "evaluations"
+    folder = out / name
     if folder.exists():
         raise ValueError(f"--name {name}: {folder} exists; give another name, or remove the folder")
     above = next(path for path in folder.absolute().parents if path.exists())
@@ -91,22 +92,19 @@ def table(results: dict[str, Any]) -> str:
                 for name, each in data.items()
             ],
         )
-        tops = sorted({place["to"] for each in data.values() for place in each["loss_by_position"]})
+        losses = {
+            name: {place["to"]: place["loss"] for place in each["loss_by_position"]}
+            for name, each in data.items()
+        }
+        tops = sorted(set().union(*losses.values()))
         lines += ["", "Loss by the number of tokens that the model sees, up to:", ""]
         lines += _rows(
             ["text", *map(str, tops)],
-            [
-                [name, *(_number(_at(each["loss_by_position"], top)) for top in tops)]
-                for name, each in data.items()
-            ],
+            [[name, *(_number(each.get(top)) for top in tops)] for name, each in losses.items()],
         )
     for section in results.get("tables", []):
         lines += ["", section["title"], "", *_rows(section["head"], section["rows"])]
     return "\n".join(lines) + "\n"
-
-
-def _at(places: list[dict[str, Any]], top: int) -> float | None:
-    return next((place["loss"] for place in places if place["to"] == top), None)
 
 
 def _number(value: Any) -> str:

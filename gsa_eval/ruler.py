@@ -9,7 +9,7 @@ import math
 import random
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gsa_data.tokenize import Tokenizer
@@ -29,18 +29,11 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Material:
-    """Holds texts that are not generated."""
-
-    essay: list[str] = field(default_factory=list)
-    """Words of the text that hides needles."""
-
-
-@dataclass(frozen=True)
 class Setting:
     length_tokens: int
     """Tokens of the prompt and its answer. Some frequencies depend on it."""
-    material: Material
+    essay: Sequence[str] = ()
+    """Words of the text that hides needles."""
 
 
 Make = Callable[[random.Random, int, Setting], Sample]
@@ -74,7 +67,8 @@ def niah(
         if haystack == "noise":
             units = [NOISE[place % len(NOISE)] for place in range(size)]
         elif haystack == "essay":
-            units = _essay(rng, size, setting.material.essay)
+            start = rng.randrange(len(setting.essay))  # the text begins again after its end
+            units = [setting.essay[(start + place) % len(setting.essay)] for place in range(size)]
         else:
             others = distinct(rng, keys, size, set(names))
             units = [_needle(values, name, distinct(rng, values, 1)[0]) for name in others]
@@ -94,12 +88,6 @@ def niah(
 
 def _needle(kind: str, key: str, value: str) -> str:
     return f"The secret {kind[:-1]} of {key} is {value}."
-
-
-def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
-    """Returns `size` words from a random place on, wrapping around at the end of the text."""
-    start = rng.randrange(len(words))
-    return [words[(start + place) % len(words)] for place in range(size)]
 
 
 def _hide(
@@ -150,14 +138,6 @@ def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
     return Sample(f"{asked(*example)} {' '.join(example[2])}\n\n{asked(*chain)}", chain[2])
 
 
-@dataclass(frozen=True)
-class Frequencies:
-    """Describes a list of words: ten common words, each `common` times, and others, each `other` times."""
-
-    common: int
-    other: int
-
-
 SHORT_TOKENS = 4096
 """Below this length the list of `cwe` repeats its words less often."""
 
@@ -166,15 +146,13 @@ def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     """Make an example list with its answer, then a list to answer. Each has ten common words. The example has
     10 or 30 others, and the list has `size`. Numbers and frequencies follow RULER's
     `common_words_extraction.py`."""
-    if setting.length_tokens < SHORT_TOKENS:
-        example_others, example_times, times = 10, Frequencies(3, 1), Frequencies(6, 1)
-    else:
-        example_others, example_times, times = 30, Frequencies(10, 3), Frequencies(30, 3)
+    is_short = setting.length_tokens < SHORT_TOKENS
 
-    def listed(others: int, times: Frequencies) -> tuple[str, list[str]]:
+    def listed(others: int, times: int, times_of_others: int) -> tuple[str, list[str]]:
+        """Return a question about a shuffled list, and its common words. Each word is in the list `times` times."""
         words = list_words(rng, 10 + others)
         common = words[:10]
-        in_list = common * times.common + words[10:] * times.other
+        in_list = common * times + words[10:] * times_of_others
         rng.shuffle(in_list)
         text = (
             "Some words of the numbered list below are in it more often than others.\n\n"
@@ -183,8 +161,8 @@ def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
         )
         return text, common
 
-    example, of_example = listed(example_others, example_times)
-    asked, common = listed(size, times)
+    example, of_example = listed(10, 3, 1) if is_short else listed(30, 10, 3)
+    asked, common = listed(size, 6, 1) if is_short else listed(size, 30, 3)
     return Sample(f"{example} {_numbered(of_example)}\n\n{asked}", common)
 
 
@@ -230,23 +208,23 @@ TASKS: dict[str, Task] = {
 """RULER's settings: kinds, numbers of needles, frequencies, tokens of answers."""
 
 
-def check_room(name: str, length_tokens: int, tokenizer: Tokenizer, material: Material) -> None:
+def check_room(name: str, length_tokens: int, tokenizer: Tokenizer, essay: Sequence[str]) -> None:
     """Raise ValueError if not even the empty task fits `length_tokens`."""
     task = TASKS[name]
-    empty = task.make(random.Random(0), 0, Setting(length_tokens, material)).prompt
+    empty = task.make(random.Random(0), 0, Setting(length_tokens, essay)).prompt
     if len(tokenizer.encode_prompt(empty)) > length_tokens - task.new_tokens:
         raise ValueError(f"{name} at {length_tokens} tokens: {NO_ROOM}")
 
 
 def samples(
-    name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, material: Material
+    name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, essay: Sequence[str]
 ) -> list[Sample]:
     """Make samples as long as fit `length_tokens`, including the answer's tokens.
 
     Raises:
         ValueError: not even the empty task fits.
     """
-    task, setting = TASKS[name], Setting(length_tokens, material)
+    task, setting = TASKS[name], Setting(length_tokens, essay)
     found = []
     size = 64  # The last sample's size is a good guess.
     for index in range(count):

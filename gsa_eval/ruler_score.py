@@ -9,12 +9,12 @@ import signal
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.ruler import TASKS, Material, Sample, check_room, samples
+from gsa_eval.ruler import TASKS, Sample, check_room, samples
 
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
@@ -35,7 +35,8 @@ class RulerOptions:
     tasks: Sequence[str] = tuple(TASKS)
     samples: int = 50
     seed: int = 0
-    material: Material = field(default_factory=Material)
+    essay: Sequence[str] = ()
+    """Words of the text that hides needles."""
 
 
 def answer_score(answer: str, expected: Sequence[str]) -> float:
@@ -92,12 +93,15 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
     Raises:
         ValueError: as in `score_ruler`.
     """
-    _check(options)
     for name in options.tasks:  # before the model answers anything
-        check_room(name, min(options.lengths_tokens), tokenizer, options.material)
+        if name not in TASKS:
+            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
+        if TASKS[name].needs_essay and not options.essay:
+            raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
+        check_room(name, min(options.lengths_tokens), tokenizer, options.essay)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
     calls = [
-        (name, length, options.samples, options.seed, tokenizer, options.material) for length, name in cells
+        (name, length, options.samples, options.seed, tokenizer, options.essay) for length, name in cells
     ]
     if sum(length for length, _ in cells) * options.samples < IN_PROCESS_TOKENS:
         for cell, call in zip(cells, calls, strict=True):
@@ -105,17 +109,15 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
         return
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
     # Not forked, because this process may have threads and a CUDA device.
-    with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as processes:
+    # The parent handles interrupts.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(count, get_context("spawn"), signal.signal, ignore) as processes:
         made = [processes.submit(samples, *call) for call in calls]
         try:
             for cell, future in zip(cells, made, strict=True):
                 yield *cell, future.result()
         finally:
             processes.shutdown(cancel_futures=True)
-
-
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +128,3 @@ def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
         for length, each in found["scores"].items()
     ]
     return {"title": title, "head": ["tokens", *found["tasks"], "mean"], "rows": rows}
-
-
-def _check(options: RulerOptions) -> None:
-    for name in options.tasks:
-        if name not in TASKS:
-            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
-        if TASKS[name].needs_essay and not options.material.essay:
-            raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import string
 import uuid
+from collections.abc import Callable
 
 ADJECTIVES = """
 able amber ancient autumn bitter bold brave brief bright broad calm careful cheap clean clear clever cold common cool
@@ -37,10 +38,6 @@ class TooFewWords(ValueError):
     """There are fewer different words than needed."""
 
 
-def word(rng: random.Random) -> str:
-    return f"{rng.choice(FIRST)}-{rng.choice(NOUNS)}"
-
-
 def list_words(rng: random.Random, count: int) -> list[str]:
     """Returns different words in random order. Single words come first, because pairs are longer.
 
@@ -53,19 +50,15 @@ def list_words(rng: random.Random, count: int) -> list[str]:
     return found
 
 
-def number(rng: random.Random) -> str:
-    return str(rng.randrange(10**6, 10**7))
-
-
-def uuid_of(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
 def letters(rng: random.Random, count: int, alphabet: str = string.ascii_lowercase) -> str:
     return "".join(rng.choices(alphabet, k=count))
 
 
-KINDS = {"words": word, "numbers": number, "uuids": uuid_of}
+KINDS: dict[str, Callable[[random.Random], str]] = {
+    "words": lambda rng: f"{rng.choice(FIRST)}-{rng.choice(NOUNS)}",
+    "numbers": lambda rng: str(rng.randrange(10**6, 10**7)),
+    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+}
 
 
 def distinct(rng: random.Random, kind: str, count: int, without: set[str] | None = None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -12,39 +12,18 @@ from gsa_eval.convert.hf_config import GSA_FIELDS
 from gsa_hf import DENSE_LAYER, GSAConfig
 from gsa_kernels.rotary import YarnScaling
 
-KINDS: dict[str, Callable[[str], Any]] = {
-    "gsa.attention": str,
-    "gsa.adaptive_k": str,
-    "gsa.k_base": int,
-    "gsa.k_min": int,
-    "gsa.k_max": int,
-    "gsa.dense_below": int,
-    "gsa.local_window": int,
-    "gsa.key_group_size": int,
-    "model.rope_base": float,
-    "model.rope_scaling.rope_type": str,
-    "model.rope_scaling.factor": float,
-    "model.rope_scaling.original_max_position_embeddings": int,
-    "model.rope_scaling.beta_fast": float,
-    "model.rope_scaling.beta_slow": float,
-    "model.rope_scaling.attention_factor": float,
-}
-"""Fields of the run's config, set as `key=value`."""
 SCALING = "model.rope_scaling."
-CHOICES = {
+FIELDS: dict[str, tuple[str, ...] | int | type] = {
     "gsa.attention": ("dense", "sparse"),
     "gsa.adaptive_k": ("inverse", "direct", "off"),
+    **dict.fromkeys(("gsa.k_base", "gsa.k_min", "gsa.k_max", "gsa.key_group_size"), 1),
+    **dict.fromkeys(("gsa.dense_below", "gsa.local_window"), 0),
+    "model.rope_base": float,
     "model.rope_scaling.rope_type": ("default", "yarn"),
+    "model.rope_scaling.original_max_position_embeddings": int,
+    **{f"{SCALING}{name}": float for name in ("factor", "beta_fast", "beta_slow", "attention_factor")},
 }
-
-LEAST = {
-    "gsa.k_base": 1,
-    "gsa.k_min": 1,
-    "gsa.k_max": 1,
-    "gsa.dense_below": 0,
-    "gsa.local_window": 0,
-    "gsa.key_group_size": 1,
-}
+"""Fields of the run's config, set as `key=value` -> the choices, the least number of keys, or the type."""
 MOST_KEYS = 2**31 - 1
 """Largest number of keys, because positions of keys are int32."""
 
@@ -63,7 +42,10 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         elif key.startswith(SCALING):
             scaling[key.removeprefix(SCALING)] = value
         elif key == "gsa.attention":
-            content["layer_types"] = _layer_types(config, value)
+            if value == "dense":
+                content["layer_types"] = [DENSE_LAYER] * config.num_hidden_layers
+            elif set(content["layer_types"]) == {DENSE_LAYER}:
+                raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
         else:
             content[GSA_FIELDS[key.partition(".")[2]]] = value
     content["rope_parameters"] = _scaled(content, scaling)
@@ -88,20 +70,24 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or key not in KINDS:
+        if not equals or key not in FIELDS:
             raise ValueError(
-                f"{setting}: an evaluation cannot set it; give one of {', '.join(KINDS)} as key=value"
+                f"{setting}: an evaluation cannot set it; give one of {', '.join(FIELDS)} as key=value"
             )
+        allowed = FIELDS[key]
+        if isinstance(allowed, tuple):
+            if text not in allowed:
+                raise ValueError(f"{setting}: give {' or '.join(allowed)}")
+            found[key] = text
+            continue
         try:
-            found[key] = KINDS[key](text)
+            value = found[key] = (int if isinstance(allowed, int) else allowed)(text)
         except ValueError:
             raise ValueError(f"{setting}: not a number; give one, as in gsa.k_base=512") from None
-        if found[key] not in CHOICES.get(key, (found[key],)):
-            raise ValueError(f"{setting}: give {' or '.join(CHOICES[key])}")
-        if key == "model.rope_base" and not 0 < found[key] < math.inf:
+        if key == "model.rope_base" and not 0 < value < math.inf:
             raise ValueError(f"{setting}: give a positive number")
-        if key in LEAST and not LEAST[key] <= found[key] <= MOST_KEYS:
-            raise ValueError(f"{setting}: give {LEAST[key]} to {MOST_KEYS}")
+        if isinstance(allowed, int) and not allowed <= value <= MOST_KEYS:
+            raise ValueError(f"{setting}: give {allowed} to {MOST_KEYS}")
     return found
 
 
@@ -133,13 +119,3 @@ def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
     if base <= 1:
         raise ValueError(f"model.rope_base={base}: give more than 1 with YaRN")
     return rope
-
-
-def _layer_types(config: GSAConfig, value: str) -> list[str]:
-    """Returns `layer_types` for gsa.attention=dense, or for `sparse`, which keeps the model's types."""
-    types = list(config.layer_types or ())
-    if value == "dense":
-        return [DENSE_LAYER] * len(types)
-    if set(types) == {DENSE_LAYER}:
-        raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
-    return types

@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gsa_data.corpus import open_corpus
-from gsa_data.faults import Reading
+from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.pack import Tokens
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, is_scored, read_validation_set, validation_documents
 from gsa_train.validation.requests import Request
-
-READING = Reading()
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class TextOptions:
     max_tokens: int | None
     attend_across_documents: bool
     text_field: str = "text"
-    reading: Reading = READING
+    reading: Reading = DEFAULT_READING
     """Limits of reading, which also decide what is left out. A run's validation sets have the run's limits."""
 
 
@@ -91,9 +89,7 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
     return Text(pieces, text_bytes)
 
 
-def words_of(
-    place: str, tokenizer: Tokenizer, count: int, text_field: str, reading: Reading = READING
-) -> list[str]:
+def words_of(place: str, tokenizer: Tokenizer, count: int, text_field: str, reading: Reading) -> list[str]:
     """Returns at most the first `count` words, separated by white space, of a place that `read_text` can read.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import AutoTokenizer
 
-from gsa_data.tokenize import TOKENIZER_JSON, text_after
+from gsa_data.tokenize import TOKENIZER_JSON
 from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_hf import GSAForCausalLM
 
@@ -19,9 +19,6 @@ class TextModel:
     decode: Callable[[list[int]], str]
     vocab_size: int
     """Number of the tokenizer's tokens. The model may have more, which are unused."""
-
-    def text_after(self, prompt: list[int], new: list[int]) -> str:
-        return text_after(self.decode, prompt, new)
 
 
 def load_text_model(source: Source, attention: str) -> TextModel:

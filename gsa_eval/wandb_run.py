@@ -16,7 +16,6 @@ from gsa_train.metrics.wandb_sink import wandb_mode, without_credentials
 if TYPE_CHECKING:
     from wandb import Run
 
-JOB_TYPE = "evaluation"
 LINK = "training_run"
 """Field of the W&B config: the id of the training run's W&B run."""
 TEXT_SCORES = ("perplexity", "bits_per_byte")
@@ -58,7 +57,7 @@ def log_to_wandb(
             tags=list(config.logging.wandb_tags),
             name=f"{config.run.name} {folder.name}",
             id=secrets.token_hex(4),  # regardless of WANDB_RUN_ID
-            job_type=JOB_TYPE,
+            job_type="evaluation",
             dir=str(folder),
             config=without_credentials({**about, LINK: training_id}),
             mode=mode,  # type: ignore[arg-type]
@@ -74,12 +73,12 @@ def log_to_wandb(
 
     try:
         run = wandb_outage.begin(init, mode, has_begun=True, run_dir=folder)
-        scores: dict[str, Any] = {f"eval/{name}": value for name, value in scores_of(results).items()}
+        scores = scores_of(results)
         place = {"step": results["model"].get("step"), "tokens": results["model"].get("tokens_trained")}
-        rows: list[list[Any]] = [[name, value] for name, value in scores_of(results).items()]
-        table = wandb.Table(columns=["score", "value"], data=rows)
         known = {key: value for key, value in place.items() if value is not None}
-        run.log({**scores, **known, "eval/scores": table})
+        rows = [[name, value] for name, value in scores.items()]
+        table = wandb.Table(columns=["score", "value"], data=rows)
+        run.log({**{f"eval/{name}": value for name, value in scores.items()}, **known, "eval/scores": table})
     except (wandb.Error, OSError) as error:
         logger.warning("W&B lacks this evaluation: %s; its results are in %s", error, folder)
         return None
@@ -96,22 +95,12 @@ def log_to_wandb(
 def scores_of(results: dict[str, Any]) -> dict[str, float]:
     """Returns `<score>/<text, task or length>` -> value, from a results.json."""
     found: dict[str, Any] = {}
-    for name, each in _tables(results, "data"):
-        found |= {f"{score}/{name}": each.get(score) for score in TEXT_SCORES}
-    for name, each in _tables(results, "requests"):
-        found |= {f"{score}/{name}": each.get(score) for score in REQUEST_SCORES}
-    for name, each in _tables(_table_in(results, "tasks"), "results"):
+    for section, scores in (("data", TEXT_SCORES), ("requests", REQUEST_SCORES)):
+        for name, each in results.get(section, {}).items():
+            found |= {f"{score}/{name}": each.get(score) for score in scores}
+    for name, each in results.get("tasks", {}).get("results", {}).items():
         metrics = {key.partition(",")[0]: value for key, value in each.items()}
         found |= {f"{key}/{name}": value for key, value in metrics.items() if not key.endswith("_stderr")}
-    means = _table_in(_table_in(results, "ruler"), "mean")
+    means = results.get("ruler", {}).get("mean", {})
     found |= {f"ruler/{length}": mean for length, mean in means.items()}
     return {name: float(value) for name, value in found.items() if is_number(value)}
-
-
-def _table_in(results: dict[str, Any], key: str) -> dict[str, Any]:
-    found = results.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _tables(results: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, each) for name, each in _table_in(results, key).items() if isinstance(each, dict)]

@@ -21,7 +21,7 @@ from .indexer_gsa import (
 )
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
-from .token_order_gsa import token_order
+from .token_order_gsa import key_numbers
 
 
 class GSARMSNorm(nn.Module):
@@ -194,14 +194,19 @@ class GSAAttention(nn.Module):
                 scores = self.indexer.scores(tokens._replace(keys=rows))
             ranked = scores
             if self.config.key_group_size > 1:
-                numbers = token_order(visible, slots).numbers
-                ranked = best_of_groups(scores.detach(), visible, numbers // self.config.key_group_size)
+                groups = key_numbers(visible, slots) // self.config.key_group_size
+                ranked = best_of_groups(scores.detach(), visible, groups)
             selection = select_keys(self.indexer, self.config, ranked, visible)
             if given is not None:
                 given = given & visible
                 selection = torch.where(given.any(-1, keepdim=True), given, selection)
             if output_indexer_loss:
-                loss = self._loss(scores, q, k, selection, visible)
+                if len(slots) != k.shape[2]:
+                    raise ValueError(
+                        f"the cache holds {k.shape[2]} keys for {len(slots)} queries in training; pass use_cache=False"
+                    )
+                probs = mean_attention(q, k, selection, self.scaling)
+                loss = indexer_loss(scores, probs, selection, visible, self.indexer.inverse_temperature())
         if self.is_sparse:
             attended = selection[:, None]
         out, weights = interface(self, q, k, v, attended, scaling=self.scaling, **kwargs)
@@ -247,25 +252,3 @@ class GSAAttention(nn.Module):
         if self.projection_gate_proj is not None:
             result = gate(result, self.projection_gate_proj(hidden_states), self.config)
         return result
-
-    def _loss(
-        self,
-        scores: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        attended: torch.Tensor,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return `indexer_loss`, with the attention probabilities of q and k as target."""
-        assert self.indexer is not None
-        check_no_past(q.shape[2], k.shape[2])
-        probs = mean_attention(q, k, attended, self.scaling)
-        return indexer_loss(scores, probs, attended, visible, self.indexer.inverse_temperature())
-
-
-def check_no_past(queries: int, keys: int) -> None:
-    """Raise ValueError if the cache holds earlier keys, because the indexer loss needs whole sequences."""
-    if keys != queries:
-        raise ValueError(
-            f"the cache holds {keys} keys for {queries} queries in training; pass use_cache=False"
-        )

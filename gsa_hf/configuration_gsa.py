@@ -16,18 +16,14 @@ INDEXED_LAYER = next(name for name in _INDEXED_NAMES if name in DYNAMIC_LAYER_TY
 """The name in transformers of a layer whose cache also holds the indexer's keys. Newer versions of transformers use
 `indexed_attention`. A configuration may have either name."""
 DENSE_LAYER = "full_attention"
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "moe_intermediate_size",
-)
-"""Fields that must be at least 1."""
+LEAST = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "index_n_heads", "index_head_dim", "index_topk"), 1),
+    **dict.fromkeys(("k_min", "k_max", "key_group_size", "index_topk_freq"), 1),
+    **dict.fromkeys(("local_window", "dense_below", "indexer_loss_coef"), 0),
+}
+"""Maps fields to their smallest values."""
 RENAMED = {
     "index_topk_min": "k_min",
     "index_topk_max": "k_max",
@@ -244,9 +240,9 @@ class GSAConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Check the sizes and the combinations of fields. `@strict` calls this method."""
-        for name in SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; pass at least 1")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; pass at least {least}")
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             raise ValueError(
@@ -279,7 +275,15 @@ class GSAConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; pass 1 to num_experts {self.num_experts}"
             )
-        validate_indexer(self)
+        if self.k_min > self.k_max:
+            raise ValueError(f"k_min is {self.k_min}; pass at most k_max {self.k_max}")
+        if self.indexer_rope and self.index_head_dim % 2:
+            raise ValueError(
+                f"index_head_dim is {self.index_head_dim} with indexer_rope; pass an even number"
+            )
+        temperature = self.indexer_temperature
+        if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):
+            raise ValueError(f"indexer_temperature is {temperature!r}; pass a positive number or 'learned'")
         for layer_idx, name in enumerate(self.layer_types or ()):
             if name not in (INDEXED_LAYER, DENSE_LAYER):
                 raise ValueError(
@@ -291,28 +295,6 @@ class GSAConfig(PreTrainedConfig):
                     f"layer_types[{layer_idx}] is {name!r} and takes the selection of layer {leader}, which is dense; "
                     "pass one kind for each group of index_topk_freq layers"
                 )
-
-
-def validate_indexer(config: Any) -> None:
-    """Check the bounds of the fields of indexer and selection. A ValueError names field, value and remedy."""
-    for name in ("index_n_heads", "index_head_dim", "index_topk", "k_min", "k_max"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")
-    for name in ("key_group_size", "index_topk_freq"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; pass 1, or a number of keys or layers")
-    if config.k_min > config.k_max:
-        raise ValueError(f"k_min is {config.k_min}; pass at most k_max {config.k_max}")
-    if config.indexer_rope and config.index_head_dim % 2:
-        raise ValueError(f"index_head_dim is {config.index_head_dim} with indexer_rope; pass an even number")
-    for name in ("local_window", "dense_below"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} is {getattr(config, name)}; pass 0 or a number of keys")
-    temperature = config.indexer_temperature
-    if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):
-        raise ValueError(f"indexer_temperature is {temperature!r}; pass a positive number or 'learned'")
-    if config.indexer_loss_coef < 0:
-        raise ValueError(f"indexer_loss_coef is {config.indexer_loss_coef}; pass 0 or a positive number")
 
 
 __all__ = ["GSAConfig"]

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
-from .gates_gsa import other_gates
+from .gates_gsa import BESIDE, FORM
 from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
-from .kernels_gsa import applied_indexer, kernel_rule
+from .kernels_gsa import applied_indexer, gated, kernel_rule
 from .modeling_gsa import CACHE_ARGUMENT, GSAMLP, GSADecoderLayer, GSAForCausalLM, GSAModel
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,19 @@ class ModelDecoder:
         """Return logits [B, vocab] after the prompts, int64 [B, L]. The mask [B, L] is 0 at padding on the left."""
         self.mask = mask
         self.cache = DynamicCache(config=self.model.config)
-        return self._forward(tokens)
+        return last_logits(self.model, tokens, mask, self.cache)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, vocab] after `tokens`, int64 [B]."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        return self._forward(tokens[:, None])
+        return last_logits(self.model, tokens[:, None], self.mask, self.cache)
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
-        return self.model(tokens, attention_mask=self.mask, use_cache=True, logits_to_keep=1, **held).logits[
-            :, -1
-        ]
+
+def last_logits(
+    model: GSAForCausalLM, tokens: torch.Tensor, mask: torch.Tensor, cache: Cache
+) -> torch.Tensor:
+    held: dict[str, Any] = {CACHE_ARGUMENT: cache}
+    return model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[:, -1]
 
 
 _FUSED = (
@@ -66,12 +67,9 @@ the modules of adapters and quantisation, compute something else and are refused
 def not_fused(model: GSAForCausalLM) -> str | None:
     """Return a feature of the model that fused steps lack, as `field is value`, or None."""
     config: Any = model.config
-    other = {"num_experts": 0, "sandwich_norm": False}
-    for name, value in other.items():
+    for name, value in {"num_experts": 0, "sandwich_norm": False, **FORM, **BESIDE}.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
-    if (obstacle := other_gates(config)) is not None:
-        return obstacle
     for name, module in model.named_modules():
         if module is not model and type(module) not in _FUSED:
             return f"{name} is {_class_of(module)}"
@@ -195,12 +193,8 @@ class FusedDecoder:
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return logits like `ModelDecoder.prefill`, and discard the cache's old content. `open` must come first."""
         self.cache.reset()
-        held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
-        logits = self.model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[
-            :, -1
-        ]
-        starts = mask.int().argmax(1).int()
-        self.place(tokens.shape[1], starts)
+        logits = last_logits(self.model, tokens, mask, self.cache)
+        self.place(tokens.shape[1], mask.int().argmax(1).int())
         return logits
 
     def place(self, filled: int, starts: torch.Tensor) -> None:
@@ -213,15 +207,16 @@ class FusedDecoder:
         """Decode `tokens` at the next slot, return logits [B, vocab], and advance `slot` and `lengths`."""
         model, layers = self.model.model, self.layers
         by_rows = self.products == "rows"
-        embed = row_layers.embed if by_rows else nn.functional.embedding
+        # While `look_up` runs, the first layer's product prefetches its weights.
+        embed = kernel_module("row_product.look_up").look_up if by_rows else nn.functional.embedding
         h = embed(self.tokens, model.embed_tokens.weight)
         visible = self._visible() if self.visible_from_mask else None
         place = (self.slot, self._rotary(h))
         projected = self._enter(h, *layers[0], self.buffers[0], *place)
         for index, attention in enumerate(model.layers):
             module = attention.self_attn
-            if isinstance(projected, row_layers.Entry) and not module.is_sparse:
-                projected = projected.launch()
+            if isinstance(projected, partial) and not module.is_sparse:
+                projected = projected()
             if module.is_sparse:
                 attended = self._attend(index, module, projected)
             else:
@@ -271,22 +266,30 @@ class FusedDecoder:
         leader = config.indexer_layer(place)
         assert leader is not None
         selects = leader == place
-        held = self._layer_cache(place, leader, settled=selects)
-        if not isinstance(projected, row_layers.Entry):
+        k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
+        state = (self.lengths, self._selections[leader], self._workspace, self.starts)
+        held = kernel_module("decode.state").LayerCache(k, v, *state, selects, self.products == "rows")
+        if not isinstance(projected, partial):
             return self._attend_projected(place, module, projected, held, selects)
-        joined, launch = kernel_module("decode.joined"), projected.launch
-        parts = row_layers.parts(selects, self.layers[place][1].parts[4] > 0)
-        counter = held.workspace.written if parts.beside_attention else None
+        # The next kernel needs only the first part of the product. The gate G1 can come last, because only the product
+        # with W_O needs it.
+        joined, launch, has_gate = (
+            kernel_module("decode.joined"),
+            projected,
+            self.layers[place][1].parts[4] > 0,
+        )
+        counter = held.workspace.written if has_gate else None
         arrivals = held.workspace.arrivals.view(-1)[:1]
-        entered = launch(part=joined.Part(parts.front, restarts=counter, arrivals=arrivals))
-        if parts.beside_selection:
-            part = joined.Part(parts.beside_selection, entered, beside=True)
+        front = ("index",) if selects else ("heads",)
+        entered = launch(part=joined.Part(front, restarts=counter, arrivals=arrivals))
+        if selects:
+            part = joined.Part(("heads",), entered, beside=True)
             held = dataclasses.replace(held, beside=partial(launch, part=part))
-        if not parts.beside_attention:
+        if not has_gate:
             return self._attend_projected(place, module, entered, held, selects)
         held = dataclasses.replace(held, counted=True)
         attended = self._attend_projected(place, module, entered._replace(gate=None), held, selects)
-        launch(part=joined.Part(parts.beside_attention, entered, beside=True, waits=False))
+        launch(part=joined.Part(("gate",), entered, beside=True, waits=False))
         heads = self.batch * config.num_key_value_heads
         awaited = kernel_module("row_product.triton_product").Awaited(counter, heads)
         return row_layers.Attended(attended, entered.gate, awaited)
@@ -298,7 +301,9 @@ class FusedDecoder:
         decode = kernel_module("decode.op")
         if not selects:
             return decode.decode_attend(projected.q, held, config.local_window, projected.gate)
-        applied = self._applied(place, projected.index_queries, projected.index_weights)
+        rows = self.buffers[place].rows
+        assert rows is not None
+        applied = applied_indexer(module.indexer, projected.index_queries, rows, projected.index_weights)
         geometry = kernel_module("types").Geometry(
             local_window=config.local_window, key_group_size=config.key_group_size
         )
@@ -308,12 +313,8 @@ class FusedDecoder:
     def _attend_dense(self, place: int, projected: Projected, visible: torch.Tensor | None) -> torch.Tensor:
         buffers = self.buffers[place]
         q = projected.q[:, :, None]
-        out = nn.functional.scaled_dot_product_attention(q, buffers.k, buffers.v, visible, enable_gqa=True)[
-            :, :, 0
-        ]
-        if projected.gate is None:
-            return out
-        return (out.float() * torch.sigmoid(projected.gate.float())).to(out.dtype)
+        out = nn.functional.scaled_dot_product_attention(q, buffers.k, buffers.v, visible, enable_gqa=True)
+        return gated(out[:, :, 0], projected.gate)
 
     def _visible(self) -> torch.Tensor | None:
         """Return the mask of filled slots, bool [B, 1, 1, Lk], or None if no layer is dense."""
@@ -321,15 +322,3 @@ class FusedDecoder:
             return None
         slots = torch.arange(self.room, device=self.slot.device)
         return ((slots >= self.starts[:, None]) & (slots <= self.slot))[:, None, None]
-
-    def _layer_cache(self, place: int, leader: int, settled: bool) -> Any:
-        k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
-        selection = self._selections[leader]
-        in_chain = self.products == "rows"
-        state = (self.lengths, selection, self._workspace, self.starts, settled, in_chain)
-        return kernel_module("decode.state").LayerCache(k, v, *state)
-
-    def _applied(self, place: int, queries: Any, weights: Any) -> Any:
-        rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer
-        assert rows is not None
-        return applied_indexer(indexer, queries, rows, weights)

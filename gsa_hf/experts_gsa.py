@@ -70,9 +70,4 @@ class GSASparseMLP(nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
-def has_experts(config: GSAConfig, layer_idx: int) -> bool:
-    """Return whether this layer is a mixture of experts."""
-    return config.num_experts > 0 and layer_idx not in (config.mlp_only_layers or ())
-
-
 __all__ = ["GSAExperts", "GSARouter", "GSASparseMLP"]

@@ -49,14 +49,6 @@ def has_paper_form(config: Any) -> bool:
     return all(getattr(config, name) == value for name, value in FORM.items())
 
 
-def other_gates(config: Any) -> str | None:
-    """Describe the first field that differs from the paper's gates as "field is value". Return None if none differs."""
-    for name, value in {**FORM, **BESIDE}.items():
-        if getattr(config, name) != value:
-            return f"{name} is {getattr(config, name)!r}"
-    return None
-
-
 def gate_heads(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Gate x [..., heads, D] by logits [..., rows]. Heads or channels may share a logit (`gate_rows`)."""
     channels = 1 if config.gate_granularity == "headwise" else config.head_dim

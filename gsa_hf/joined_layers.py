@@ -4,6 +4,7 @@ Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden
 slots, and HI indexer heads of size DI.
 """
 
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -75,55 +76,39 @@ Rotary = tuple[torch.Tensor | None, ...]
 
 def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
     """Return the weights of a `GSADecoderLayer`. Copies of projections with the same input are joined in one tensor."""
-    attention, mlp = layer.self_attn, layer.mlp
-    indexer = attention.indexer
-    named = [attention.q_proj, attention.k_proj, attention.v_proj]
-    named += [attention.value_gate_proj, attention.output_gate_proj]
-    weights = [None if each is None else each.weight for each in named]
-    biases = [None if each is None else each.bias for each in named]
-    if indexer is not None:
-        head_weights = indexer.weights_proj
-        weights += [
-            indexer.wk.weight,
-            indexer.wq.weight,
-            None if head_weights is None else head_weights.weight,
-        ]
-    else:
-        weights += [None, None, None]
+    attention, mlp, indexer = layer.self_attn, layer.mlp, layer.self_attn.indexer
+    of_heads = [attention.q_proj, attention.k_proj, attention.v_proj]
+    of_heads += [attention.value_gate_proj, attention.output_gate_proj]
+    of_indexer = [getattr(indexer, name, None) for name in ("wk", "wq", "weights_proj")]
+    weights = [_weight(each) for each in (*of_heads, *of_indexer)]
     parts = [0 if weight is None else len(weight) for weight in weights]
     parts.append(-sum(parts) % 64)  # padding, because multiples of 64 rows are fastest
     first = attention.q_proj.weight.detach()
-    joined = torch.cat(
-        [*(w.detach() for w in weights if w is not None), first.new_zeros(parts[-1], first.shape[1])]
-    )
+    padding = first.new_zeros(parts[-1], first.shape[1])
+    biases = [None if each is None else each.bias for each in of_heads]
     bias = None
     if any(each is not None for each in biases):
-        bias = first.new_zeros(sum(parts))
-        for start, each in zip(_starts(parts), biases, strict=False):
-            if each is not None:
-                bias[start : start + len(each)] = each.detach()
-    q_norm = None if attention.q_norm is None else attention.q_norm.weight.detach()
-    k_norm = None if attention.k_norm is None else attention.k_norm.weight.detach()
+        rows = zip_longest(biases, parts)
+        bias = torch.cat([first.new_zeros(count) if each is None else each.detach() for each, count in rows])
     made = LayerWeights(
         norm=layer.input_layernorm.weight.detach(),
-        joined=joined,
+        joined=torch.cat([*(weight for weight in weights if weight is not None), padding]),
         bias=bias,
-        q_norm=q_norm,
-        k_norm=k_norm,
+        q_norm=_weight(attention.q_norm),
+        k_norm=_weight(attention.k_norm),
         out=attention.o_proj.weight.detach(),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
         gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
         down=mlp.down_proj.weight.detach(),
-        index_q_norm=None if indexer is None or indexer.q_norm is None else indexer.q_norm.weight.detach(),
-        index_k_norm=None if indexer is None or indexer.k_norm is None else indexer.k_norm.weight.detach(),
+        index_q_norm=_weight(getattr(indexer, "q_norm", None)),
+        index_k_norm=_weight(getattr(indexer, "k_norm", None)),
     )
-    logit = None if indexer is None else indexer.weight_logit
     sizes = (config.head_dim, config.index_head_dim, parts[5], config.rms_norm_eps, config.index_n_heads)
-    return made, Sizes(tuple(parts), *sizes, logit)
+    return made, Sizes(tuple(parts), *sizes, getattr(indexer, "weight_logit", None))
 
 
-def _starts(parts: list[int]) -> list[int]:
-    return [sum(parts[:place]) for place in range(len(parts))]
+def _weight(module: Any) -> torch.Tensor | None:
+    return None if module is None else module.weight.detach()
 
 
 def enter(

@@ -96,22 +96,24 @@ def make_kernel_pass(
     position_ids: torch.Tensor | None,
     cache: Cache | None,
     memory: KernelMemory,
-    layer_idx: int = 0,
 ) -> KernelPass:
     """Return the places of the tokens of `inputs` [B, L, d]. One token with a cache needs no host synchronization.
 
     Args:
         padding: [B, slots], 0 at padding on the left or right; or None
         position_ids: the caller's positions; a document begins where they restart
-        layer_idx: a layer whose cache does not have these tokens yet
 
     Raises:
         ValueError: the kernels cannot run this pass; the error names an alternative
     """
-    _check_groups(config)
     if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attn_implementation is 'gsa' with the model on {inputs.device}; move it to a CUDA device, or pass 'sdpa'"
+        )
+    sizes = kernel_module("limits").KEY_GROUP_SIZES
+    if config.key_group_size not in sizes:
+        raise ValueError(
+            f"key_group_size is {config.key_group_size} with attn_implementation 'gsa'; pass one of {sizes}, or 'sdpa'"
         )
     if padding is not None and padding.ndim != 2:
         raise ValueError(
@@ -119,7 +121,7 @@ def make_kernel_pass(
             "tokens], or 'sdpa'"
         )
     batch, length = inputs.shape[:2]
-    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length(layer_idx)
+    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length()
     if cache is not None and length == 1:
         if cache in memory.right_padded:
             raise ValueError(
@@ -155,16 +157,6 @@ def make_kernel_pass(
             return found
     found.counted = (found.lengths - 1).clamp(min=0).sum().clamp(min=1).float()
     return found
-
-
-def _check_groups(config: Any) -> None:
-    if config.key_group_size == 1:
-        return
-    sizes = kernel_module("limits").KEY_GROUP_SIZES
-    if config.key_group_size not in sizes:
-        raise ValueError(
-            f"key_group_size is {config.key_group_size} with attn_implementation 'gsa'; pass one of {sizes}, or 'sdpa'"
-        )
 
 
 def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:

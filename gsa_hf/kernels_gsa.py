@@ -132,12 +132,8 @@ def _decode(
         )
     if not module.is_sparse:
         return _decode_dense(query, k, v, call)
-    decode, state, place, config = (
-        kernel_module("decode.op"),
-        kernel_module("decode.state"),
-        call.kernel_pass,
-        module.config,
-    )
+    decode, state = kernel_module("decode.op"), kernel_module("decode.state")
+    place, config = call.kernel_pass, module.config
     batch, room, kv_heads, size = k.shape
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
@@ -159,10 +155,13 @@ def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: K
     visible = call.kernel_pass.filled(k.shape[1])
     out = torch.nn.functional.scaled_dot_product_attention(
         query, k.transpose(1, 2), v.transpose(1, 2), visible[:, None, None], enable_gqa=True
-    ).transpose(1, 2)
-    if call.gate_logits is None:
-        return out
-    return (out.float() * torch.sigmoid(call.gate_logits.float())).to(out.dtype)
+    )
+    return gated(out.transpose(1, 2), call.gate_logits)
+
+
+def gated(out: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+    """Apply the gate G1 of the paper, if there is one, to the attention output [..., H, D]."""
+    return out if logits is None else (out.float() * torch.sigmoid(logits.float())).to(out.dtype)
 
 
 def applied_indexer(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> Any:

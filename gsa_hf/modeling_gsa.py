@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .configuration_gsa import GSAConfig
-from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
+from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP
 from .gates_gsa import GSAGateBias
 from .indexer_gsa import GSAIndexer, check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
@@ -87,7 +87,7 @@ class GSADecoderLayer(GradientCheckpointingLayer):
 
 
 def _feed_forward(config: GSAConfig, layer_idx: int) -> nn.Module:
-    if not has_experts(config, layer_idx):
+    if config.num_experts == 0 or layer_idx in (config.mlp_only_layers or ()):
         return GSAMLP(config, config.intermediate_size)
     width = config.shared_expert_intermediate_size
     return GSASparseMLP(config, GSAMLP(config, width) if width else None)
@@ -185,8 +185,7 @@ class GSAModel(GSAPreTrainedModel):
             `indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
-            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice. Keys
-            that are not causal are ignored. A query without a key keeps the indexer's choice.
+            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice.
         """
         coefficient = self.config.indexer_loss_coef
         joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()
@@ -209,7 +208,7 @@ class GSAModel(GSAPreTrainedModel):
                     "selections are passed with one token, a cache and attn_implementation 'gsa'; pass use_cache=False"
                 )
         if position_ids is None:
-            position_ids = token_numbers(inputs_embeds, None, attention_mask, cache)
+            position_ids = token_numbers(inputs_embeds, attention_mask, cache)
         if kernel_pass is None:
             visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
         position_ids = position_ids.expand(inputs_embeds.shape[0], -1)

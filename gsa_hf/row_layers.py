@@ -4,20 +4,12 @@ Each kernel starts and prefetches weights before the previous kernel ends. joine
 names and arguments in plain torch.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from .kernel_pass_gsa import kernel_module
-
-
-class Entry(NamedTuple):
-    """Holds the joined product of a layer, which is not launched yet."""
-
-    launch: Callable[..., Any]
-    """`enter_row`, which still takes `part`"""
 
 
 class Attended(NamedTuple):
@@ -27,28 +19,6 @@ class Attended(NamedTuple):
     gate: torch.Tensor
     awaited: Any
     """An `Awaited` counter, which tells when `out` is ready. The kernel that computes `gate` does not wait for it."""
-
-
-class Parts(NamedTuple):
-    """Names the sections of a layer's joined product, in order of launch."""
-
-    front: tuple[str, ...]
-    beside_selection: tuple[str, ...]
-    beside_attention: tuple[str, ...]
-
-
-def parts(selects: bool, gated: bool) -> Parts:
-    """Return the order of the sections. The next kernel needs only the sections in `front`.
-
-    The gate G1 can come last, because only the product with W_O needs G1.
-
-    Args:
-        selects: whether the layer selects in this step
-        gated: whether the layer has G1
-    """
-    if selects:
-        return Parts(("index",), ("heads",), ("gate",) if gated else ())
-    return Parts(("heads",), (), ("gate",) if gated else ())
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
@@ -77,14 +47,10 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
     return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
 
 
-def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the tokens' rows of the weight, [B, d], while the first layer's product prefetches its weights."""
-    return kernel_module("row_product.look_up").look_up(tokens, weight)
-
-
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """Multiply by the joined projections, apply norms, rotary embedding and gate G2, and write into the cache. This
-    takes two launches. If `rotary` is a table of all angles, return an `Entry` instead, which takes one launch."""
+    takes two launches. If `rotary` is a table of all angles, return a partial `enter_row` instead, which still takes
+    `part` and makes one launch."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
@@ -95,7 +61,7 @@ def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tenso
     if isinstance(rotary, formats.AngleTable):
         product = formats.JoinedProduct(layer.joined, norm, layer.bias, index_norms)
         enter_row = kernel_module("decode.joined").enter_row
-        return Entry(partial(enter_row, h, product, columns, rotary, buffers, slot))
+        return partial(enter_row, h, product, columns, rotary, buffers, slot)
     projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
     return kernel_module("decode.entry").enter_token(
         projected, columns, formats.Angles(*rotary), buffers, slot, norms, index_norms

@@ -41,7 +41,7 @@ def notes(results: Results) -> list[str]:
     other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
     lines += [f"Failed: {line}" for line in other]
     for column in results.columns:
-        if results.finished and not _known(column):
+        if results.finished and all(value is None for value in column.values.values()):
             lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
     return lines
 
@@ -60,10 +60,6 @@ def origins(results: Results) -> list[str]:
     if 0 < unknown < len(results.finished):
         lines.append(f"The text of {unknown} of the {len(results.finished)} finished runs is not recorded.")
     return lines
-
-
-def _known(column: Column) -> bool:
-    return any(value is not None for value in column.values.values())
 
 
 def _meant(results: Results, column: Column) -> str:

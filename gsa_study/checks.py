@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from gsa_study.config import AT_LEAST_ZERO, ArmConfig, MetricConfig, StudyConfig
+from gsa_study.config import AT_LEAST_ZERO, MetricConfig, StudyConfig
 from gsa_train.config.file_checks import task_problems
 from gsa_train.config.load import PLAIN_NAME, problem_line
 from gsa_train.metrics.progress import compact
@@ -13,12 +13,7 @@ from gsa_train.metrics.progress import compact
 SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
 
 
-def seeds_of(arm: ArmConfig, study: StudyConfig) -> Sequence[int]:
-    return arm.seeds or study.seeds
-
-
 def mistakes(study: StudyConfig) -> list[str]:
-    """Return a line for each mistake."""
     return [
         *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_evaluations(study), *_metrics(study),
     ]  # fmt: skip
@@ -75,13 +70,9 @@ def _evaluations(study: StudyConfig) -> Iterator[str]:
             remedy = "name some of its arms"
             yield problem_line(f"evaluations.{number}.arms", arm, "the study has no such arm", remedy)
         if each.validation and (each.data or not (each.tasks or each.ruler)):
-            field, wrong = (
-                f"evaluations.{number}.validation",
-                "the run's sets are scored beside tasks and ruler",
-            )
-            yield problem_line(
-                field, each.validation, wrong, "leave it out: without data they are scored anyway"
-            )
+            wrong = "the run's sets are scored beside tasks and ruler"
+            remedy = "leave it out: without data they are scored anyway"
+            yield problem_line(f"evaluations.{number}.validation", each.validation, wrong, remedy)
 
 
 def _arms(study: StudyConfig) -> Iterator[str]:
@@ -135,7 +126,7 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
 
 
 def missing_texts(study: StudyConfig) -> list[str]:
-    """Yield local texts and tasks of evaluations that do not exist. An evaluation would otherwise fail after the
+    """Return local texts and tasks of evaluations that do not exist. An evaluation would otherwise fail after the
     training."""
     texts = [
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")

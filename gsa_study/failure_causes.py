@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 MOST_LETTERS = 300
 TRACEBACK = "Traceback (most recent call last):"
@@ -23,7 +23,8 @@ def reason_in(printed: str, crashed: bool) -> str:
             job survived their errors.
     """
     lines = printed.splitlines()
-    found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")
+    said = (line for line in reversed(lines) if any(map(str.isalnum, line)) and not WARNING.search(line))
+    found = (_last_error(lines) if crashed else "") or next(said, "")
     return " ".join(found.split())[:MOST_LETTERS]
 
 
@@ -45,7 +46,3 @@ def _error_below(lines: Sequence[str], number: int) -> str:
         if line.startswith(prefix) and rest.strip() and not rest[0].isspace() and not WARNING.search(rest):
             return rest
     return ""
-
-
-def _said(lines: Iterator[str]) -> Iterator[str]:
-    return (line for line in lines if any(map(str.isalnum, line)) and not WARNING.search(line))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -21,14 +21,14 @@ class StudyError(ValueError):
 class StudyPlan:
     """Lists all jobs by state, each list in the order of the study."""
 
-    finished: tuple[Job, ...]
-    failed: tuple[tuple[Job, str], ...]
+    finished: list[Job] = field(default_factory=list)
+    failed: list[tuple[Job, str]] = field(default_factory=list)
     """Failed jobs with the reason. They are tried again only on request."""
-    due: tuple[Job, ...]
+    due: list[Job] = field(default_factory=list)
     """Jobs to start or continue; each run's training comes first."""
-    blocked: tuple[Job, ...]
+    blocked: list[Job] = field(default_factory=list)
     """Jobs that need a training that has failed or cannot run here."""
-    without_checkpoint: tuple[Job, ...] = ()
+    without_checkpoint: list[Job] = field(default_factory=list)
     """Jobs that need a finished run's checkpoint, which is missing in this folder."""
 
 
@@ -50,7 +50,7 @@ def check_unchanged(states: Sequence[JobState]) -> None:
             "\n  ".join([
                 "the study asks for something else than what its runs began with. Put the field back, give the arm "
                 "another name, or remove the folder:",
-                *(f"{in_words(folders)}: {change}" for change, folders in changed.items()),
+                *(f"{_first_of(folders)}: {change}" for change, folders in changed.items()),
             ])
         )  # fmt: skip
 
@@ -64,7 +64,7 @@ def plan_study(
         failures: job -> why it failed.
         retry_failed: failed jobs are due again.
     """
-    finished, failed, due, blocked, lacking = [], [], [], [], []
+    plan = StudyPlan()
     without_training = {
         state.job.run.name
         for state in states
@@ -74,19 +74,19 @@ def plan_study(
     for state in states:
         job, reason = state.job, failures.get(state.job.key)
         if state.finished:
-            finished.append(job)
+            plan.finished.append(job)
         elif state.lacks_checkpoint:
-            lacking.append(job)
+            plan.without_checkpoint.append(job)
         elif reason is not None and not retry_failed:
-            failed.append((job, reason))
+            plan.failed.append((job, reason))
         elif job.kind != "train" and job.run.name in without_training:
-            blocked.append(job)
+            plan.blocked.append(job)
         else:
-            due.append(job)
-    return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked), tuple(lacking))
+            plan.due.append(job)
+    return plan
 
 
-def in_words(folders: Sequence[Path]) -> str:
+def _first_of(folders: Sequence[Path]) -> str:
     """Return the first folder and the number of other folders, because one change may affect all runs of a study."""
     more = len(set(folders)) - 1
     return f"{folders[0]} and {more} more" if more else str(folders[0])
@@ -134,47 +134,37 @@ def next_job(due: Sequence[Job], running: Collection[Job], free_devices: int | N
     return None
 
 
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    """Exit code of the main rank if known, else of the process; negative for a signal."""
-    complete: bool
-    """True if the job's result exists."""
-    progressed: bool
-    """True if the job saved a new checkpoint."""
-    stopping: bool
-    """True if the study had requested a stop."""
-    monitor_stop: bool = False
-    """True if the monitor stopped the run at a spike."""
-    error: str = ""
-    """Result of `reason_in` for the job's output."""
+def judge(
+    code: int, *, complete: bool, progressed: bool, stopping: bool, monitor_stop: bool, error: str
+) -> tuple[str, str]:
+    """Returns what follows the end of a job, and the reason: `finished`, `again` (start it again now), `interrupted`
+    (the next start of the study goes on), or `failed`.
 
-
-@dataclass(frozen=True)
-class Verdict:
-    what: str
-    """`finished`, `again` (start it again now), `interrupted` (the next start of the study goes on), or `failed`."""
-    reason: str = ""
-
-
-def judge(ended: Ended) -> Verdict:
-    code, said = ended.code, f": {ended.error}" if ended.error else ""
-    if ended.complete:
-        return Verdict("finished")
-    if ended.monitor_stop or code == exit_codes.STOPPED_BY_MONITOR:
-        return Verdict("failed", f"diverged: the monitor stopped it at a spike{said}")
+    Args:
+        code: exit code of the main rank if known, else of the process; negative for a signal.
+        complete: the job's result exists.
+        progressed: the job saved a new checkpoint.
+        stopping: the study had requested a stop.
+        monitor_stop: the monitor stopped the run at a spike.
+        error: result of `reason_in` for the job's output.
+    """
+    said = f": {error}" if error else ""
+    if complete:
+        return "finished", ""
+    if monitor_stop or code == exit_codes.STOPPED_BY_MONITOR:
+        return "failed", f"diverged: the monitor stopped it at a spike{said}"
     if code == exit_codes.REFUSED:
-        return Verdict("failed", f"refused, exit code {code}{said}")
+        return "failed", f"refused, exit code {code}{said}"
     if code == exit_codes.SAVE_FAILED:
-        return Verdict("failed", f"checkpoints cannot be written, exit code {code}{said}")
-    if ended.stopping:  # torchrun ends with 1 in any case
-        return Verdict("interrupted", "stopped")
+        return "failed", f"checkpoints cannot be written, exit code {code}{said}"
+    if stopping:  # torchrun ends with 1 in any case
+        return "interrupted", "stopped"
     stopped = code == exit_codes.STOPPED
     how = f"killed by {reason_in_words(-code)}" if code < 0 else "stopped" if stopped else f"exit code {code}"
-    if ended.progressed:
-        return Verdict("again", f"{how} after a new checkpoint")
+    if progressed:
+        return "again", f"{how} after a new checkpoint"
     if stopped or code < 0:
-        return Verdict("interrupted", f"{how} before a new checkpoint")
+        return "interrupted", f"{how} before a new checkpoint"
     if code == 0:
-        return Verdict("failed", "it ended with exit code 0 and left no result")
-    return Verdict("failed", f"exit code {code}{said}")
+        return "failed", "it ended with exit code 0 and left no result"
+    return "failed", f"exit code {code}{said}"

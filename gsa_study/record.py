@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gsa_study.columns import Equal, columns_of, equal_of
 from gsa_study.run_metrics import LossPoint, RunMetrics
 from gsa_study.run_record import RunRecord, record_of_run
 from gsa_study.states import TEXT_FIELDS, changed_fields
-from gsa_study.study_file import Study, StudyRun
+from gsa_study.study_file import Study
 from gsa_study.tables import VALUES_HEAD, Results, csv_text, values_csv, word_of
 from gsa_train.config import ConfigError
 from gsa_train.files import write_atomically
@@ -112,7 +112,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     files.runs.parent.mkdir(parents=True, exist_ok=True)
     # Values come last, because each value needs the row of its run.
     write_atomically(files.runs, csv_text([RUNS_HEAD, *(_run_row(each, equal) for each in in_order)]))
-    write_atomically(files.curves, csv_text([CURVES_HEAD, *_curve_rows(in_order)]))
+    curves = ((each.run.name, *map(_cell, point)) for each in in_order for point in each.losses)
+    write_atomically(files.curves, csv_text([CURVES_HEAD, *curves]))
     write_atomically(files.values, values_csv(Results(study, in_order, tuple(columns), {})))
     asked = {(column.key, column.at) for column in columns}
     lost = {f"{key} ({at})" for run, key, at in record.values if run in kept and (key, at) not in asked}
@@ -173,10 +174,6 @@ def _run_row(run: RunRecord, equal: Equal | None) -> Sequence[object]:
     return (run.run.arm, run.run.seed, *map(_cell, numbers), *where, *map(_cell, points))
 
 
-def _curve_rows(runs: Iterable[RunRecord]) -> list[Sequence[object]]:
-    return [(each.run.name, *map(_cell, point)) for each in runs for point in each.losses]
-
-
 def _cell(value: float | None) -> str:
     return "" if value is None else repr(value)
 
@@ -203,7 +200,17 @@ def read_record(study: Study, out: Path) -> Record:
         seconds = _number(row["equal_seconds"])
         equals[name] = Equal(int(row["equal_tokens"]), seconds) if row["equal_tokens"] else None
         if name in asked:
-            runs[name] = _run_record(asked[name], row)
+            runs[name] = RunRecord(
+                run=asked[name],
+                finished=True,
+                state="finished",
+                folder=Path(row["folder"]),
+                tokens=int(row["tokens"]),
+                seconds=_number(row["seconds"]),
+                devices=tuple(filter(None, row["devices"].split(BETWEEN))),
+                commits=tuple(row["commits"].split()),
+                text=row["data_fingerprint"],
+            )
 
     def known(name: str) -> str:
         if name not in equals:
@@ -225,20 +232,6 @@ def read_record(study: Study, out: Path) -> Record:
     runs = {name: replace(run, losses=tuple(curves.get(name, ()))) for name, run in runs.items()}
     equal = next(iter(equals.values()), None)
     return Record(runs, equal, values, tuple(name for name in equals if name not in asked))
-
-
-def _run_record(run: StudyRun, row: Mapping[str, str]) -> RunRecord:
-    return RunRecord(
-        run=run,
-        finished=True,
-        state="finished",
-        folder=Path(row["folder"]),
-        tokens=int(row["tokens"]),
-        seconds=_number(row["seconds"]),
-        devices=tuple(filter(None, row["devices"].split(BETWEEN))),
-        commits=tuple(row["commits"].split()),
-        text=row["data_fingerprint"],
-    )
 
 
 def _number(cell: str) -> float | None:

@@ -8,7 +8,7 @@ person also writes the text above `## Studies` in README.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from gsa_study.caveats import origins
@@ -19,14 +19,7 @@ from gsa_train.metrics.progress import compact
 
 NO_VERDICT = "No verdict yet."
 VERDICT, STUDIES = "## Verdict", "## Studies"
-
-
-@dataclass(frozen=True)
-class Standing:
-    page: str
-    title: str
-    runs: str
-    said: str
+HEAD = ["study", "runs", "verdict"]
 
 
 def write_figure(results: Results, out: Path) -> Path | None:
@@ -40,18 +33,14 @@ def write_figure(results: Results, out: Path) -> Path | None:
     return write_study_figure(results, path)
 
 
-def write_page(results: Results, out: Path) -> tuple[Standing, Path]:
+def write_page(results: Results, out: Path) -> tuple[list[str], Path]:
+    """Write the page, and keep its verdict. Returns the study's row in README.md, and the page's file."""
     study, path = results.study, out / f"{results.study.config.name}.md"
-    said = write_with_verdict(path, page_parts(results))
-    return Standing(path.name, study.title, f"{len(results.finished)} of {len(results.runs)}", said), path
-
-
-def write_with_verdict(path: Path, parts: Sequence[str]) -> str:
-    """Write the page, and keep its verdict. Returns the verdict's first paragraph."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     verdict = text.partition(f"\n{VERDICT}\n")[2].strip() or NO_VERDICT
-    write_text(path, [*parts, VERDICT, verdict])
-    return verdict.partition("\n\n")[0]
+    write_text(path, [*page_parts(results), VERDICT, verdict])
+    runs = f"{len(results.finished)} of {len(results.runs)}"
+    return [f"[{study.title}]({path.name})", runs, verdict.partition("\n\n")[0]], path
 
 
 def write_text(path: Path, parts: Sequence[str]) -> None:
@@ -112,12 +101,12 @@ def with_paper(results: Results) -> Rows:
     return [head, *rows]
 
 
-def write_overview(standings: Sequence[Standing], out: Path) -> Path:
+def write_overview(rows: Rows, out: Path) -> Path:
     """Write README.md: the text that a person writes, and the table of all verdicts."""
     path = out / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
-    rows = [["study", "runs", "verdict"]]
-    rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
     made = "`python launch/results.py` [writes](../how_to/studies.md#pages-of-results) the tables and pages."
-    write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
+    write_text(
+        path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table([HEAD, *rows]), made]
+    )
     return path

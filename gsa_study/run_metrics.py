@@ -103,29 +103,17 @@ class RunMetrics:
 
 
 def with_means(record: Record) -> Record:
-    """Return the record with entries of dicts as separate keys, `eval_bits_per_byte: piqa`. The score's own key has
-    its mean over all tasks."""
-    means = {
-        key: statistics.fmean(value.values())
-        for key, value in record.items()
-        if key.startswith("eval_")
-        and isinstance(value, dict)
-        and value
-        and all(map(is_number, value.values()))
-    }
-    return {**flat(record), **means}
-
-
-def flat(record: Record) -> Record:
-    """Returns the record with entries of dicts as separate keys: `lrs: base`, `validation_loss_by_source:
-    Wikipedia`."""
-    flat: Record = {}
+    """Return the record with entries of dicts as separate keys, such as `lrs: base` and `eval_bits_per_byte: piqa`. The
+    own key of such a score has the mean over all tasks."""
+    found: Record = {}
     for key, value in record.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}: {name}": number for name, number in value.items()}
-        else:
-            flat[key] = value
-    return flat
+        if not isinstance(value, dict):
+            found[key] = value
+            continue
+        found |= {f"{key}: {name}": number for name, number in value.items()}
+        if key.startswith("eval_") and value and all(map(is_number, value.values())):
+            found[key] = statistics.fmean(value.values())
+    return found
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:

@@ -16,12 +16,12 @@ from typing import IO
 
 from gsa_study import processes
 from gsa_study.jobs import Job
-from gsa_study.plan import Ended, StudyError, judge, next_job
+from gsa_study.plan import StudyError, judge, next_job
 from gsa_study.processes import Running, child_environment
 from gsa_study.states import newest_checkpoint, note_failure, read_state
 from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.reliability.stop_signals import heeded_signals, reason_in_words
-from gsa_train.run_folder.file_names import LOCK, MONITOR_STOP
+from gsa_train.run_folder.paths import LOCK, MONITOR_STOP
 
 POLL_SECONDS = 0.1
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 @dataclass
 class StudyRunner:
     folder: Path
-    due: Sequence[Job]
-    """Due jobs in the order in which they start."""
+    due: list[Job]
+    """Copy of the due jobs, in the order in which they start. Jobs that start are removed."""
     gpus: Sequence[str] | None
     """GPUs, or None for CPUs, where one job runs at a time."""
     deadline: float | None = None
@@ -43,7 +43,7 @@ class StudyRunner:
     """True after a second Ctrl-C."""
 
     def __post_init__(self) -> None:
-        self._due = list(self.due)
+        self.due = list(self.due)
         self._running: list[Running] = []
         self._free = list(self.gpus or [])
         self._signals = 0
@@ -72,7 +72,7 @@ class StudyRunner:
         before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
-            job = next_job(self._due, [each.job for each in self._running], free)
+            job = next_job(self.due, [each.job for each in self._running], free)
             if job is None:
                 return False
             if is_locked(job.run.folder / LOCK):
@@ -84,7 +84,7 @@ class StudyRunner:
         return False
 
     def _start(self, job: Job) -> None:
-        self._due.remove(job)
+        self.due.remove(job)
         gpus = tuple(self._free[: job.devices])
         del self._free[: job.devices]
         name = job.key.replace(" ", "_")
@@ -107,36 +107,23 @@ class StudyRunner:
             self._running.remove(each)
             self._free += each.gpus
             job = each.job
-            verdict = judge(
-                Ended(
-                    code=code,
-                    complete=read_state(job).finished,
-                    progressed=newest_checkpoint(job.run.folder) not in ("", each.checkpoint_before),
-                    stopping=bool(self.stop_reason),
-                    monitor_stop=(job.run.folder / MONITOR_STOP).exists(),
-                    error=each.reason(code),
-                )
+            what, reason = judge(
+                code,
+                complete=read_state(job).finished,
+                progressed=newest_checkpoint(job.run.folder) not in ("", each.checkpoint_before),
+                stopping=bool(self.stop_reason),
+                monitor_stop=(job.run.folder / MONITOR_STOP).exists(),
+                error=each.reason(code),
             )
-            say(f"{job.key}: {verdict.what}{f' ({verdict.reason})' if verdict.reason else ''}")
-            if verdict.what == "failed":
-                self._fail(job, verdict.reason)
-            elif verdict.what == "again":
-                self._due.insert(0, job)
-            elif verdict.what == "interrupted":
-                self.interrupted.append((job, verdict.reason))
-                self._leave_out(job)
-
-    def _fail(self, job: Job, reason: str) -> None:
-        note_failure(self.folder, job.key, reason)
-        self._leave_out(job)
-
-    def _leave_out(self, job: Job) -> None:
-        if job.kind == "train":
-            self._due = [each for each in self._due if each.kind == "train" or each.run.name != job.run.name]
-
-    @property
-    def left(self) -> list[Job]:
-        return list(self._due)
+            say(f"{job.key}: {what}{f' ({reason})' if reason else ''}")
+            if what == "again":
+                self.due.insert(0, job)
+            if what == "failed":
+                note_failure(self.folder, job.key, reason)
+            if what == "interrupted":
+                self.interrupted.append((job, reason))
+            if what in ("failed", "interrupted") and job.kind == "train":
+                self.due = [due for due in self.due if due.kind == "train" or due.run.name != job.run.name]
 
     # ---- stops
 
@@ -193,7 +180,6 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns True if a process writes this run's folder."""
     if not path.exists():
         return False
     with open(path, "a+", encoding="utf-8", opener=own_file) as file:

@@ -69,14 +69,10 @@ def _changed_evaluation(job: Job) -> Iterator[str]:
     command = read_json(job.result).get("command")
     if not isinstance(command, str):
         return
-    before = _options(shlex.split(command)[1:])
-    now = _options(job.command[job.command.index("--run") :])
+    before = shlex.split(command)[3:]  # after --run and its folder
+    now = list(job.command[job.command.index("--run") + 2 :])
     if before != now:
         yield f"evaluation {job.name}: {shlex.join(before)} -> {shlex.join(now)}"
-
-
-def _options(words: Sequence[str]) -> list[str]:
-    return list(words[2:])
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -103,30 +99,22 @@ def newest_checkpoint(run_folder: Path) -> str:
 
 def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
     """Append a failure of this job. With `reason=None`, the job no longer counts as failed."""
-    append_note(study_folder / FAILURES, {"job": key, "reason": reason, "unix_seconds": time.time()})
+    note = {"job": key, "reason": reason, "unix_seconds": time.time()}
+    append_line(study_folder / FAILURES, json.dumps(note, ensure_ascii=False))
 
 
 def read_failures(study_folder: Path) -> dict[str, str]:
+    """Returns job -> why it failed. A line that a kill cut off is left out."""
     failures: dict[str, str] = {}
-    for note in read_notes(study_folder / FAILURES):
-        if not {"job", "reason"} <= note.keys():
-            continue
-        failures.pop(note["job"], None)
-        if note["reason"] is not None:
-            failures[note["job"]] = note["reason"]
-    return failures
-
-
-def append_note(path: Path, note: dict[str, Any]) -> None:
-    append_line(path, json.dumps(note, ensure_ascii=False))
-
-
-def read_notes(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the notes. A line that a kill cut off is left out."""
+    path = study_folder / FAILURES
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             note = parse_json(line)
         except ValueError:
             continue
-        if isinstance(note, dict):
-            yield note
+        if not isinstance(note, dict) or not {"job", "reason"} <= note.keys():
+            continue
+        failures.pop(note["job"], None)
+        if note["reason"] is not None:
+            failures[note["job"]] = note["reason"]
+    return failures

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gsa_study.checks import missing_texts, mistakes, seeds_of
+from gsa_study.checks import missing_texts, mistakes
 from gsa_study.config import ArmConfig, StudyConfig
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.batch_ramp import tokens_before
@@ -86,7 +86,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         raise ConfigError(path, problems.lines)
     if clashes := _set_by_arms(study, overrides):
         raise ConfigError(path, clashes)
-    config_path = base_config(path, study.config)
+    beside = Path(path).parent / study.config
+    config_path = str(beside) if beside.is_file() else study.config
     runs: dict[str, list[StudyRun]] = {}
     wrong: dict[str, list[str]] = {}
     for arm in study.arms:
@@ -124,12 +125,6 @@ def _arms_in_words(names: Sequence[str]) -> str:
     return f"{'arm' if len(names) == 1 else 'arms'} {', '.join(names)}"
 
 
-def base_config(study_path: str | Path, config: str) -> str:
-    """Return the file of this name beside the study file, if it exists, else the text unchanged."""
-    beside = Path(study_path).parent / config
-    return str(beside) if beside.is_file() else config
-
-
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
     """Convert a list in a `set`, such as all phases, to the text that follows `phases=` on a command line."""
     arms = tree.get("arms")
@@ -162,7 +157,7 @@ def _runs_of(arm: ArmConfig, study: StudyConfig, base: Sequence[str], need_data:
     if found:
         raise ConfigError(config_path, found)
     runs = []
-    for seed in seeds_of(arm, study):
+    for seed in arm.seeds or study.seeds:
         name = f"{arm.name}-seed{seed}"
         of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
         own = replace(

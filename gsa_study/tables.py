@@ -64,19 +64,15 @@ def read_results(study: Study, failures: Mapping[str, str]) -> Results:
 def arm_rows(results: Results) -> Rows:
     """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows these
     rows in the form that `narrow` returns."""
-    head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
-    return [head, *([arm, *_leading_cells(results, arm), *_means(results, arm)] for arm in results.arms)]
-
-
-def _leading_cells(results: Results, arm: str) -> list[str]:
-    runs = results.runs_of(arm)
-    count = count_parameters(runs[0].config.model, runs[0].config.gsa, runs[0].config.moe)
-    finished = sum(each.run.arm == arm for each in results.finished)
-    return [compact(count.total), str(finished) if finished == len(runs) else f"{finished} of {len(runs)}"]
-
-
-def _means(results: Results, arm: str) -> list[str]:
-    return [written(results.spread(arm, column)) for column in results.columns]
+    rows = [["arm", "parameters", "runs", *(column.title for column in results.columns)]]
+    for arm in results.arms:
+        runs = results.runs_of(arm)
+        count = count_parameters(runs[0].config.model, runs[0].config.gsa, runs[0].config.moe)
+        finished = sum(each.run.arm == arm for each in results.finished)
+        of_runs = str(finished) if finished == len(runs) else f"{finished} of {len(runs)}"
+        means = (written(results.spread(arm, column)) for column in results.columns)
+        rows.append([arm, compact(count.total), of_runs, *means])
+    return rows
 
 
 def value_rows(results: Results) -> Rows:
@@ -89,16 +85,12 @@ def value_rows(results: Results) -> Rows:
     return [head, *rows]
 
 
-def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
-    """Return a row per run, with its place and its settings.
-
-    Args:
-        folder_of: folders are relative to this folder; None: as the study has them.
-    """
+def run_rows(results: Results, folder_of: Path) -> Rows:
+    """Return a row per run, with its place, relative to `folder_of`, and its settings."""
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
     for each in results.runs:
-        folder = relative(each.folder, folder_of) if folder_of else str(each.folder)
+        folder = os.path.relpath(each.folder.resolve(), folder_of.resolve())
         tokens = compact(each.tokens) if each.tokens is not None else "–"
         seconds = duration(each.seconds) if each.seconds is not None else "–"
         config = f"{folder}/config.yaml" if each.commits else "–"
@@ -126,10 +118,6 @@ def seed_rows(results: Results) -> Rows:
         if apart.deviation is not None:
             rows.append([arm, str(apart.n), written(apart)])
     return [["arm", "seeds", f"{column.title}, less {first}"], *rows] if rows else []
-
-
-def relative(path: Path, folder: Path) -> str:
-    return os.path.relpath(path.resolve(), folder.resolve())
 
 
 # ---- as text

@@ -32,13 +32,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     Args:
         argv: the words after the script's name; None: `sys.argv[1:]`.
     """
+    name = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog=program_name(),
+        prog="python -m gsa_train" if name == "__main__.py" else name,
         description="Pretrain a language model with Gated Sparse Attention.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file of the run, or the name of one in configs/"
+        "--config",
+        required=True,
+        dest="config_path",
+        metavar="FILE",
+        help="YAML file of the run, or the name of one in configs/",
     )
     resume = parser.add_mutually_exclusive_group()
     resume.add_argument("--resume-from", metavar="DIR", help="start from this checkpoint folder")
@@ -95,24 +100,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             parser.error(str(error))
     if world_size < 1:
         parser.error(f"world size {world_size}: below 1; give 1 or more")
-    return Arguments(
-        config_path=arguments.config,
-        overrides=tuple(arguments.overrides),
-        resume_from=arguments.resume_from,
-        no_resume=arguments.no_resume,
-        resume_after_stop=arguments.resume_after_stop,
-        accept_new_data=arguments.accept_new_data,
-        dry_run=arguments.dry_run,
-        world_size=world_size,
-        device=arguments.device or DEVICE,
-        mfu=arguments.mfu,
-    )
-
-
-def program_name() -> str:
-    """Returns the program's name in messages: pretrain.py, gsa-pretrain or python -m gsa_train."""
-    name = Path(sys.argv[0]).name
-    return "python -m gsa_train" if name == "__main__.py" else name
+    changed = {"overrides": tuple(arguments.overrides), "world_size": world_size}
+    return Arguments(**{**vars(arguments), **changed, "device": arguments.device or DEVICE})
 
 
 def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:

@@ -94,12 +94,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: after a crash the file has either the old or the new content. A link at the path is
     replaced, and its target stays unchanged."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    write_durably(temporary, content.encode() if isinstance(content, str) else content)
+    os.replace(temporary, path)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file and sync it to disk. A link at the path is replaced, and its target stays unchanged."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:

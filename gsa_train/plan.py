@@ -4,8 +4,6 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from gsa_train.config import Config
 from gsa_train.phases import PhaseRange
 from gsa_train.services import StepPlan
@@ -16,7 +14,6 @@ def plan_step(
     phase_range: PhaseRange,
     config: Config,
     *,
-    skipped_steps: Collection[int],
     steps_before_start: int,
     save_is_due: bool,
 ) -> StepPlan:
@@ -26,6 +23,7 @@ def plan_step(
         steps_before_start: steps completed before this start.
         save_is_due: `CheckpointSaver.is_due`: by checkpoint.every_steps, or because an earlier save failed.
     """
+    skipped_steps = config.train.iterations_to_skip
     trains = step not in skipped_steps
     begins = step in (phase_range.start + 1, steps_before_start + 1)
     left_out_through = None

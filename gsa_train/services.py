@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class StepPlan:
 
 class Service:
     """Base class of services: each event does nothing by default. All ranks reach the events in the same order, but
-    not at the same time. Only `on_tasks` may use collectives."""
+    not at the same time, so no event may use collectives."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         """Called before the phase's first step. `start` is the last step before the phase."""
@@ -70,9 +70,6 @@ class Service:
 
     def on_save(self, step: int) -> None:
         """Called when a save begins."""
-
-    def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """Called after the step's save, so that no step is lost if a task fails. `stop_if_asked` may raise."""
 
     def end_phase(self, step: int) -> None:
         """Called after the phase's last step."""

@@ -98,9 +98,7 @@ def train_step(
     detector, check, groups = training.detector, training.check, training.parallel.groups
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     uses_indexer = model.runtime.attention_pass.uses_indexer
-    rows = loss_tokens.new_zeros(())
-    if uses_indexer:
-        rows = counted_rows(micro_batches)
+    rows = counted_rows(micro_batches) if uses_indexer else loss_tokens.new_zeros(())
     counts = torch.stack([loss_tokens, rows])
     model.work_time.end()  # waits for other ranks are not this rank's work
     dist.all_reduce(counts, group=groups.dp)
@@ -133,7 +131,7 @@ def train_step(
     causal_keys = update_norm = None
     if measures:
         causal_keys = mean_causal_keys(micro_batches)
-        update_norm = optimizer.update_norm(verdict.applied, training.parallel)
+        update_norm = optimizer.update_norm(verdict.applied)
     return StepResult(
         computed.loss_sum,
         loss_tokens,
@@ -199,7 +197,7 @@ def _compute(
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
-        grad_norm, loss = optimizer.reduce_grad_norm(loss_share, parallel)
+        grad_norm, loss = optimizer.reduce_grad_norm(loss_share)
     z_loss_sum = None
     if config.train.z_loss_coeff > 0 and attention_pass.measuring:
         z_loss_sum = _sum_of(losses, parallel, "z_loss_sum")

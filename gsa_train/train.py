@@ -27,7 +27,6 @@ from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leav
 from gsa_train.run.open import open_run
 from gsa_train.run.saves import save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.validate import Tasks
 from gsa_train.run.warnings import BlindIndexerWarning, DenseQueriesWarning, warn_of_cpus
 from gsa_train.run_folder.lock import RunLock
 from gsa_train.run_folder.paths import run_dir
@@ -63,7 +62,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         check_health(parallel, config.run.health_check_seconds)
     request.listen()  # until here a signal ends this process: nothing to save, and a peer may be missing
     ranges = phase_ranges(config.phases)
-    lock = RunLock(run_dir(config), parallel)
+    lock = RunLock(run_dir(config))
     lock.take()  # before checkpoints are read: the previous holder may have written new ones
     with ExitStack() as refused:
         refused.callback(lock.take_back)
@@ -103,7 +102,6 @@ def services_of(run: Run) -> list[Service]:
         services.profiler,
         GoodputNotes(services.goodput, services.log.message, services.saver.take_held_seconds, ratio),
         *(warnings if run.parallel.is_main else []),
-        Tasks(run),
     ]
 
 

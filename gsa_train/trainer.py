@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gsa_train.config.batch_ramp import batch_size
-from gsa_train.metrics.record import IntervalClock, LoggedStep, Measured, data_totals, send_step, step_record
+from gsa_train.metrics.record import IntervalClock, Measured, data_totals, send_step, step_record
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.micro_batch_graph import new_graph
 from gsa_train.phases import PhaseRange, in_full_batches, learning_rate, lr_multipliers
@@ -22,7 +22,7 @@ from gsa_train.reliability.monitor.monitor import READ_DELAY_STEPS, Monitor
 from gsa_train.reliability.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.validate import validate
+from gsa_train.run.validate import validate, validate_tasks
 from gsa_train.services import StepPlan
 from gsa_train.step import StepResult, Training, train_step
 
@@ -73,8 +73,14 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
     _validate(run, phase)
     _score_tasks(run, phase)
     while state.step < phase_range.end:
-        plan = _plan(run, phase_range)
-        _read_or_stop(run, phase)
+        step, started = state.step + 1, run.start.step
+        due = run.services.saver.is_due(step)
+        plan = plan_step(step, phase_range, run.config, steps_before_start=started, save_is_due=due)
+        reason = run.services.stop_vote.ask()
+        # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
+        phase.monitor.read(state.step if reason else state.step - READ_DELAY_STEPS)
+        if reason:
+            _stop(run, phase, reason)
         for service in run.listening:
             service.before_step(plan)
         result = _train(run, phase, plan)
@@ -90,31 +96,14 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
                 service.after_step(plan)
         state.validation_due, state.tasks_due = plan.validates, plan.scores_tasks
         _validate(run, phase)
-        _save(run, phase, plan)
+        if plan.saves or plan.ends_phase:
+            state.monitor = phase.monitor.state()
+        if plan.saves:
+            with phase.clock.paused():
+                save(run, phase_range, phase_optimizer)
         _score_tasks(run, phase)
     for service in run.listening:
         service.end_phase(state.step)
-
-
-def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
-    step = run.state.step + 1
-    return plan_step(
-        step,
-        phase_range,
-        run.config,
-        skipped_steps=run.skipped_steps,
-        steps_before_start=run.start.step,
-        save_is_due=run.services.saver.is_due(step),
-    )
-
-
-def _read_or_stop(run: Run, phase: _ActivePhase) -> None:
-    """Read the monitor's verdicts on earlier steps. If the ranks agreed on a stop, end the run here."""
-    step, reason = run.state.step, run.services.stop_vote.ask()
-    # Verdicts are read some steps late, so that the host does not wait for the device. Before a stop all are read.
-    phase.monitor.read(step if reason else step - READ_DELAY_STEPS)
-    if reason:
-        _stop(run, phase, reason)
 
 
 def _write_late(run: Run) -> None:
@@ -179,20 +168,20 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
     reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
     of_phase = phase.range.phase
     lrs = {name: phase.lr * multiplier for name, multiplier in lr_multipliers(of_phase).items()}
-    logged = LoggedStep(run.state.step, of_phase, lrs, phase.monitor.last_grad_norm, run.state.tokens)
+    known: dict[str, Any] = {"step": run.state.step, "phase": of_phase.name, "tokens": run.state.tokens}
+    known |= {"grad_norm": phase.monitor.last_grad_norm, "lr": lrs.get("base", max(lrs.values())), "lrs": lrs}
+    if config.train.batch_ramp:
+        known["global_batch_size"] = batch_size(config.train, run.state.step - 1)
+    known |= phase.monitor.metrics()
     precision = "bf16" if model.mcore_config.bf16 else "fp32"
-    of_monitor = phase.monitor.metrics()
 
     def make_and_log() -> None:
         numbers = reduced()
-        record = step_record(logged, numbers, interval, config, parallel, precision)
-        record |= {"update_norm": numbers.update_norm, **of_monitor}
-        if config.train.batch_ramp:
-            record["global_batch_size"] = batch_size(config.train, logged.step - 1)
+        record = known | step_record(numbers, interval, of_phase, config, parallel, precision)
         for service in run.listening:
             service.on_record(record, numbers)
         run.services.log.log(record)
-        phase.monitor.watch_layers(logged.step, record)
+        phase.monitor.watch_layers(record["step"], record)
 
     return make_and_log
 
@@ -206,21 +195,12 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
         run.state.validation_due = False
 
 
-def _save(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
-    if plan.saves or plan.ends_phase:
-        run.state.monitor = phase.monitor.state()
-    if plan.saves:
-        with phase.clock.paused():
-            save(run, phase.range, phase.optimizer)
-
-
 def _score_tasks(run: Run, phase: _ActivePhase) -> None:
     """Score `evaluate.tasks` between two steps if they are due. Scoring ends early if the ranks agree on a stop."""
     if run.state.tasks_due:
         stop_if_asked = partial(_stop_if_asked, run, phase, "scoring tasks")
         with phase.clock.paused(), run.services.goodput.clock.during("tasks"):
-            for service in run.listening:
-                service.on_tasks(run.state.step, phase.range.phase.name, stop_if_asked)
+            validate_tasks(run, phase.range.phase.name, stop_if_asked)
         run.state.tasks_due = False
 
 

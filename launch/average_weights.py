@@ -1,7 +1,4 @@
-"""Average checkpoints: python launch/average_weights.py --run RUN_DIR --steps N N ... --out DIR
-
-`gsa_eval/commands/average_weights.py` describes the command.
-"""
+"""Average checkpoints: python launch/average_weights.py --run RUN_DIR --steps N N ... --out DIR"""
 
 import sys
 from pathlib import Path

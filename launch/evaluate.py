@@ -1,7 +1,4 @@
-"""Evaluate a model: python launch/evaluate.py --run RUN_DIR --name NAME [--data PLACE ...] [key=value ...]
-
-`gsa_eval/commands/evaluate.py` describes the command.
-"""
+"""Evaluate a model: python launch/evaluate.py --run RUN_DIR --name NAME [--data PLACE ...] [key=value ...]"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Export a checkpoint to transformers: python launch/export_hf.py --run RUN_DIR --out DIR
-
-`gsa_eval/commands/export_hf.py` describes the command.
-"""
+"""Export a checkpoint to transformers: python launch/export_hf.py --run RUN_DIR --out DIR"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Generate text from a checkpoint: python launch/generate.py --run RUN_DIR --prompt TEXT --max-new-tokens N
-
-`gsa_eval/commands/generate.py` describes the command.
-"""
+"""Generate text from a checkpoint: python launch/generate.py --run RUN_DIR --prompt TEXT --max-new-tokens N"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Report how a run spends its time: python launch/goodput.py --run DIR
-
-`gsa_train/commands/goodput.py` describes the command.
-"""
+"""Report how a run spends its time: python launch/goodput.py --run DIR"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Import a model of transformers: python launch/import_hf.py --hf DIR --out DIR
-
-`gsa_eval/commands/import_hf.py` describes the command.
-"""
+"""Import a model of transformers: python launch/import_hf.py --hf DIR --out DIR"""
 
 import sys
 from pathlib import Path

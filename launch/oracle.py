@@ -1,7 +1,4 @@
-"""Measure the retrieval limit of key selections: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
-
-`gsa_eval/commands/oracle.py` describes the command.
-"""
+"""Measure the retrieval limit of key selections: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json"""
 
 import sys
 from pathlib import Path

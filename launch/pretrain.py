@@ -1,7 +1,4 @@
-"""Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
-
-`gsa_train/commands/pretrain.py` describes the options and the exit codes.
-"""
+"""Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Write the pages of docs/results from the records of studies and from local run folders: python launch/results.py
-
-`gsa_study/commands/results.py` describes the command.
-"""
+"""Write the pages of docs/results from records and local run folders: python launch/results.py"""
 
 import sys
 from pathlib import Path

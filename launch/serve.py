@@ -1,7 +1,4 @@
-"""Serve an exported model over HTTP: python launch/serve.py --hf DIR
-
-`gsa_eval/commands/serve.py` describes the command.
-"""
+"""Serve an exported model over HTTP: python launch/serve.py --hf DIR"""
 
 import sys
 from pathlib import Path

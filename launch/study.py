@@ -1,7 +1,4 @@
-"""Run a study and compare its models: python launch/study.py --study FILE
-
-`gsa_study/commands/study.py` describes the options and the exit codes.
-"""
+"""Run a study and compare its models: python launch/study.py --study FILE"""
 
 import sys
 from pathlib import Path

@@ -50,6 +50,7 @@ from gsa_train.run_folder.starts import read_starts
 sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers.chaos_times import Happened, productive_by_hand
+from helpers.damage import cut, flip
 from helpers.launchers import is_running, launch, ranks_of
 from helpers.runs import REPOSITORY, Run, kill, numbers_of, processes_of
 
@@ -233,13 +234,9 @@ class Disturbed:
         before = self.run.latest
         self.wait_until(lambda: self.run.latest != before, "the next checkpoint")
         path = self._chance.choice(sorted((self.run.checkpoints / self.run.latest).glob("*.distcp")))
-        how = self._chance.choice(["a bit of {} flipped", "{} cut", "{} removed"])
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        if how.endswith("removed"):
-            path.unlink()
-        else:
-            path.write_bytes(data if "flipped" in how else data[: len(data) // 2])
+        damages = {"a bit of {} flipped": flip(0.5), "{} cut": cut, "{} removed": Path.unlink}
+        how = self._chance.choice([*damages])
+        damages[how](path)
         return f"{self.run.latest}: {how.format(path.name)}"
 
     def _fill_disk(self, planned: Planned) -> Happened:

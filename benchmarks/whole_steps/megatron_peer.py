@@ -66,7 +66,8 @@ class _PeerModel(NamedGPTModel):
 
 
 class MegatronTrainee:
-    """Implements `Trainee` for a plain model with the config's sizes, without gates and indexer."""
+    """Trains a plain model with the config's sizes, without gates and indexer. training.py calls the same members of
+    `OurTrainee`."""
 
     def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel) -> None:
         assert not unsupported_by_megatron(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class Planted:
 
     projections: IndexerProjections
     """[1, L, ...]"""
-    score_bias: torch.Tensor | None
-    weight_bias: torch.Tensor | None
+    score_bias: torch.Tensor
+    weight_bias: torch.Tensor
 
 
 def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
@@ -67,25 +68,18 @@ def plant(model: Model, layers: Sequence[Planted], batch: int) -> None:
     """
     indexers = [each.indexer for each in model.attentions if each.indexer is not None]
     for indexer, planted in zip(indexers, layers, strict=True):
-        given = (x.expand(batch, *x.shape[1:]).contiguous() for x in planted.projections)
+        biases = (indexer.score_bias, planted.score_bias), (indexer.weight_bias, planted.weight_bias)
         with torch.no_grad():
-            for bias, value in (
-                (indexer.score_bias, planted.score_bias),
-                (indexer.weight_bias, planted.weight_bias),
-            ):
-                if bias is not None and value is not None:
+            for bias, value in biases:
+                if bias is not None:
                     bias.copy_(value)
-        indexer.register_forward_hook(_Instead(IndexerProjections(*given)))
+        given = [x.expand(batch, *x.shape[1:]).contiguous() for x in planted.projections]
+        indexer.register_forward_hook(partial(_planted_instead, given))
 
 
-class _Instead:
-    """Implements a forward hook that returns the planted projections with the gradients of the indexer's own."""
-
-    def __init__(self, given: IndexerProjections) -> None:
-        self.given = given
-
-    def __call__(self, module: Any, inputs: Any, own: IndexerProjections) -> IndexerProjections:
-        return IndexerProjections(*(_Replace.apply(*pair) for pair in zip(own, self.given, strict=True)))
+def _planted_instead(given: list[torch.Tensor], module: Any, inputs: Any, own: Any) -> IndexerProjections:
+    """Return the planted projections with the gradients of the indexer's own."""
+    return IndexerProjections(*(_Replace.apply(*pair) for pair in zip(own, given, strict=True)))
 
 
 class _Replace(torch.autograd.Function):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -45,8 +44,3 @@ class Result:
         """Return the largest |predicted - peak| / peak over the ranks; NaN without a prediction."""
         pairs = [(p, m) for p, m in zip(self.predicted_gib, self.peak_gib, strict=False) if m > 0]
         return max((abs(p - m) / m for p, m in pairs), default=float("nan"))
-
-
-def as_row(result: Result) -> dict[str, Any]:
-    """Convert to plain values for the report, with lists by rank."""
-    return {**asdict(result), "prediction_error": result.prediction_error}

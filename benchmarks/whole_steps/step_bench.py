@@ -6,8 +6,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import Parallel
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, new_graph
@@ -33,18 +32,6 @@ def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
     blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
     mine = blocks.chunk(parallel.data_size)[parallel.data_rank]
     return [to_micro_batch(part, NO_TOKEN, True) for part in mine.split(train.micro_batch_size)]
-
-
-class Trainee(Protocol):
-    """Defines what the benches drive."""
-
-    def step(self, batches: list[MicroBatch]) -> None: ...
-
-    def loss(self) -> float:
-        """Return the last step's loss per token. Collective. Waits for the device."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class OurTrainee:
@@ -92,18 +79,12 @@ class OurTrainee:
         measures: bool = False,
         hold_update: Callable[[], None] = lambda: None,
     ) -> None:
-        training = Training(
-            self.model,
-            self.optimizer,
-            self.config,
-            self.parallel,
-            self.detector,
-            graph=self.graph,
-            hold_update=hold_update,
-        )
+        parts = (self.model, self.optimizer, self.config, self.parallel, self.detector)
+        training = Training(*parts, graph=self.graph, hold_update=hold_update)
         self.result = train_step(training, batches, self.lr, step=0, measures=measures)
 
     def loss(self) -> float:
+        """Return the last step's loss per token. Collective. Waits for the device."""
         total = self.result.loss_sum.double()
         dist.all_reduce(total)
         return float(total / self.result.loss_tokens)
@@ -131,25 +112,18 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Holds the bytes of one rank's device, 0 on CPUs."""
-
-    allocated: int
-    """Peak, in tensors."""
-    reserved: int
-    """Peak, held by the allocator: tensors, its cache, and gaps."""
-
-
-def peak_memory(device: torch.device) -> Memory:
+def speed(
+    config: Config, phase: PhaseConfig, seconds: float, device: torch.device, devices: int = 1
+) -> tuple[float, float]:
+    """Return tokens per second and device of a step, and the MFU, which is NaN for an unknown device and on CPUs."""
+    train = config.train
+    rate = train.global_batch_size * train.seq_len_tokens / devices / seconds
     if device.type != "cuda":
-        return Memory(0, 0)
-    return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        return rate, float("nan")
+    precision = "fp32" if train.precision == "fp32" else "bf16"
+    peak = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
+    flops = flops_per_token(config.model, config.gsa, config.moe, phase, train.seq_len_tokens)
+    return rate, float("nan") if peak is None else rate * flops.total / peak
 
 
 def release_memory(device: torch.device) -> int:

@@ -6,7 +6,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import harness
@@ -124,40 +124,28 @@ class Sweep:
             return
         reference: Subject | None = None
         for case in group:
-            if case.model != STANDARD and case not in missing:
-                continue
-            kept = reference
-            reference = self._measured(case, kept, case in missing) if case.model == STANDARD else kept
-            if case.model != STANDARD:
-                self._measured(case, kept, True)
+            if case.model == STANDARD:
+                reference = self._measured(case, None, case in missing)
+            elif case in missing:
+                self._measured(case, reference, True)
         if reference is not None:
             reference.bench.close()
         del reference
         release_memory(self.parallel.device)
 
     def identity(self, case: StepCase) -> Cells:
+        indexer = "own" if self.arguments.indexer == "own" else f"alike {LIKENESS:g}"
         return {
             "gpu": self.report.environment["gpu"],
             "commit": self.report.environment["commit"],
-            "shape": case.shape,
-            "length": case.length,
-            "layers": case.layers,
-            "model": case.model,
-            "sequences": case.sequences,
-            "micro_batch": case.micro_batch,
+            **asdict(case),
             "vocab": case.config(self.arguments.overrides).model.vocab_size,
-            "indexer": self._indexer(case),
+            "indexer": indexer if case.has_indexer else "none",
         }
 
-    def _indexer(self, case: StepCase) -> str:
-        if not case.has_indexer:
-            return "none"
-        return "own" if self.arguments.indexer == "own" else f"alike {LIKENESS:g}"
-
     def _has(self, case: StepCase) -> bool:
-        wanted = self.identity(case)
-        measured = [row for row in self.report.rows if "whole_ms" not in row]
-        return any(wanted.items() <= row.items() for row in measured)
+        wanted = self.identity(case).items()
+        return any(wanted <= row.items() for row in self.report.rows if "whole_ms" not in row)
 
     def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
         """Measure a case and store its row. Return the model if it is the standard one and fits the device."""
@@ -230,13 +218,11 @@ class Sweep:
 
     def _flops_limit(self, case: StepCase) -> float:
         """Return the speed-up at equal MFU: the FLOPs of the standard model divided by the FLOPs of this model."""
-        standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
-        for each in (standard, case):
+        for each in (replace(case, model=STANDARD), case):
             config = each.config(self.arguments.overrides)
-            totals.append(
-                flops_per_token(config.model, config.gsa, config.moe, config.phases[-1], each.length).total
-            )
+            flops = flops_per_token(config.model, config.gsa, config.moe, config.phases[-1], each.length)
+            totals.append(flops.total)
         return totals[0] / totals[1]
 
     def _keep(self, cells: Cells) -> None:
@@ -257,8 +243,7 @@ def selected(subject: Subject) -> Cells:
         subject.bench.step(subject.batches, measures=True)
     except torch.OutOfMemoryError:  # the step has its time, but these rows lack r
         return {}
-    nothing = torch.zeros(0, dtype=torch.float64, device=subject.bench.parallel.device)
-    found = stats.reduce(nothing, [], [])[0]
+    found = stats.read()
     stats.reset()
 
     def mean(name: str) -> float | None:
@@ -292,10 +277,8 @@ def add_whole_models(report: harness.Report) -> None:
         standard = made.get((*key[:2], STANDARD, *key[3:6], "none"))
         ratio = None if standard is None else float(standard["whole_ms"]) / float(found["whole_ms"])  # type: ignore[arg-type]
         deepest = max(measured[key], key=lambda row: row["layers"])
-        if (
-            deepest["layers"] == found["layers"] and ratio is not None
-        ):  # not scaled, because the steps took turns
-            ratio = deepest["speed_up"]
+        if deepest["layers"] == found["layers"] and ratio is not None:
+            ratio = deepest["speed_up"]  # not scaled, because the steps took turns
         wholes.append({"gpu": here[0], "commit": here[1], **found, "whole_speed_up": ratio})
     for whole in wholes:
         report.row(**whole)

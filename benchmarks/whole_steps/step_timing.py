@@ -15,9 +15,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gsa_train.data.batches import MicroBatch
-from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from whole_steps.baseline import Baseline
-from whole_steps.step_bench import OurTrainee, random_batches
+from whole_steps.step_bench import OurTrainee, random_batches, speed
 
 PARTS = (
     (
@@ -141,9 +140,7 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
     ratio, ratio_error = harness.median_and_error([times[-1] / times[0] for times in rounds])
     bench = subject.bench
     config = bench.config
-    tokens = config.train.global_batch_size * config.train.seq_len_tokens
-    flops = flops_per_token(config.model, config.gsa, config.moe, bench.phase, config.train.seq_len_tokens)
-    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
+    tokens_per_second, mfu = speed(config, bench.phase, seconds, torch.device("cuda"))
     row = Row(
         config=subject.name,
         micro_batch=config.train.micro_batch_size,
@@ -152,8 +149,8 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
         host_ms=1e3 * statistics.median(subject.host_seconds() for _ in range(3)),
         ratio=ratio,
         ratio_error=ratio_error,
-        tokens_per_second=tokens / seconds,
-        mfu=float("nan") if peak is None else tokens / seconds * flops.total / peak,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu,
         peak_gib=subject.peak_bytes() / 2**30,
         synchronizations=count_synchronizations(bench, subject.batches),
         launches=0,

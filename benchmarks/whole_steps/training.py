@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
-from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.planning.memory.estimate import estimate_memory
 from gsa_train.profiling.step_breakdown import Breakdown
 from whole_steps.megatron_peer import MegatronTrainee, unsupported_by_megatron
@@ -18,10 +17,9 @@ from whole_steps.results import Result
 from whole_steps.step_bench import (
     OurTrainee,
     over_ranks,
-    peak_memory,
     random_batches,
     release_memory,
-    reset_peak_memory,
+    speed,
     time_steps,
 )
 from whole_steps.step_trace import in_columns, trace_steps
@@ -74,6 +72,7 @@ def _measure(
     result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
 ) -> None:
     device, config = parallel.device, variant.config
+    on_gpu = device.type == "cuda"
     if not variant.is_megatrons:
         memory = estimate_memory(config, variant.phase, parallel.world_size, parallel.pipeline_rank)
         result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
@@ -82,11 +81,13 @@ def _measure(
     try:
         for _ in range(warmup_steps):
             trainee.step(batches)
-        reset_peak_memory(device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         seconds = time_steps(lambda: trainee.step(batches), steps, device)
-        peak = peak_memory(device)
+        peaks = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+        gib = [peak(device) / 2**30 if on_gpu else 0.0 for peak in peaks]
         result.loss = trainee.loss()
-        every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
+        every = over_ranks([*gib, *seconds], parallel)
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
         _add_speed(result, variant, parallel, [row[2:] for row in every])
@@ -100,19 +101,13 @@ def _measure(
 
 def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
     """Add the speed by the slowest rank's steps."""
-    config, device = variant.config, parallel.device
     slowest = [max(times) for times in zip(*seconds, strict=True)]
     result.step_ms = 1e3 * statistics.median(slowest)
     result.step_ms_low, result.step_ms_high = 1e3 * min(slowest), 1e3 * max(slowest)
-    tokens = result.sequences * result.seq_len_tokens / parallel.world_size
-    result.tokens_per_second_per_device = tokens / statistics.median(slowest)
-    if device.type == "cuda":
-        precision = "fp32" if config.train.precision == "fp32" else "bf16"
-        rate = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
-        length = config.train.seq_len_tokens
-        flops = flops_per_token(config.model, config.gsa, config.moe, variant.phase, length)
-        if rate is not None:
-            result.mfu = result.tokens_per_second_per_device * flops.total / rate
+    seconds_of_step, devices = statistics.median(slowest), parallel.world_size
+    result.tokens_per_second_per_device, result.mfu = speed(
+        variant.config, variant.phase, seconds_of_step, parallel.device, devices
+    )
 
 
 def _add_breakdown(result: Result, traced: Breakdown, steps: int, parallel: Parallel) -> None:

@@ -2,7 +2,7 @@
 
 Read the files in this order: whole_files, faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize,
 tokenizer_json, pack, source_weights, reader, marks, chat_template, chat, prepared, indexed, corpus,
-content, lanes, best_fit, stream_config, rank_samples, stream, validation, ngram.
+content, stream_config, lanes, best_fit, rank_samples, stream, validation, ngram.
 """
 
 from __future__ import annotations

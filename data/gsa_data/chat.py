@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gsa_data.chat_template import ChatEncoder, ChatTemplate, NoPrefix, TemplateEndless, TemplateRefused
+from gsa_data.chat_template import ChatEncoder, ChatTemplate, TemplateFault, TemplateRefused
 from gsa_data.documents import Document, check_bad_lines, is_utf8
 from gsa_data.faults import DataFault, Reading, warn_once
 from gsa_data.marks import UNSCORED
@@ -89,7 +89,7 @@ class _ChatLines(TextLines):
                 f"{where}: left out, as chat template {self._encoder.template.origin} refuses it ({error})"
             )
             return "template_refused"
-        except (NoPrefix, TemplateEndless) as error:
+        except TemplateFault as error:
             raise DataFault(f"{where}: {error}") from error
         if ((tokens & UNSCORED) != 0).all():
             warn_once(f"{where}: left out, as the template marks nothing of it as the assistant's")

@@ -55,12 +55,8 @@ class TemplateRefused(ValueError):
     """The template cannot format this conversation. The message comes from the template."""
 
 
-class NoPrefix(ValueError):
-    """The rendered text of the first messages is not a prefix of the rendered conversation."""
-
-
-class TemplateEndless(ValueError):
-    """The template did not end within RENDER_SECONDS."""
+class TemplateFault(ValueError):
+    """The template does not suit any conversation of this kind. The message says what to correct."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +153,12 @@ class ChatEncoder:
             trains: check that the template shows the assistant's tokens, which training needs and prompts do not
         """
         self.template, self.tokenizer = template, tokenizer
-        self._variables = {**tokenizer.special_tokens, **template.special_tokens}
+        self.variables = {**tokenizer.special_tokens, **template.special_tokens}
+        """Name -> text of the special tokens that the template may use"""
         self._limit = CpuLimit()
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
         if trains:
             self._check()
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Returns name -> text of the special tokens that the template may use."""
-        return self._variables
 
     def turn_end(self) -> int | None:
         """Returns the special token after the assistant's text, at which a trained model stops. Returns None if the
@@ -187,8 +179,8 @@ class ChatEncoder:
 
         Raises:
             TemplateRefused: the template cannot format the conversation
-            NoPrefix: a template without generation blocks writes earlier messages differently when others follow
-            TemplateEndless: formatting takes too long
+            TemplateFault: a template without generation blocks writes earlier messages differently when others follow,
+                or formatting takes longer than RENDER_SECONDS
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
@@ -214,7 +206,7 @@ class ChatEncoder:
             before = self._render(messages[:place], tools, prompts=True)[0]
             through = self._render(messages[: place + 1], tools)[0]
             if not (through.startswith(before) and text.startswith(through)):
-                raise NoPrefix(
+                raise TemplateFault(
                     f"chat template {self.template.origin} writes message {place + 1} or those before it otherwise "
                     "when more follow, so that the assistant's tokens cannot be told from the others; put "
                     "{% generation %} and {% endgeneration %} around them in the template"
@@ -243,10 +235,10 @@ class ChatEncoder:
                 chat_template=self.template.source,
                 return_assistant_tokens_mask=tracks,
                 add_generation_prompt=prompts,
-                **self._variables,
+                **self.variables,
             )
         except OverLimit as limit:
-            raise TemplateEndless(
+            raise TemplateFault(
                 f"chat template {self.template.origin} did not write a conversation of {len(messages)} messages within "
                 f"{RENDER_SECONDS:g} s of CPU time; correct its loops, or name another one as chat_template"
             ) from limit
@@ -256,7 +248,7 @@ class ChatEncoder:
 
     def _check(self) -> None:
         template, tokenizer = self.template, self.tokenizer
-        unknown = [name for name in SPECIAL_TOKENS if template.mentions(name) and name not in self._variables]
+        unknown = [name for name in SPECIAL_TOKENS if template.mentions(name) and name not in self.variables]
         if unknown:
             raise TokenizerError(
                 f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "
@@ -274,7 +266,7 @@ class ChatEncoder:
                 f"chat template {template.origin} cannot write a conversation of user and assistant ({error}); correct "
                 "it, or name another one as chat_template"
             ) from error
-        except (NoPrefix, TemplateEndless) as error:
+        except TemplateFault as error:
             raise TokenizerError(str(error)) from error
         if re.search(r"\bstrftime_now\s*\(", template.source):
             raise TokenizerError(
@@ -282,7 +274,7 @@ class ChatEncoder:
                 "read other text; write a date into a copy of it, and name that as chat_template"
             )
         names = {*TOKEN_NAME.findall(template.source), *TOKEN_NAME.findall(text)}
-        names |= {value for value in self._variables.values() if value in text}
+        names |= {value for value in self.variables.values() if value in text}
         missing = sorted(name for name in names if not tokenizer.has_token(name))
         if missing:
             raise TokenizerError(

@@ -20,7 +20,7 @@ from gsa_data.chat_template import (
     read_object,
     special_tokens_of,
 )
-from gsa_data.faults import Reading
+from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.tokenize import Tokenizer, TokenizerError
 
 GENERATION_FILE = "generation_config.json"
@@ -52,7 +52,7 @@ class Companions:
 
 
 def read_companions(
-    tokenizer_path: str, template: ChatTemplate | None = None, reading: Reading | None = None
+    tokenizer_path: str, template: ChatTemplate | None = None, reading: Reading = DEFAULT_READING
 ) -> Companions:
     """Read the files next to the tokenizer's file.
 
@@ -62,7 +62,6 @@ def read_companions(
     Raises:
         TokenizerError: a file is damaged
     """
-    reading = reading or Reading()
     return Companions(
         template or look_for_chat_template(tokenizer_path, reading),
         special_tokens_of(read_object(beside(tokenizer_path, CONFIG_FILE), reading)),

@@ -8,8 +8,8 @@ changes the time.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.corpus import Corpus
 from gsa_data.faults import Reading
-from gsa_data.fetch import Pulse, file_system
+from gsa_data.fetch import Pulse, file_system, in_background
 from gsa_data.indexed import IndexedFolder
 from gsa_data.listing import retried
 from gsa_data.prepared import RECORD
@@ -83,37 +83,20 @@ def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse)
     return found
 
 
-class _LocalParts(threading.Thread):
-    """Reads the samples of one file, opening it once."""
-
-    def __init__(self, path: str, parts: list[tuple[int, int]]) -> None:
-        # Use a daemon, because a hanging read cannot be stopped (fetch.in_time).
-        super().__init__(name="gsa_data samples", daemon=True)
-        self._path, self._wanted = path, parts
-        self.contents: list[bytes] = []
-        self.error: OSError | None = None
-
-    def run(self) -> None:
-        try:
-            with open(self._path, "rb") as file:
-                for begin, end in self._wanted:
-                    file.seek(begin)
-                    self.contents.append(file.read(end - begin))
-        except OSError as error:
-            self.error = error
-
-
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
     """Read samples of local files concurrently, because on a network file system each opening waits for a server.
     fsspec would be slower: it opens each file three times, and one file after another."""
-    readers = [_LocalParts(path, parts) for path, parts in files]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-        if reader.error is not None:
-            raise reader.error
-    return [content for reader in readers for content in reader.contents]
+    outcomes = [in_background(partial(_read_parts, *file)) for file in files]
+    return [content for outcome in outcomes for content in outcome.result()]
+
+
+def _read_parts(path: str, parts: list[tuple[int, int]]) -> list[bytes]:
+    contents = []
+    with open(path, "rb") as file:
+        for begin, end in parts:
+            file.seek(begin)
+            contents.append(file.read(end - begin))
+    return contents
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

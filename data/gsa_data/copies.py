@@ -90,12 +90,10 @@ def _same_text(
         ranges = filesystem.cat_ranges(paths, [0] * len(alike), ends, on_error="raise")
         pulse.beat()
         texts = [
-            unpack(bytes(begin), relpath, COMPARED_BYTES)[0]
+            (relpath, unpack(bytes(begin), relpath, COMPARED_BYTES)[0])
             for (relpath, _), begin in zip(alike, ranges, strict=True)
         ]
-        for (original, text), (copy, its_text) in combinations(
-            zip((relpath for relpath, _ in alike), texts, strict=True), 2
-        ):
+        for (original, text), (copy, its_text) in combinations(texts, 2):
             compared = min(len(text), len(its_text), COMPARED_BYTES)
             if compared and text[:compared] == its_text[:compared]:
                 yield copy, original

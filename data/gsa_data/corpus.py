@@ -9,7 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.chat import ChatFolder, ChatReader
 from gsa_data.chat_template import ChatTemplate
-from gsa_data.faults import DataFault, Reading
+from gsa_data.faults import DEFAULT_READING, DataFault, Reading
 from gsa_data.fetch import file_system
 from gsa_data.indexed import IndexedFolder, IndexedReader
 from gsa_data.listing import FORMATS, count_endings, list_files, retried
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Corpus = Manifest | ChatFolder | IndexedFolder
 
 
-def open_corpus(root: str, text_field: str = "text", reading: Reading | None = None) -> Corpus:
+def open_corpus(root: str, text_field: str = "text", reading: Reading = DEFAULT_READING) -> Corpus:
     """Open the corpus of a folder, and log whether the folder holds tokens instead of text.
 
     A folder with .idx files, itself or in its sub-folders, holds megatron-core's datasets. Otherwise its shards are
@@ -35,7 +35,6 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     Raises DataFault for a missing, empty or damaged folder, for a folder with both text and tokens, for tokens too deep
     in sub-folders, and for tokens that are not on a local or mounted file system.
     """
-    reading = reading or Reading()
     filesystem, base = file_system(root, reading)
     files = list_files(root, reading)
     if not holds_tokens(files, root):
@@ -47,12 +46,11 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     return retried(lambda pulse: IndexedFolder.open(base, pulse), root, reading)
 
 
-def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None) -> ChatFolder:
+def open_chat(root: str, template: ChatTemplate, reading: Reading = DEFAULT_READING) -> ChatFolder:
     """Open the conversations of a folder: JSON lines or Parquet with `messages` (chat.py).
 
     Raises DataFault for a missing folder, or a folder without conversations.
     """
-    reading = reading or Reading()
     files = list_files(root, reading)
     holds_tokens(files, root)
     manifest = manifest_of(root, files, "text", reading, is_chat=True)

@@ -106,6 +106,9 @@ class Reading:
         return ", or set on_bad_shard=skip"
 
 
+DEFAULT_READING = Reading()
+
+
 def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
     """Returns the numbers of skipped shards and lines, and of read retries, under the names that runs log."""
     return {

@@ -7,9 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.exceptions import FSTimeoutError
@@ -171,50 +172,42 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
     """Returns the result of `action`, or raises ReadError `seconds` after its start or the last beat of its pulse.
 
-    A hanging read cannot be stopped, so `action` runs in a daemon thread, which is then abandoned.
+    `action` runs in a thread of its own, which is then abandoned.
     """
-    outcome: _Outcome[T] = _Outcome()
-
-    def run() -> None:
-        with outcome:
-            outcome.value.append(action())
-
-    thread = threading.Thread(target=run, name="gsa_data read", daemon=True)
     pulse = pulse or Pulse()
-    thread.start()
-    while thread.is_alive() and (left := pulse.last_seconds + seconds - time.monotonic()) > 0:
-        thread.join(left)
-    if thread.is_alive():
+    outcome = in_background(action)
+    while not outcome.done() and (left := pulse.last_seconds + seconds - time.monotonic()) > 0:
+        wait([outcome], left)
+    if not outcome.done():
         raise ReadError(f"no answer within {seconds:g} s")
-    return outcome.result()
+    return _result(outcome)
 
 
-class _Outcome(Generic[T]):
-    """Carries the result or error of an action from its thread to the waiting thread."""
+def in_background(action: Callable[[], T]) -> Future[T]:
+    """Start an action in a daemon thread, because a hanging read cannot be stopped and must not keep the process."""
+    outcome: Future[T] = Future()
+    threading.Thread(target=_settle, args=(outcome, action), name="gsa_data read", daemon=True).start()
+    return outcome
 
-    def __init__(self) -> None:
-        self.value: list[T] = []
-        self.error: BaseException | None = None
 
-    def __enter__(self) -> None:
-        pass
+def _settle(outcome: Future[T], action: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(action())
+    except BaseException as error:  # noqa: BLE001  the waiting thread gets it
+        outcome.set_exception(error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.error = error
-        return True  # `result` raises the error again
 
-    def result(self) -> T:
-        error = self.error
-        if error is None:
-            return self.value[0]
-        # The timeout errors of fsspec, and of asyncio before Python 3.11, are not OSErrors.
-        library = type(error).__module__.partition(".")[0]
-        passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
-        if passing and not isinstance(error, OSError):
-            raise ReadError(repr(error)) from error
-        raise error
+def _result(outcome: Future[T]) -> T:
+    """Returns the result of a finished action, or raises its error, as a ReadError if a retry may help."""
+    error = outcome.exception()
+    if error is None:
+        return outcome.result()
+    # The timeout errors of fsspec, and of asyncio before Python 3.11, are not OSErrors.
+    library = type(error).__module__.partition(".")[0]
+    passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
+    if passing and not isinstance(error, OSError):
+        raise ReadError(repr(error)) from error
+    raise error
 
 
 class _Connector(threading.Thread):
@@ -227,27 +220,23 @@ class _Connector(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="gsa_data connections", daemon=True)
-        self._requests: SimpleQueue[tuple[str, _Outcome[tuple[Any, str]], threading.Event] | None]
-        self._requests = SimpleQueue()
+        self._requests: SimpleQueue[tuple[str, Future[tuple[Any, str]]] | None] = SimpleQueue()
         self.is_left = False
         self.start()
 
     def run(self) -> None:
         while (request := self._requests.get()) is not None:
-            address, outcome, done = request
-            with outcome:
-                outcome.value.append(fsspec.core.url_to_fs(address))
-            done.set()
+            address, outcome = request
+            _settle(outcome, partial(fsspec.core.url_to_fs, address))
 
     def connect(self, address: str, limit_seconds: float) -> tuple[Any, str]:
-        outcome: _Outcome[tuple[Any, str]] = _Outcome()
-        done = threading.Event()
-        self._requests.put((address, outcome, done))
-        if not done.wait(limit_seconds):
+        outcome: Future[tuple[Any, str]] = Future()
+        self._requests.put((address, outcome))
+        if not wait([outcome], limit_seconds).done:
             self.is_left = True
             self._requests.put(None)
             raise ReadError(f"no answer within {limit_seconds:g} s")
-        return outcome.result()
+        return _result(outcome)
 
 
 _connectors = threading.local()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,8 +230,9 @@ class IndexedReader:
             raise DataFault(f"indexed dataset {path.with_suffix('')} cannot be read ({error})") from error
         counters["shards_read"] += 1
         firsts = index.first_sequences
-        begins, ends = (_places(index, each[part::parts], size) for each in (firsts[:-1], firsts[1:]))
-        return _IndexedLines(self, str(path), self.folder.source_of(relpath), ids, begins, ends)
+        places = (_places(index, each[part::parts], size).data for each in (firsts[:-1], firsts[1:]))
+        where = (str(path), self.folder.source_of(relpath))
+        return _IndexedLines(*where, self.vocab_size, self.eos_id, ids, *places)
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
@@ -244,37 +245,34 @@ def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDAr
     return places
 
 
+@dataclass(frozen=True)
 class _IndexedLines:
-    def __init__(
-        self,
-        reader: IndexedReader,
-        path: str,
-        source: str,
-        ids: AnyTokens,
-        begins: NDArray[np.int64],
-        ends: NDArray[np.int64],
-    ) -> None:
-        self._vocab_size, self._eos_id = reader.vocab_size, reader.eos_id
-        self._path, self._source = path, source
-        self._ids, self._begins, self._ends = ids, begins.data, ends.data
+    path: str
+    source: str
+    vocab_size: int
+    eos_id: int
+    ids: AnyTokens
+    begins: Sequence[int]
+    """[lines], the place of each line's first token in `ids`"""
+    ends: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def __getitem__(self, place: int, /) -> EncodedDocument | str:
-        begin, end = self._begins[place], self._ends[place]
-        tokens = self._ids[begin:end]
+        begin, end = self.begins[place], self.ends[place]
+        tokens = self.ids[begin:end]
         if begin == end:
             return "empty_text"
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise DataFault(
-                f"{self._path}: tokens {begin} to {end} hold ids from {tokens.min()} to {tokens.max()}, but the "
-                f"vocabulary has {self._vocab_size}; give the tokenizer that made the dataset"
+                f"{self.path}: tokens {begin} to {end} hold ids from {tokens.min()} to {tokens.max()}, but the "
+                f"vocabulary has {self.vocab_size}; give the tokenizer that made the dataset"
             )
-        if tokens[-1] != self._eos_id:  # preprocess_data ran without --append-eod
-            tokens = np.append(tokens.astype(np.int32), np.int32(self._eos_id))
-        return EncodedDocument(tokens, 0, self._source)
+        if tokens[-1] != self.eos_id:  # preprocess_data ran without --append-eod
+            tokens = np.append(tokens.astype(np.int32), np.int32(self.eos_id))
+        return EncodedDocument(tokens, 0, self.source)
 
     def sources(self) -> LineSources:
-        is_empty = np.asarray(self._begins) == np.asarray(self._ends)
-        return LineSources([self._source], np.where(is_empty, -1, 0))
+        is_empty = np.asarray(self.begins) == np.asarray(self.ends)
+        return LineSources([self.source], np.where(is_empty, -1, 0))

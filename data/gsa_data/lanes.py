@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from gsa_data.faults import FAILED_READINGS, LOST_LINES, warn_once
+from gsa_data.faults import FAILED_READINGS, LOST_LINES, DataFault, warn_once
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import EncodedDocument, ShardLines, ShardReader
-from gsa_data.shards import DataFault
 from gsa_data.source_weights import (
     LEFT_OUT_OF,
-    NO_WEIGHTS,
     TOKENS_OF,
     LineSources,
     copies_in_epoch,
@@ -31,6 +29,7 @@ from gsa_data.source_weights import (
     place_of_copy,
     weights_of_lines,
 )
+from gsa_data.stream_config import StreamConfig
 
 ORDER_VERSION = 1  # raise it with any change to the order below, because saved cursors then no longer fit
 
@@ -113,26 +112,11 @@ class OpenUnit(NamedTuple):
 class LaneReader:
     """Reads the lanes of one corpus. `counters` counts what was read and what was left out."""
 
-    def __init__(
-        self,
-        reader: ShardReader,
-        num_lanes: int,
-        seed: int,
-        shuffle_documents: bool,
-        source_weights: Mapping[str, float] = NO_WEIGHTS,
-        seq_len_tokens: int | None = None,
-    ) -> None:
-        """`seq_len_tokens` is the length above which conversations are counted as long. None counts none."""
-        self.reader = reader
-        self.num_lanes = num_lanes
-        self.seed = seed
-        self.shuffle_documents = shuffle_documents
-        self.source_weights = source_weights
-        self.longest_tokens = None
-        if reader.manifest.is_chat and seq_len_tokens is not None:
-            self.longest_tokens = seq_len_tokens + 1
+    def __init__(self, reader: ShardReader, config: StreamConfig) -> None:
+        self.reader, self.config = reader, config
         mixed_units = min(reader.manifest.mixed_documents // DOCUMENTS_PER_MIXED_UNIT, MAX_MIXED_UNITS)
-        self.parts = -(-max(num_lanes * MIN_UNITS_PER_LANE, mixed_units) // len(reader.manifest.shards))
+        units = max(config.num_lanes * MIN_UNITS_PER_LANE, mixed_units)
+        self.parts = -(-units // len(reader.manifest.shards))
         self.counters: Counter[str] = Counter()
         self._units_of_epoch: dict[int, list[Unit]] = {}
 
@@ -152,7 +136,7 @@ class LaneReader:
         begun = begun and resumed
         found_any, taken_any, empty_epochs, idle_epochs, left_out_units = resumed, resumed, 0, 0, 0
         while True:
-            units = self.units(epoch)[lane :: self.num_lanes]
+            units = self.units(epoch)[lane :: self.config.num_lanes]
             while unit < len(units):
                 opened = self._open(units[unit], epoch, resumed, known_lines)
                 thinning = opened.thinning
@@ -189,10 +173,11 @@ class LaneReader:
             left_out_units = 0 if found_any else left_out_units
             may_be_chance = 0 < left_out_units < MIN_LEFT_OUT_UNITS
             if idle_epochs >= MAX_IDLE_EPOCHS or (empty_epochs >= MAX_EMPTY_EPOCHS and not may_be_chance):
-                weights = f" with source_weights {dict(self.source_weights)}" if self.source_weights else ""
+                weights = self.config.source_weights
+                said = f" with source_weights {dict(weights)}" if weights else ""
                 raise DataFault(
-                    f"lane {lane} of {self.num_lanes} found no usable document in {idle_epochs} epochs of "
-                    f"{self.reader.manifest.root!r}{weights}; use fewer lanes or more data"
+                    f"lane {lane} of {self.config.num_lanes} found no usable document in {idle_epochs} epochs of "
+                    f"{self.reader.manifest.root!r}{said}; use fewer lanes or more data"
                     f"{' or larger weights' if weights else ''}"
                 )
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
@@ -202,7 +187,7 @@ class LaneReader:
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):
-                unit = self.units(cursor.epoch)[lane :: self.num_lanes][cursor.unit]
+                unit = self.units(cursor.epoch)[lane :: self.config.num_lanes][cursor.unit]
                 opened = self._open(unit, cursor.epoch, True, cursor.lines)
                 opened_at = (cursor.epoch, cursor.unit)
             line: EncodedDocument | str = "missing"
@@ -219,7 +204,7 @@ class LaneReader:
         self.counters["documents"] += 1
         self.counters["text_bytes"] += document.text_bytes
         self.counters[f"{TOKENS_OF}{document.source}"] += len(document.tokens)
-        if self.longest_tokens is not None and len(document.tokens) > self.longest_tokens:
+        if self.reader.manifest.is_chat and len(document.tokens) > self.config.seq_len_tokens + 1:
             self.counters[LONG_CONVERSATIONS] += 1
 
     def take_counters(self) -> dict[str, int]:
@@ -232,7 +217,7 @@ class LaneReader:
         if epoch not in self._units_of_epoch:
             shards = self.reader.manifest.shards
             units = [Unit(relpath, part) for relpath, _ in shards for part in range(self.parts)]
-            units.sort(key=lambda unit: stable_hash(self.seed, epoch, *unit))
+            units.sort(key=lambda unit: stable_hash(self.config.seed, epoch, *unit))
             # Lanes of one process are in neighbouring epochs, so drop older orders.
             self._units_of_epoch = {e: o for e, o in self._units_of_epoch.items() if e >= epoch - 1}
             self._units_of_epoch[epoch] = units
@@ -257,25 +242,25 @@ class LaneReader:
                 f"shard {unit.relpath}: {num_lines - len(lines)} of the {num_lines} lines that part {unit.part} had "
                 "before the resume are gone and left out"
             )
-        thinning = self._thin(lines, unit, epoch) if self.source_weights else None
-        if not self.shuffle_documents:
+        thinning = self._thin(lines, unit, epoch) if self.config.source_weights else None
+        if not self.config.shuffle_documents:
             return OpenUnit(lines, range(num_lines), thinning)
         # numpy has frozen the stream of RandomState. Generator's stream may change between versions.
-        rng = np.random.RandomState(stable_hash(self.seed, epoch, *unit) % 2**32)
+        rng = np.random.RandomState(stable_hash(self.config.seed, epoch, *unit) % 2**32)
         order = rng.permutation(num_lines).data  # a memoryview: its items are plain int
         return OpenUnit(lines, order, thinning)
 
     def _thin(self, lines: ShardLines, unit: Unit, epoch: int) -> Thinning:
         sources = lines.sources()
-        weights = weights_of_lines(sources, self.source_weights)
+        weights = weights_of_lines(sources, self.config.source_weights)
         places_in_shard = unit.part + self.parts * np.arange(len(lines), dtype=np.int64)
-        offsets = document_offsets(stable_hash(self.seed, unit.relpath), places_in_shard)
+        offsets = document_offsets(stable_hash(self.config.seed, unit.relpath), places_in_shard)
         is_document = sources.of_line >= 0
         has_any = bool((is_document & (weights > 0)).any())
         return Thinning(
             sources,
             copies_in_epoch(weights, offsets, epoch).data,
-            most_copies(self.source_weights),
+            most_copies(self.config.source_weights),
             has_any,
             leaves_out_all=bool(is_document.any()) and not has_any,
         )

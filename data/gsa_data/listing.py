@@ -35,33 +35,24 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
     base = base.rstrip("/")
     is_local = isinstance(filesystem, LocalFileSystem)
 
-    def listing(pulse: Pulse) -> dict[str, int] | None:
+    def listing(pulse: Pulse) -> dict[str, int]:
         try:
-            list_folder(filesystem, base)
+            os.listdir(base or "/") if is_local else filesystem.ls(base, detail=False)
         except FileNotFoundError:  # only for the root; inside the folder a broken link raises an error
-            return None
+            raise DataFault(
+                f"data folder {root!r} does not exist; check the path, or build a corpus there first"
+            ) from None
         except NotADirectoryError:
-            return {"": 0}
+            raise DataFault(f"{root!r} is a file; give the folder it lies in") from None
         return dict(_local_files(base, pulse) if is_local else _remote_files(filesystem, base, base, pulse))
 
     found = retried(listing, root, reading)
-    if found is None:
-        raise DataFault(f"data folder {root!r} does not exist; check the path, or build a corpus there first")
-    if "" in found:
-        raise DataFault(f"{root!r} is a file; give the folder it lies in")
     for path in found:
         if path.endswith(FORMATS + OTHER_FORMATS) and ("::" in path or not path.isprintable()):
             raise DataFault(
                 f"{path!r} in {root!r} cannot be addressed; rename it without '::' and control characters"
             )
     return found
-
-
-def list_folder(filesystem: Any, folder: str) -> list[str]:
-    """Returns the names in a folder. Raises FileNotFoundError if it is missing, NotADirectoryError for a local file."""
-    if isinstance(filesystem, LocalFileSystem):
-        return os.listdir(folder or "/")
-    return [str(path).rpartition("/")[2] for path in filesystem.ls(folder, detail=False)]
 
 
 def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:

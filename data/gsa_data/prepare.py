@@ -20,14 +20,15 @@ import sentencepiece
 
 from gsa_data import prepare_tokens
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading, naming
-from gsa_data.shards import DataFault, build_manifest
+from gsa_data.faults import DataFault, Reading, naming
+from gsa_data.shards import build_manifest
 
 LONGEST_LINE_BYTES = 4192
 """The default of sentencepiece's max_sentence_length. Its BPE fails on words of more than 65535 characters."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,11 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
     prepare_tokens.add_arguments(tokens)
     tokens.set_defaults(run=prepare_tokens.run)
-    return _run(parser.parse_args(arguments))
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
+    options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit

@@ -83,7 +83,12 @@ def prepare_tokens(
     Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if all shards together have no
     document. Finished datasets stay.
     """
-    _check_is_not(out, data)
+    if out.exists() and not out.is_dir():
+        raise DataFault(f"--out {out}: a file; give a folder for the tokens")
+    if "://" not in data and out.resolve() == Path(data).resolve():
+        raise DataFault(
+            f"--out {str(out)!r} is the folder of the shards; give the tokens a folder of their own"
+        )
     with naming("--data"):
         manifest = build_manifest(data, text_field=text_field, reading=reading)
     origin = Origin(
@@ -147,15 +152,6 @@ def summary(folder: IndexedFolder) -> str:
             left_out = ", ".join(f"{name} {count}" for name, count in record.left_out.items())
             lines.append(f"{record.shard}: left out: {left_out}")
     return "\n".join(lines)
-
-
-def _check_is_not(out: Path, data: str) -> None:
-    if out.exists() and not out.is_dir():
-        raise DataFault(f"--out {out}: a file; give a folder for the tokens")
-    if "://" not in data and out.resolve() == Path(data).resolve():
-        raise DataFault(
-            f"--out {str(out)!r} is the folder of the shards; give the tokens a folder of their own"
-        )
 
 
 def _kept(out: Path, origin: Origin, datasets: dict[str, str]) -> Iterator[str]:

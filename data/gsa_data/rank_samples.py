@@ -84,14 +84,7 @@ class RankSamples(IterableDataset[list[Block]]):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         config = self.config
-        reader = LaneReader(
-            self.reader,
-            config.num_lanes,
-            config.seed,
-            config.shuffle_documents,
-            config.source_weights,
-            config.seq_len_tokens,
-        )
+        reader = LaneReader(self.reader, config)
         lanes: dict[int, Iterator[tuple[Tokens, Position]]] = {}
         next_samples: dict[int, int] = {}  # lane -> the sample that its iterator yields next
         sample = self.first_sample + worker_id * self.world_size

@@ -8,6 +8,7 @@ and the stream do not distinguish readers.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,18 +56,13 @@ class ShardReader(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class TextReader:
     """Tokenizes shards of text while reading."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        tokenizer: Tokenizer,
-        reading: Reading,
-    ) -> None:
-        self.manifest = manifest
-        self.tokenizer = tokenizer
-        self.reading = reading
+    manifest: Manifest
+    tokenizer: Tokenizer
+    reading: Reading
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         lines = read_documents(self.manifest, relpath, self.reading, counters)

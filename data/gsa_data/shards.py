@@ -12,9 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from gsa_data.copies import find_copies
-from gsa_data.faults import DataFault as DataFault
-from gsa_data.faults import OnBadShard as OnBadShard
-from gsa_data.faults import Reading, warn_once
+from gsa_data.faults import DEFAULT_READING, DataFault, Reading, warn_once
 from gsa_data.fetch import file_system, read_bytes
 from gsa_data.listing import FORMATS, OTHER_FORMATS, list_files, retried
 from gsa_data.parquet import require_pyarrow
@@ -52,7 +50,7 @@ class Manifest:
         return dict(self.shards)
 
 
-def build_manifest(root: str, text_field: str = "text", reading: Reading | None = None) -> Manifest:
+def build_manifest(root: str, text_field: str = "text", reading: Reading = DEFAULT_READING) -> Manifest:
     """List the shards of text below `root`: all files of FORMATS, or else all files of OTHER_FORMATS.
 
     Args:
@@ -62,7 +60,6 @@ def build_manifest(root: str, text_field: str = "text", reading: Reading | None 
     Raises DataFault if the folder cannot be listed completely or has no shard, if a needed package is not installed, or
     if a shard has a copy and `reading` does not skip copies.
     """
-    reading = reading or Reading()
     return manifest_of(root, list_files(root, reading), text_field, reading)
 
 
@@ -79,10 +76,8 @@ def manifest_of(
             f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS + OTHER_FORMATS)}, *.idx; name the "
             "folder of the split itself"
         )
-    for relpath, _ in shards:
-        if relpath.endswith(".parquet"):
-            require_pyarrow(relpath)
-            break
+    if parquet := next((relpath for relpath, _ in shards if relpath.endswith(".parquet")), None):
+        require_pyarrow(parquet)
     filesystem, base = file_system(root, reading)
     copies = retried(lambda pulse: find_copies(filesystem, base.rstrip("/"), shards, pulse), root, reading)
     troubles = [copy.trouble for copy in copies.values() if copy.has_text]

@@ -96,12 +96,10 @@ class BlockStream:
             self._counters.update(carried_counters or {})
             if state is None and reader.manifest.duplicates:
                 self._counters["shards_duplicate"] += len(reader.manifest.duplicates)
-        self._last_samples: dict[int, int] = {}
-        self._positions: dict[int, Position] = {}
         every = math.gcd(world_size, config.num_lanes)
-        for lane in range(rank % every, config.num_lanes, every):
-            self._last_samples[lane] = last_sample(lane, self._start_samples, config.num_lanes)
-            self._positions[lane] = positions[lane]
+        lanes = range(rank % every, config.num_lanes, every)
+        self._last_samples = {lane: last_sample(lane, self._start_samples, len(positions)) for lane in lanes}
+        self._positions = {lane: positions[lane] for lane in lanes}
         self._last_blocks: Tokens | None = None
         samples = RankSamples(reader, config, self._start_samples, rank, world_size, positions)
         self._first_sample = samples.first_sample
@@ -220,8 +218,7 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"data state: {len(cursors)} of {merged['num_lanes']} lanes present; pass the states of all ranks"
         )
     of_lanes = {
-        "cursors": [cursors[lane] for lane in range(merged["num_lanes"])],
-        "pools": [pools[lane] for lane in range(merged["num_lanes"])],
+        name: [of[lane] for lane in sorted(of)] for name, of in (("cursors", cursors), ("pools", pools))
     }
     return {**merged, **of_lanes, "counters": dict(counters)}
 

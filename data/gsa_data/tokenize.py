@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from gsa_data.faults import Reading
+from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.fetch import NoSuchKind, read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
@@ -32,37 +31,6 @@ WORD_START = "\u2581"
 """The character with which sentencepiece writes a space inside a piece"""
 
 
-class TokenizerModel(Protocol):
-    """Defines the interface to a tokenizer library."""
-
-    vocab_size: int
-    """The largest id + 1"""
-
-    def encode(self, text: str | bytes) -> NDArray[np.int32] | list[int]: ...
-
-    def decode(self, tokens: list[int], without_special: bool) -> str: ...
-
-    def id_of(self, token: str) -> int | None: ...
-
-    def default_eos(self) -> int | str:
-        """Returns the end-of-document token that the file defines, or the reason why it defines none."""
-        ...
-
-    def token_bytes(self) -> list[int]: ...
-
-    def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[list[int], list[bool]]: ...
-
-    def has_token(self, name: str) -> bool: ...
-
-    def name_of(self, token: int) -> str: ...
-
-    def symbols(self) -> Mapping[str, int]:
-        """Returns text -> id of the special tokens that `encode_chat` finds before it encodes the rest."""
-        ...
-
-    def special_tokens(self) -> dict[str, str]: ...
-
-
 class Tokenizer:
     """Encodes and decodes text. Data workers can receive the tokenizer by pickle.
 
@@ -73,6 +41,7 @@ class Tokenizer:
         reading: limits and retries for reading the file
 
     Attributes:
+        file: the content of the file
         eos_id: the token that ends each document
         vocab_size: the largest id + 1
         fingerprint: the sha256 of the file, with the id of `eos_token` if that is not the default
@@ -82,11 +51,11 @@ class Tokenizer:
     Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """
 
-    def __init__(self, path: str, eos_token: str | None = None, reading: Reading | None = None) -> None:
+    def __init__(self, path: str, eos_token: str | None = None, reading: Reading = DEFAULT_READING) -> None:
         self.path = path
         self.eos_token = eos_token
         try:
-            self._file = read_bytes(path, reading or Reading(), Counter(), MOST_BYTES)
+            self.file = read_bytes(path, reading, Counter(), MOST_BYTES)
         except OSError as error:
             if isinstance(error, FileNotFoundError | IsADirectoryError):
                 wrong = f"tokenizer file {path!r} does not exist; give a sentencepiece .model file or a tokenizer.json"
@@ -94,7 +63,7 @@ class Tokenizer:
                 reason = error if isinstance(error, NoSuchKind) else repr(error)
                 wrong = f"tokenizer file {path!r} cannot be read ({reason}); check address and access"
             raise TokenizerError(wrong) from error
-        self.fingerprint = hashlib.sha256(self._file).hexdigest()
+        self.fingerprint = hashlib.sha256(self.file).hexdigest()
         self._load()
         default = self._model.default_eos()
         if eos_token is not None:
@@ -126,11 +95,6 @@ class Tokenizer:
         return self._model.decode(np.asarray(tokens, dtype=np.int64).tolist(), without_special)
 
     @property
-    def file(self) -> bytes:
-        """Returns the content of the tokenizer's file."""
-        return self._file
-
-    @property
     def file_name(self) -> str:
         """Returns the name for a copy of the file: `tokenizer.json` or `tokenizer.model`."""
         return TOKENIZER_JSON if isinstance(self._model, TokenizerJson) else SENTENCEPIECE_MODEL
@@ -154,9 +118,8 @@ class Tokenizer:
 
     def symbol_in(self, text: str) -> int | None:
         """Returns the first special or added token of a rendered text."""
-        symbols = self._model.symbols()
         tokens = self.encode_chat(text, [])[0].tolist()
-        return next((token for token in tokens if token in symbols.values()), None)
+        return next((token for token in tokens if token in self._model.symbols.values()), None)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -194,11 +157,11 @@ class Tokenizer:
         )
 
     def _load(self) -> None:
-        self._model: TokenizerModel
-        if self._file.lstrip()[:1] == b"{":
-            self._model = TokenizerJson(self._file, self.path)
+        self._model: TokenizerJson | SentencePieceModel
+        if self.file.lstrip()[:1] == b"{":
+            self._model = TokenizerJson(self.file, self.path)
         else:
-            self._model = SentencePieceModel(self._file, self.path)
+            self._model = SentencePieceModel(self.file, self.path)
         self.vocab_size = self._model.vocab_size
 
     def __getstate__(self) -> dict[str, object]:
@@ -266,6 +229,7 @@ class SentencePieceModel:
         return found
 
     def default_eos(self) -> int | str:
+        """Returns the end-of-document token that the file defines, or the reason why it defines none."""
         eos_id = int(self._processor.eos_id())
         return "has no EOS token" if eos_id < 0 else eos_id
 
@@ -282,17 +246,14 @@ class SentencePieceModel:
         ids = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
         return {name: self.name_of(token) for name, token in ids.items() if token >= 0}
 
-    def symbols(self) -> Mapping[str, int]:
-        return self._control_symbols
-
     @cached_property
-    def _control_symbols(self) -> dict[str, int]:
-        """Returns piece -> id of the control symbols, to which text never encodes."""
+    def symbols(self) -> dict[str, int]:
+        """Returns piece -> id of the control symbols, which `encode_chat` finds before it encodes the rest."""
         model = self._processor
         return {self.name_of(token): token for token in range(self.vocab_size) if model.is_control(token)}
 
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[list[int], list[bool]]:
-        control = self._control_symbols
+        control = self.symbols
         longest_first = sorted(control, key=len, reverse=True)
         found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text)  # (?!) matches nothing
         bounds = {0, len(text), *(bound for each in found for bound in each.span())}

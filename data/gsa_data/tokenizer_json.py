@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gsa_data.whole_files import parse_json
@@ -26,7 +26,7 @@ class TokenizerError(ValueError):
 
 
 class TokenizerJson:
-    """Implements tokenize.TokenizerModel for a tokenizer.json."""
+    """Has the methods of tokenize.SentencePieceModel for a tokenizer.json."""
 
     def __init__(self, file: bytes, path: str) -> None:
         try:
@@ -42,7 +42,7 @@ class TokenizerJson:
             raise TokenizerError(
                 f"tokenizer file {path!r} is not JSON ({error}); give a sentencepiece .model file or a tokenizer.json"
             ) from error
-        with _LibraryErrors(path):
+        with _library_errors(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())
         # Turn off truncation, padding, and dropout of merges, which the file may ask for. Text that spells a special
         # token stays text.
@@ -54,7 +54,7 @@ class TokenizerJson:
         added = self._content.get("added_tokens") or []
         self._special = [token["content"] for token in added if token.get("special")]
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._symbols = {
+        self.symbols = {
             name: self._vocab[name] for token in added if (name := token["content"]) in self._vocab
         }
         self.vocab_size = max(self._vocab.values()) + 1  # ids may have gaps
@@ -83,7 +83,7 @@ class TokenizerJson:
 
     def _is_spelled(self, token: str) -> bool:
         """Returns whether text that spells the token is encoded as this token."""
-        with _LibraryErrors(self._path):  # a model without an unknown token may raise
+        with _library_errors(self._path):  # a model without an unknown token may raise
             return any(
                 self._vocab[token] in self.encode(text) for text in (token, f"{token}\n{token} {token}")
             )
@@ -101,9 +101,6 @@ class TokenizerJson:
 
     def has_token(self, name: str) -> bool:
         return name in self._vocab and self.encode_chat(f"a{name}a", [])[0].count(self._vocab[name]) == 1
-
-    def symbols(self) -> Mapping[str, int]:
-        return self._symbols
 
     def name_of(self, token: int) -> str:
         return str(self._tokenizer.id_to_token(token))
@@ -150,19 +147,14 @@ class TokenizerJson:
         return f"{token.removesuffix(end)} " if end and token.endswith(end) else token
 
 
-class _LibraryErrors:
-    """Converts errors to TokenizerError, because the library raises plain Exception if it cannot parse a file."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is Exception:
-            raise TokenizerError(
-                f"tokenizer file {self._path!r} is not a tokenizer.json that `tokenizers` reads ({error})"
-            ) from error
+@contextmanager
+def _library_errors(path: str) -> Iterator[None]:
+    """Convert errors to TokenizerError, because the library raises plain Exception if it cannot parse a file."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise TokenizerError(
+            f"tokenizer file {path!r} is not a tokenizer.json that `tokenizers` reads ({error})"
+        ) from error

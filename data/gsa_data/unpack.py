@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import zstandard
 
@@ -19,18 +19,6 @@ LINE_BYTES = 64
 """Memory of a line or row in addition to its text"""
 PIECE_BYTES = 1 << 12
 """Packed bytes per call, which may unpack to 128 MiB"""
-
-
-class _Frame(Protocol):
-    """Defines the common interface of a compressed frame in zstandard and zlib."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def most_unpacked(packed_bytes: int) -> int:
@@ -59,10 +47,12 @@ def unpack(packed: bytes, relpath: str, enough_bytes: int | None = None) -> tupl
     return packed, ""
 
 
-def _decompress(
-    packed: bytes, new_frame: Callable[[], _Frame], enough_bytes: int | None
-) -> tuple[bytes, str]:
-    """Returns the text of all frames and the damage. An empty file has no frame."""
+def _decompress(packed: bytes, new_frame: Callable[[], Any], enough_bytes: int | None) -> tuple[bytes, str]:
+    """Returns the text of all frames and the damage. An empty file has no frame.
+
+    Args:
+        new_frame: returns a decompressor of zstandard or zlib
+    """
     parts: list[bytes] = []
     held = text_bytes = place = 0
     most = most_unpacked(len(packed))

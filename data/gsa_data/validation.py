@@ -10,19 +10,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gsa_data.corpus import Corpus, shard_reader
-from gsa_data.faults import DataFault, Reading
+from gsa_data.faults import DEFAULT_READING, DataFault, Reading
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import LANE_START, Tokens, pack
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.tokenize import Tokenizer
 
-DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
 """The largest number of documents tokenized at once. The first batches are smaller, because a short set needs less."""
@@ -164,11 +164,8 @@ def is_scored(
 def _first_blocks(documents: Iterable[Tokens], root: str, seq_len_tokens: int, max_blocks: int) -> Tokens:
     if max_blocks < 1:
         raise ValueError(f"max_blocks={max_blocks} must be at least 1")
-    blocks: list[Tokens] = []
-    for block, _ in pack(((LANE_START, tokens) for tokens in documents), seq_len_tokens):
-        blocks.append(block)
-        if len(blocks) == max_blocks:
-            break
+    packed = pack(((LANE_START, tokens) for tokens in documents), seq_len_tokens)
+    blocks = [block for block, _ in islice(packed, max_blocks)]
     if not blocks:
         raise TooLittleText(
             f"split {root!r} is shorter than one block of {seq_len_tokens + 1} tokens; "

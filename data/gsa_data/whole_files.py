@@ -53,14 +53,11 @@ def parse_json(content: str | bytes) -> Any:
     """Parse JSON. Raises ValueError if the content is not JSON, or nested too deeply."""
     try:
         tree = json.loads(content)
+        too_deep = is_too_deep(tree)
     except RecursionError:
-        raise ValueError(_too_deep()) from None
-    if isinstance(content, bytes):
-        brackets = content.count(b"[") + content.count(b"{")
-    else:
-        brackets = content.count("[") + content.count("{")
-    if brackets > MOST_LEVELS and is_too_deep(tree):
-        raise ValueError(_too_deep())
+        too_deep = True
+    if too_deep:
+        raise ValueError(f"lists and objects are nested more than {MOST_LEVELS} levels deep")
     return tree
 
 
@@ -78,10 +75,6 @@ def is_too_deep(tree: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _too_deep() -> str:
-    return f"lists and objects are nested more than {MOST_LEVELS} levels deep"
 
 
 def _kind(mode: int) -> str:

@@ -11,15 +11,12 @@ means wrong use or a damaged checkpoint.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from gsa_eval.model_options import require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import prepare_imports, refusing
 
 
-@as_command()
+@refusing
 def main() -> int:
     parser = argparse.ArgumentParser(description="Average the weights of a run's checkpoints.")
     parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR", help="folder of the run")
@@ -32,17 +29,12 @@ def main() -> int:
     steps = sorted(set(arguments.steps))
     if len(steps) < 2 and not arguments.moving:
         parser.error(f"--steps {steps[0]}: give two or more steps, or --moving")
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.average_weights import average_weights
     from gsa_eval.convert.export_hf import find_source
 
-    try:
-        checkpoints = [find_source(arguments.run, step, None)[0] for step in steps]
-        average_weights(checkpoints, arguments.out, arguments.moving)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    checkpoints = [find_source(arguments.run, step, None)[0] for step in steps]
+    average_weights(checkpoints, arguments.out, arguments.moving)
     print(f"wrote {arguments.out}: the average of {', '.join(each.name for each in checkpoints)}")
     return 0

@@ -18,27 +18,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import add_source, check_step, require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import add_source, check_step, prepare_imports, refusing
 
 
-@as_command()
+@refusing
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
-    from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation
-    from gsa_train.config import ConfigError
-    from gsa_train.metrics.wandb_sink import WandbRefused
 
-    try:
-        folder, table = run_evaluation(arguments, sys.argv[1:])
-    except (ValueError, OSError, DataFault, ConfigError, WandbRefused) as error:
-        print(error, file=sys.stderr)
-        return 2
+    folder, table = run_evaluation(arguments, sys.argv[1:])
     print(f"{table}\nwrote {folder}")
     return 0
 
@@ -147,7 +137,6 @@ MOST_SAMPLES = 10_000
 
 
 def lengths(text: str) -> tuple[int, ...]:
-    """Parse 4096,8192."""
     return tuple(positive(each, LONGEST_TOKENS) for each in text.split(","))
 
 

@@ -16,14 +16,12 @@ import re
 import sys
 from pathlib import Path
 
-from gsa_eval.model_options import add_source, check_step, require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import add_source, check_step, prepare_imports, refusing
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-@as_command()
+@refusing
 def main() -> int:
     parser = argparse.ArgumentParser(description="Export a checkpoint to Hugging Face's transformers.")
     add_source(parser, exported=False)
@@ -36,8 +34,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     check_step(parser, arguments)
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.export_hf import Exported, export_hf
     from gsa_eval.convert.read_source import read_source
@@ -46,11 +43,7 @@ def main() -> int:
         settings = (arguments.dtype, arguments.max_shard_size)
         return checkpoint, export_hf(checkpoint, arguments.out, run_dir, *settings)
 
-    try:
-        checkpoint, done = read_source(arguments.run, arguments.step, arguments.checkpoint, export)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    checkpoint, done = read_source(arguments.run, arguments.step, arguments.checkpoint, export)
     for warning in done.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote {done.folder}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB, of {checkpoint}")

@@ -15,22 +15,21 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gsa_data.tokenize import check_text
-from gsa_eval.model_options import add_source, check_step, require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_data.tokenize import check_text, text_after
+from gsa_eval.model_options import add_source, check_step, prepare_imports, refusing
 from gsa_train.files import read_named
-from gsa_train.process.as_command import as_command
 
 if TYPE_CHECKING:
     from gsa_eval.text_model import TextModel
     from gsa_hf.generation import Generator, Sampling
 
 
-@as_command()
+@refusing
 def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
@@ -40,28 +39,23 @@ def main() -> int:
     samples = [arguments.temperature, arguments.top_k, arguments.top_p]
     if arguments.seed is not None and all(each is None for each in samples):
         parser.error("--seed is of sampling; give --temperature, --top-k or --top-p, too")
-    require_packages()
+    prepare_imports()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    quiet_libraries()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.evaluated_model import Source
     from gsa_eval.text_model import load_text_model
     from gsa_hf.generation import Generator
 
-    try:
-        prompts = read_prompts(arguments)
-        sampling = sampling_of(arguments)
-        source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
-        text_model = load_text_model(source, arguments.attention or "")
-        generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
-        if arguments.interactive:
-            return interact(generator, text_model, arguments.max_new_tokens, sampling)
-        write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
-    except BrokenPipeError:  # the reader of the texts has ended
-        raise
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    prompts = read_prompts(arguments)
+    sampling = sampling_of(arguments)
+    source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
+    text_model = load_text_model(source, arguments.attention or "")
+    generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
+    answer = partial(write, generator, text_model, arguments.max_new_tokens, sampling)
+    if arguments.interactive:
+        interact(answer)
+    else:
+        answer(prompts)
     return 0
 
 
@@ -124,9 +118,9 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling | None:
 def write(
     generator: Generator,
     text_model: TextModel,
-    prompts: Sequence[str],
     max_new_tokens: int,
     sampling: Sampling | None,
+    prompts: Sequence[str],
 ) -> None:
     encoded = [text_model.encode(prompt) for prompt in prompts]
     made = generator.generate(encoded, max_new_tokens, sampling)
@@ -134,7 +128,7 @@ def write(
         if len(prompts) > 1:
             print(f"--- {number}")
         ended = new[-1] in generator.eos_ids
-        print(f"{prompt}{text_model.text_after(tokens, new[:-1] if ended else new)}", flush=True)
+        print(f"{prompt}{text_after(text_model.decode, tokens, new[:-1] if ended else new)}", flush=True)
     prepared = f"; CUDA graphs in {made.prepare_seconds:.1f} s" if made.prepare_seconds > 0.05 else ""
     print(
         f"prefill {made.prompt_tokens} tokens, {made.prefill_rate:.0f} tokens/s{prepared}; decode "
@@ -143,16 +137,13 @@ def write(
     )
 
 
-def interact(
-    generator: Generator, text_model: TextModel, max_new_tokens: int, sampling: Sampling | None
-) -> int:
+def interact(answer: Callable[[Sequence[str]], None]) -> None:
     """Answer the lines of the standard input until its end. A line that the model cannot continue is refused."""
     for line in sys.stdin:
         prompt = line.rstrip("\n")
         if not prompt.strip():
             continue
         try:
-            write(generator, text_model, [check_text(prompt, "the line")], max_new_tokens, sampling)
+            answer([check_text(prompt, "the line")])
         except ValueError as error:
             print(error, file=sys.stderr)
-    return 0

@@ -11,15 +11,12 @@ the config cannot represent.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from gsa_eval.model_options import require_packages
-from gsa_train.distributed.megatron_import import quiet_libraries
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import prepare_imports, refusing
 
 
-@as_command()
+@refusing
 def main() -> int:
     parser = argparse.ArgumentParser(description="Import a model of Hugging Face's transformers.")
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder of the model")
@@ -38,16 +35,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seq_len_tokens is not None and arguments.seq_len_tokens < 1:
         parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
-    require_packages()
-    quiet_libraries()
+    prepare_imports()
     # Imported after the usage checks, because it loads torch.
     from gsa_eval.convert.import_hf import TokenizerChoice, import_hf
 
     choice = TokenizerChoice(arguments.tokenizer, arguments.eos_token)
-    try:
-        import_hf(arguments.hf, arguments.out, arguments.gates, arguments.seq_len_tokens, choice)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    import_hf(arguments.hf, arguments.out, arguments.gates, arguments.seq_len_tokens, choice)
     print(f"wrote {arguments.out}; start from {arguments.out / 'config.yaml'}")
     return 0

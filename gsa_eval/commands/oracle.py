@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gsa_data.faults import DEFAULT_READING
 from gsa_eval.commands.evaluate import lengths, samples
-from gsa_eval.model_options import require_packages
-from gsa_train.process.as_command import as_command
+from gsa_eval.model_options import prepare_imports, refusing
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
 FORMS = "q1k1,q1k16,q1k64,q2k1,q4k1,q32k1"
@@ -26,15 +26,56 @@ SELECTED = 16
 """The length divided by this number is the number of selected keys."""
 
 
-@as_command()
+@refusing
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    require_packages()
-    try:
-        return run(arguments)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    prepare_imports()
+    # Imported after the usage checks, because it loads torch.
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import gsa_hf  # noqa: F401 - registers our own model with transformers
+    from gsa_eval import ruler
+    from gsa_eval.convert.export_hf import DTYPES
+    from gsa_eval.convert.tokenizer import folder_tokenizer
+    from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
+    from gsa_eval.text import words_of
+
+    forms = [Form.parse(each) for each in arguments.forms.split(",") if each]
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        arguments.hf,
+        dtype=DTYPES[arguments.dtype],
+        attn_implementation=arguments.attention,
+        trust_remote_code=False,
+    )
+    model = model.to(device).eval()
+    tokenizer = folder_tokenizer(arguments.hf, model.config)
+    essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", DEFAULT_READING)
+    rows = []
+    for length in arguments.lengths:
+        budget = Budget(length // SELECTED)
+        for task in arguments.tasks.split(","):
+            made = ruler.samples(task, length, arguments.samples, 0, tokenizer, essay)
+            prompts = [
+                (tokenizer.encode(each.prompt).tolist(), tokenizer.encode(f" {each.answers[0]}").tolist())
+                for each in made
+            ]
+            for form in (None, *forms):
+                found = retrieve(model, prompts, None if form is None else OracleAttention(form, budget))
+                rows.append({"tokens": length, "task": task, "form": str(form or "own"), **asdict(found)})
+                kept = "" if found.kept_mass is None else f", {found.kept_mass:.3f} of the attention kept"
+                print(
+                    f"{length} tokens, {task}, {rows[-1]['form']}: {found.exact:.0f}% exact, "
+                    f"{found.log_probability:.3f} nats a token{kept}",
+                    flush=True,
+                )
+                arguments.out.write_text(
+                    json.dumps(
+                        {"options": {k: str(v) for k, v in vars(arguments).items()}, "rows": rows}, indent=1
+                    )
+                )
+    return 0
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -63,52 +104,3 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the numbers")
     return parser.parse_args(words)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    # Imported after the usage checks, because it loads torch.
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    import gsa_hf  # noqa: F401 - registers our own model with transformers
-    from gsa_eval import ruler
-    from gsa_eval.convert.tokenizer import folder_tokenizer
-    from gsa_eval.evaluated_model import DTYPES
-    from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
-    from gsa_eval.text import READING, words_of
-
-    forms = [Form.parse(each) for each in arguments.forms.split(",") if each]
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        arguments.hf,
-        dtype=DTYPES[arguments.dtype],
-        attn_implementation=arguments.attention,
-        trust_remote_code=False,
-    )
-    model = model.to(device).eval()
-    tokenizer = folder_tokenizer(arguments.hf, model.config)
-    essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", READING)
-    rows = []
-    for length in arguments.lengths:
-        budget = Budget(length // SELECTED)
-        for task in arguments.tasks.split(","):
-            made = ruler.samples(task, length, arguments.samples, 0, tokenizer, ruler.Material(essay))
-            prompts = [
-                (tokenizer.encode(each.prompt).tolist(), tokenizer.encode(f" {each.answers[0]}").tolist())
-                for each in made
-            ]
-            for form in (None, *forms):
-                found = retrieve(model, prompts, None if form is None else OracleAttention(form, budget))
-                rows.append({"tokens": length, "task": task, "form": str(form or "own"), **asdict(found)})
-                kept = "" if found.kept_mass is None else f", {found.kept_mass:.3f} of the attention kept"
-                print(
-                    f"{length} tokens, {task}, {rows[-1]['form']}: {found.exact:.0f}% exact, "
-                    f"{found.log_probability:.3f} nats a token{kept}",
-                    flush=True,
-                )
-                arguments.out.write_text(
-                    json.dumps(
-                        {"options": {k: str(v) for k, v in vars(arguments).items()}, "rows": rows}, indent=1
-                    )
-                )
-    return 0

@@ -11,7 +11,7 @@ import torch
 from gsa_eval.convert.export_hf import new_folder
 from gsa_train.checkpoint.files import MANIFEST, MEGATRON_METADATA
 from gsa_train.checkpoint.load import read_run_state
-from gsa_train.checkpoint.optimizer_state import PREFIX, SAVED_MAIN_WEIGHT, has_average, main_weight_key
+from gsa_train.checkpoint.optimizer_state import PREFIX, SAVED_MAIN_WEIGHT, has_state, main_weight_key
 from gsa_train.checkpoint.tensors import CheckpointTensors, write_weights
 from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.optimizer.build import WEIGHT_AVERAGE
@@ -41,7 +41,7 @@ def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> Non
             raise ValueError(
                 f"{checkpoint} and {last}: only in one has the indexer run; give checkpoints of one phase"
             )
-        if moving and not has_average(source.all_kinds):
+        if moving and not has_state(source.all_kinds, WEIGHT_AVERAGE):
             raise ValueError(
                 f"{checkpoint} has no moving average; train with train.weight_average_decay, or average the weights of "
                 "several steps"

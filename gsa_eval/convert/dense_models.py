@@ -6,11 +6,7 @@ Features that a GSA model cannot represent are refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
-
-import torch
 
 from gsa_eval.convert.hf_config import other_rope, rope_scaling
 from gsa_train.config import Config, ModelConfig, TrainConfig
@@ -33,15 +29,6 @@ HAS_NOT = {
 """Fields that must be off -> their meaning."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Says how one tensor of a GSA model is made from one tensor of the dense model, or from none."""
-
-    source: str | None
-    make: Callable[[torch.Tensor], torch.Tensor]
-    """Applied to the source, or to an empty tensor if there is none."""
-
-
 def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
     """Returns `model`, `gsa` and `train.seq_len_tokens` for transformers' configuration of a dense model.
 
@@ -58,7 +45,7 @@ def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
             hidden_size=found.hidden_size,
             num_heads=found.num_attention_heads,
             num_kv_heads=found.num_key_value_heads,
-            head_dim=_head_dim(found),
+            head_dim=getattr(found, "head_dim", None) or found.hidden_size // found.num_attention_heads,
             ffn_hidden_size=found.intermediate_size,
             vocab_size=found.vocab_size,
             rope_base=float(rope["rope_theta"]),
@@ -86,7 +73,7 @@ def _problems(found: Any, length: int) -> list[str]:
     if kind not in ARCHITECTURES:
         return [f"model_type = {kind}: unknown; give a model of {', '.join(ARCHITECTURES)}, or gsa"]
     lines = [
-        f"{field} = {_short(value)}: {what}, which a GSA model has not"
+        f"{field} = {str(value)[:60]}: {what}, which a GSA model has not"
         for field, what in HAS_NOT.items()
         if (value := getattr(found, field, None))
     ]
@@ -113,22 +100,11 @@ def _problems(found: Any, length: int) -> list[str]:
     return lines
 
 
-def _head_dim(found: Any) -> int:
-    return int(getattr(found, "head_dim", None) or found.hidden_size // found.num_attention_heads)
-
-
-def _short(value: Any) -> str:
-    return str(value)[:60]
-
-
-def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
-    if model_type not in ARCHITECTURES:  # already a GSA model
-        return Recipe(name, lambda weight: weight)
-    if name.endswith("_gate_proj.weight") and "self_attn" in name:
-        return Recipe(None, lambda empty: empty.new_zeros(shape))
-    if name.endswith("_gate_proj.bias") and "self_attn" in name:
-        return Recipe(None, lambda empty: empty.new_full(shape, OPEN_BIAS))
-    return Recipe(name, lambda weight: weight)
+def open_gate(name: str) -> float | None:
+    """Returns the number that fills a tensor of an open gate, or None for another tensor."""
+    if name.endswith("_gate_proj.weight"):
+        return 0.0
+    return OPEN_BIAS if name.endswith("_gate_proj.bias") else None
 
 
 def unused(names: set[str], config: Config) -> set[str]:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 from gsa_eval.convert.hf_config import dtype_name, to_hf_config
 from gsa_eval.convert.model_card import model_card
 from gsa_eval.convert.names import Pair, pairs
-from gsa_eval.convert.safetensors_folder import PlannedTensor, last_read, write_shards
+from gsa_eval.convert.safetensors_folder import PlannedTensor, write_shards
 from gsa_eval.convert.tokenizer import write_tokenizer
 from gsa_train.checkpoint.files import (
     complete_checkpoints,
@@ -94,7 +95,8 @@ def export_hf(
             tokenizer, folder, config.train.seq_len_tokens, companions, was_trained=state.tokens > 0
         )
         _write_generation_config(folder, hf_config.eos_token_id, companions)
-        _copy_code(folder)
+        for path in Path(inspect.getfile(gsa_hf)).parent.glob("*_gsa.py"):
+            shutil.copyfile(path, folder / path.name)
         card = model_card(out.name, config, state, run_dir, dtype_name(kind), warnings)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_shards(folder, planned, max_shard_bytes)
@@ -112,19 +114,13 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
     if not folder.is_dir():
         what = "a step_* folder" if run_dir is None else "a run's folder, <run.dir>/<run.name>"
         raise ValueError(f"{option} {folder}: no such folder; give {what}")
+    found = find_checkpoint(folder) if step is None else step_folder(folder / "checkpoints", step)
     if run_dir is None:
-        assert checkpoint is not None
-        found = find_checkpoint(checkpoint)
         if found is None:
-            raise ValueError(f"--checkpoint {checkpoint}: no complete checkpoint there; give a step_* folder")
+            raise ValueError(f"--checkpoint {folder}: no complete checkpoint there; give a step_* folder")
         above = found.absolute().parent.parent
         return found, above if (above / "metrics.jsonl").is_file() else None
-    if step is None:
-        found = find_checkpoint(run_dir)
-    else:
-        found = step_folder(run_dir / "checkpoints", step)
-        found = found if is_complete(found) else None
-    if found is None:
+    if found is None or (step is not None and not is_complete(found)):
         have = ", ".join(str(step_of(path.name)) for path in complete_checkpoints(run_dir / "checkpoints"))
         of_step = "" if step is None else f" --step {step}"
         raise ValueError(
@@ -176,7 +172,7 @@ def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[P
 def _plan(
     source: CheckpointTensors, found: Sequence[Pair], dtype: Literal["bf16", "fp32"] | None
 ) -> list[PlannedTensor]:
-    read = last_read(source.read)
+    read = lru_cache(maxsize=1)(source.read)  # consecutive tensors may be made from one
     planned = []
     for pair in found:
         kind = source.kinds[pair.ours].dtype if dtype is None or pair.always_fp32 else DTYPES[dtype]
@@ -209,7 +205,9 @@ def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer
     Raises:
         ValueError: the tokenizer is missing, or differs from the run's tokenizer.
     """
-    tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
+    copies = (checkpoint / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON))
+    path = next((str(copy) for copy in copies if copy.is_file()), config.data.tokenizer)
+    tokenizer = Tokenizer(path, config.data.eos_token or None)
     if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
         raise ValueError(
             f"tokenizer {tokenizer.path}: not the file that {checkpoint} was trained with "
@@ -227,17 +225,6 @@ def companions_of(checkpoint: Path) -> Companions:
         ValueError: a copy is damaged.
     """
     return read_companions(str(checkpoint / TOKENIZER_JSON))
-
-
-def _tokenizer_path(checkpoint: Path, config: Config) -> str:
-    copies = [checkpoint / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON)]
-    return next((str(copy) for copy in copies if copy.is_file()), config.data.tokenizer)
-
-
-def _copy_code(folder: Path) -> None:
-    package = Path(inspect.getfile(gsa_hf)).parent
-    for path in sorted(package.glob("*_gsa.py")):
-        shutil.copyfile(path, folder / path.name)
 
 
 def warnings_of(hf_config: gsa_hf.GSAConfig, config: Config, state: RunState) -> list[str]:

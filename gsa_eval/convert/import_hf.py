@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,12 +11,12 @@ import yaml
 
 from gsa_data.companions import read_companions
 from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
-from gsa_eval.convert.dense_models import ARCHITECTURES, Gates, Recipe, config_of, recipe, unused
+from gsa_eval.convert.dense_models import ARCHITECTURES, Gates, config_of, open_gate, unused
 from gsa_eval.convert.export_hf import new_folder
 from gsa_eval.convert.hf_config import from_hf_config
 from gsa_eval.convert.names import pairs
 from gsa_eval.convert.read_hf import check_tied, read_hf_config
-from gsa_eval.convert.safetensors_folder import SafetensorsFolder, last_read
+from gsa_eval.convert.safetensors_folder import SafetensorsFolder
 from gsa_eval.convert.tokenizer import TokenizerChoice, folder_tokenizer
 from gsa_hf import GSAConfig
 from gsa_train.checkpoint.load import RunState
@@ -84,55 +84,37 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields our tensors one by one, after checking that all tensors of the folder exist with their shapes."""
     found = pairs(config)
-    recipes: dict[str, Recipe] = {}
+    gates: dict[str, tuple[tuple[int, ...], float]] = {}
     for pair in found:
         for name, shape in zip(pair.theirs, pair.shapes(), strict=True):
-            made = recipe(name, shape, config, model_type)
-            recipes[name] = made
-            _check_shape(folder, source, name, shape, made)
-    taken = {made.source for made in recipes.values()}
-    left = source.shapes.keys() - taken
+            value = open_gate(name) if model_type in ARCHITECTURES else None
+            if value is None:
+                _check_shape(folder, source, name, shape)
+            else:
+                gates[name] = (shape, value)
+    left = source.shapes.keys() - {name for pair in found for name in pair.theirs if name not in gates}
     if extra := sorted(left - unused(left, config)):
         more = f" and {len(extra) - 1} more" if extra[1:] else ""
         raise ValueError(
             f"{folder}: {extra[0]}{more}: in the weights, but a GSA model of its config.json has no such tensor"
         )
-    read = last_read(source.read)
+    dtype = source.read("model.norm.weight").dtype
 
     def made_of(name: str) -> torch.Tensor:
-        each = recipes[name]
-        return each.make(torch.empty(0, dtype=_dtype(source)) if each.source is None else read(each.source))
+        return torch.full(*gates[name], dtype=dtype) if name in gates else source.read(name)
 
     return ((pair.ours, pair.join([made_of(name) for name in pair.theirs])) for pair in found)
 
 
-def _check_shape(
-    folder: Path, source: SafetensorsFolder, name: str, shape: tuple[int, ...], made: Recipe
-) -> None:
-    if made.source is None:
-        return
-    if made.source not in source.shapes:
+def _check_shape(folder: Path, source: SafetensorsFolder, name: str, shape: tuple[int, ...]) -> None:
+    stored = source.shapes.get(name)
+    if stored is None:
+        raise ValueError(f"{folder}: {name}: missing in the weights; copy the folder from its source again")
+    if stored != shape:
         raise ValueError(
-            f"{folder}: {made.source}: missing in the weights; copy the folder from its source again"
+            f"{folder}: {name} has the shape {list(stored)}, and {list(shape)} by config.json; copy the folder from "
+            "its source again"
         )
-    stored = source.shapes[made.source]
-    makes = _shape_of(made.make, stored)
-    if makes != shape:
-        raise ValueError(
-            f"{folder}: {made.source} has the shape {list(stored)}, which does not make {name} of {list(shape)} as "
-            "config.json says"
-        )
-
-
-def _shape_of(make: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    try:
-        return tuple(make(torch.empty(shape, device="meta")).shape)
-    except RuntimeError:  # torch raises it if a size does not divide
-        return None
-
-
-def _dtype(source: SafetensorsFolder) -> torch.dtype:
-    return source.read("model.norm.weight").dtype
 
 
 def _state(config: Config, tokenizer: Tokenizer) -> RunState:

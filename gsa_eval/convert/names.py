@@ -92,7 +92,6 @@ def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
 
 
 def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
-    """Returns the pairs of a SwiGLU."""
     return [
         Pair(
             f"{ours}.linear_fc1.weight",

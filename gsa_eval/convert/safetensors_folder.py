@@ -147,16 +147,3 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
             "weight_map": dict(sorted(places.items())),
         }
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def last_read(read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Wrap `read` with a cache of the last tensor, because consecutive tensors may be made from one."""
-    kept: dict[str, torch.Tensor] = {}
-
-    def reader(name: str) -> torch.Tensor:
-        if name not in kept:
-            kept.clear()
-            kept[name] = read(name)
-        return kept[name]
-
-    return reader

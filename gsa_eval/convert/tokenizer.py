@@ -36,8 +36,10 @@ PROBES = (
 compatibility characters, long repetitions."""
 
 # These are the kinds of sentencepiece's pieces.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 UNIGRAM, BPE = 1, 2
+
+NO_COMPANIONS = Companions()
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def write_tokenizer(
     tokenizer: Tokenizer,
     folder: Path,
     max_length: int,
-    companions: Companions | None = None,
+    companions: Companions = NO_COMPANIONS,
     was_trained: bool = True,
 ) -> None:
     """Write the run's file, a tokenizer.json, tokenizer_config.json and the chat template.
@@ -109,7 +111,6 @@ def write_tokenizer(
     Raises:
         ValueError: AutoTokenizer gives other ids for some text.
     """
-    companions = companions or Companions()
     template = companions.template
     (folder / tokenizer.file_name).write_bytes(tokenizer.file)
     if tokenizer.file_name != TOKENIZER_JSON:
@@ -134,7 +135,7 @@ def write_tokenizer(
 
 
 def check_same_ids(
-    tokenizer: Tokenizer, folder: Path, companions: Companions | None = None, was_trained: bool = True
+    tokenizer: Tokenizer, folder: Path, companions: Companions = NO_COMPANIONS, was_trained: bool = True
 ) -> None:
     """Compare ids, also of AutoTokenizer's default call, and of a conversation of two turns.
 
@@ -147,7 +148,6 @@ def check_same_ids(
         expected = tokenizer.encode(text).tolist()
         for call in calls:
             _compare(tokenizer, text, theirs(text, verbose=False, **call)["input_ids"], expected)
-    companions = companions or Companions()
     if theirs.eos_token != (name := _special_tokens(tokenizer, companions)["eos_token"]):
         raise ValueError(
             f"tokenizer {tokenizer.path}: transformers has eos_token {theirs.eos_token}, training {name}"

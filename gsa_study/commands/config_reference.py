@@ -14,6 +14,7 @@ import inspect
 import sys
 import textwrap
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal, Union
 
 from gsa_study import config as study
@@ -37,31 +38,27 @@ A file of `launch/study.py --study FILE` can set these fields: first its own fie
 """
 
 
-def main() -> None:
-    print(page(), end="")
-
-
 def page() -> str:
     """Return the whole page as Markdown: a chapter for each section of `Config`, a row for each field."""
     parts = [HEAD]
-    for name, hint in typing.get_type_hints(Config).items():
-        (item,) = typing.get_args(hint) or (None,)
-        section: type = item or hint
-        parts.append(_chapter(section, f"{name}.N" if item else name))
+    for name, prefix, section in _sections(Config):
         texts = field_texts(section)
-        for inner, inner_hint in typing.get_type_hints(section).items():
-            (of_list,) = typing.get_args(inner_hint) if typing.get_origin(inner_hint) is list else (None,)
-            if dataclasses.is_dataclass(of_list or inner_hint):
-                prefix = f"{name}.{inner}.N" if of_list else f"{name}.{inner}"
-                section_hint: type = of_list or inner_hint
-                parts.append(_chapter(section_hint, prefix, texts[inner]))
+        parts.append(_chapter(section, prefix))
+        parts += [
+            _chapter(item, f"{name}.{inner}", texts[field]) for field, inner, item in _sections(section)
+        ]
     parts += [STUDY_HEAD, _chapter(study.StudyConfig, "study")]
-    for name, hint in typing.get_type_hints(study.StudyConfig).items():
-        (item, *_) = typing.get_args(hint) or (hint,)
-        if dataclasses.is_dataclass(item):
-            assert isinstance(item, type)
-            parts.append(_chapter(item, name if item is hint else f"{name}.N", SECTIONS_OF_A_STUDY[name]))
+    for name, prefix, section in _sections(study.StudyConfig):
+        parts.append(_chapter(section, prefix, SECTIONS_OF_A_STUDY[name]))
     return "\n".join(parts)
+
+
+def _sections(config: type) -> Iterator[tuple[str, str, type]]:
+    """Yields name, prefix (`phases.N` for a list) and class of each field that is a section or a list of sections."""
+    for name, hint in typing.get_type_hints(config).items():
+        (item, *_) = typing.get_args(hint) or (hint,)
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            yield name, name if item is hint else f"{name}.N", item
 
 
 SECTIONS_OF_A_STUDY = {
@@ -161,4 +158,4 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

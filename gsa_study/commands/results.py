@@ -26,7 +26,7 @@ from gsa_train.process.as_command import as_command
 @as_command()
 def main() -> int:
     arguments = parse()
-    standings, written = [], []
+    rows, written = [], []
     try:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
@@ -39,14 +39,14 @@ def main() -> int:
             if not results.finished:
                 continue
             figure = write_figure(results, arguments.out)
-            standing, page = write_page(results, arguments.out)
-            standings.append(standing)
+            row, page = write_page(results, arguments.out)
+            rows.append(row)
             written += [page, *filter(None, [figure])]
             if figure is None:
                 print(
                     f"kept {arguments.out / study.config.name}.png: the losses of its runs are not recorded"
                 )
-        written.append(write_overview(standings, arguments.out))
+        written.append(write_overview(rows, arguments.out))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -61,7 +61,12 @@ def main() -> int:
         if arguments.report:
             report(study)
             return 0
-        check_packages(study)
+        # Evaluations would miss the package only after the GPUs have done their work.
+        if study.config.evaluations and not is_installed("transformers"):
+            raise StudyError(
+                "the package transformers is not installed, and evaluations cannot do without it; run in the checkout: "
+                "pip install '.[hf]'"
+            )
         check_devices(plan.due, gpus)
         with lock_study(study.folder):
             take_console()
@@ -79,19 +84,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return exit_codes.REFUSED
-
-
-def check_packages(study: Study) -> None:
-    """Look for a package that would be imported only after the GPUs have done their work.
-
-    Raises:
-        StudyError: the package is missing.
-    """
-    if study.config.evaluations and not is_installed("transformers"):
-        raise StudyError(
-            "the package transformers is not installed, and evaluations cannot do without it; run in the checkout: "
-            "pip install '.[hf]'"
-        )
 
 
 def run(
@@ -141,7 +133,7 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
     if runner.killed:
         return exit_codes.INTERRUPTED
     left = len(states) - finished - len(failed) - len(plan.without_checkpoint)
-    if runner.stop_reason or runner.interrupted or runner.left:
+    if runner.stop_reason or runner.interrupted or runner.due:
         print(f"  the same command goes on with the {left} that are left")
         return exit_codes.STOPPED
     return exit_codes.FAILED if failed or plan.without_checkpoint else 0

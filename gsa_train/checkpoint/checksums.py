@@ -21,8 +21,6 @@ POLYNOMIAL = 0xEDB88320
 def crc32_of(path: Path) -> tuple[int, int]:
     size = path.stat().st_size
     starts = range(0, size, PART_BYTES)
-    if len(starts) <= 1:
-        return size, crc32_of_range(path, 0, size)
     ends = [min(start + PART_BYTES, size) for start in starts]
     with ThreadPoolExecutor(threads_at_hand()) as threads:
         found = threads.map(functools.partial(crc32_of_range, path), starts, ends)

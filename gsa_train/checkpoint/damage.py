@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
 import yaml
 
 from gsa_train.checkpoint.files import (
@@ -27,6 +25,7 @@ from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.parallel_read import TENSORS
 from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.config import saved_sections
+from gsa_train.distributed.objects import from_main, gathered
 from gsa_train.distributed.parallel import Parallel
 
 logger = logging.getLogger(__name__)
@@ -45,38 +44,26 @@ def find_damage(
         run_id: ID of the run that the checkpoint must belong to; "" for any.
         tensors_later: leave the checksums of files with tensors (`tensor_files`) to the load.
     """
-    manifest: Manifest | None = None
-    shared: list[Any] = [None, {}]
-    if parallel.is_main:
-        shared[0], manifest = _read_manifest(checkpoint)
-        shared[1] = {} if manifest is None else manifest.files
-    dist.broadcast_object_list(shared, src=0)
-    fault, files = shared
+    fault, manifest = from_main(_read_manifest(checkpoint) if parallel.is_main else (None, None))
+    if manifest is None:
+        return fault
+    mine = [
+        f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
+    ]
+    if checkpoint.is_dir():
+        share = share_of(manifest.files, parallel.rank, parallel.world_size)
+        later = {name: each for name, each in share.items() if tensors_later and name.endswith(TENSORS)}
+        now = {name: each for name, each in share.items() if name not in later}
+        mine = [*faults_in(checkpoint, now, checksums), *faults_in(checkpoint, later, checksums=False)]
+    fault = faults_in_a_line([each for faults in gathered(mine) for each in faults])
     if fault is None:
-        share = share_of(files, parallel.rank, parallel.world_size)
-        found: list[Any] = [None] * parallel.world_size
-        unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
-        mine = _faults_in(checkpoint, share, checksums, tensors_later) if checkpoint.is_dir() else [unseen]
-        dist.all_gather_object(found, mine)
-        fault = faults_in_a_line([each for faults in found for each in faults])
-    if fault is None:
-        refused = [_refused(checkpoint, manifest, run_id) if manifest is not None else None]
-        dist.broadcast_object_list(refused, src=0)
-        fault = refused[0]
+        fault = from_main(_refused(checkpoint, manifest, run_id) if parallel.is_main else None)
     return fault
 
 
 def tensor_files(checkpoint: Path) -> dict[str, FileRecord]:
     """Returns the manifest's records of the files with tensors, for an intact checkpoint."""
     return {name: each for name, each in read_manifest(checkpoint).files.items() if name.endswith(TENSORS)}
-
-
-def _faults_in(
-    checkpoint: Path, files: dict[str, FileRecord], checksums: bool, tensors_later: bool
-) -> list[str]:
-    later = {name: each for name, each in files.items() if tensors_later and name.endswith(TENSORS)}
-    now = {name: each for name, each in files.items() if name not in later}
-    return [*faults_in(checkpoint, now, checksums), *faults_in(checkpoint, later, checksums=False)]
 
 
 def find_damage_alone(checkpoint: Path) -> str | None:

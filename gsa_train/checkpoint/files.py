@@ -25,6 +25,7 @@ from pathlib import Path
 
 from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.checksums import crc32_of
+from gsa_train.files import write_atomically, write_durably
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -47,12 +48,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    files: dict[str, FileRecord]
     run: str
     """`run.name` of the run that wrote it."""
     run_id: str
     """gsa_train.run_folder.starts.new_run_id"""
     step: int
+    files: dict[str, FileRecord]
 
 
 # --- which checkpoint ------------------------------------------------------------------------------------
@@ -66,6 +67,10 @@ def step_of(name: str) -> int | None:
     """Returns 200 for step_00000200, and None for a name that no checkpoint has."""
     match = re.fullmatch(r"step_(\d{8,})", name)
     return int(match[1]) if match else None
+
+
+def _step(checkpoint: Path) -> int:
+    return step_of(checkpoint.name) or 0
 
 
 def is_complete(folder: Path) -> bool:
@@ -103,9 +108,8 @@ def _warn_of_latest(checkpoints: Path) -> None:
 
 def newer_than(checkpoint: Path) -> list[Path]:
     """Returns the complete checkpoints of later steps in the same folder, oldest first."""
-    step = step_of(checkpoint.name)
-    complete = complete_checkpoints(checkpoint.parent)
-    return [path for path in complete if step is not None and (step_of(path.name) or 0) > step]
+    complete, step = complete_checkpoints(checkpoint.parent), step_of(checkpoint.name)
+    return [path for path in complete if step is not None and _step(path) > step]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -143,7 +147,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Returns the complete checkpoints, oldest first."""
     found = [path for path in checkpoints.glob("step_*") if step_of(path.name) is not None]
-    return [path for path in sorted(found, key=lambda path: step_of(path.name) or 0) if is_complete(path)]
+    return [path for path in sorted(found, key=_step) if is_complete(path)]
 
 
 def resume_candidates(checkpoints: Path) -> list[Path]:
@@ -157,9 +161,7 @@ def resume_candidates(checkpoints: Path) -> list[Path]:
     name = read_latest(checkpoints)
     if name is None:
         return complete
-    step = step_of(name)
-    older = [path for path in complete if step is not None and (step_of(path.name) or 0) < step]
-    return [checkpoints / name, *older]
+    return [checkpoints / name, *(path for path in complete if _step(path) < _step(checkpoints / name))]
 
 
 # --- after a kill, after damage --------------------------------------------------------------------------
@@ -176,13 +178,8 @@ def put_back(checkpoints: Path) -> None:
 def recover_folder(checkpoints: Path) -> None:
     """Undo the incomplete changes of a killed save. Call on one process."""
     put_back(checkpoints)
-    for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
-        try:
-            _delete(leftover)
-        except (
-            OSError
-        ) as error:  # On NFS another process holds a file of the folder open. The next save tries again.
-            logger.warning("%s could not be deleted: %s", leftover, error)
+    for failure in _delete_leftovers(checkpoints):
+        logger.warning("%s: %s", checkpoints, failure)
 
 
 def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
@@ -204,8 +201,11 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
 # --- a start from an earlier checkpoint ------------------------------------------------------------------
 
 
-def go_back_to(checkpoint: Path) -> None:
-    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Call on one process."""
+def go_back_to(checkpoint: Path) -> bool:
+    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Returns False if it is the
+    latest one already. Call on one process."""
+    if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
+        return False
     _write_latest(checkpoint)
     aside = checkpoint.with_name(SET_ASIDE)
     for newer in newer_than(checkpoint):
@@ -213,6 +213,7 @@ def go_back_to(checkpoint: Path) -> None:
         shutil.rmtree(aside / newer.name, ignore_errors=True)
         newer.rename(aside / newer.name)
     sync(checkpoint.parent)
+    return True
 
 
 # --- integrity -------------------------------------------------------------------------------------------
@@ -234,12 +235,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         size = (folder / name).stat().st_size
         if size != record.bytes:
             raise OSError(f"{folder / name} has {size} bytes where {record.bytes} were written")
-    content = {
-        "run": manifest.run,
-        "run_id": manifest.run_id,
-        "step": manifest.step,
-        "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
-    }
+    content = asdict(manifest)
+    content["files"] = dict(sorted(content["files"].items()))
     write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
     sync(folder)
 
@@ -252,20 +249,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         content = parse_json((folder / MANIFEST).read_bytes())
-        records = {
-            name: FileRecord(record["bytes"], record["crc32"]) for name, record in content["files"].items()
-        }
-        run, run_id, step = content["run"], content["run_id"], content["step"]
+        files = {name: FileRecord(each["bytes"], each["crc32"]) for name, each in content["files"].items()}
+        manifest = Manifest(content["run"], content["run_id"], content["step"], files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
-    for name, record in records.items():
+    for name, record in files.items():
         if not _is_plain(name):
             raise ValueError(f"{MANIFEST} names {name!r}, which leads out of the folder")
         if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.crc32, str):
             raise ValueError(f"{MANIFEST} is damaged: {name} has no size and checksum")
-    if not isinstance(run, str) or not isinstance(run_id, str) or type(step) is not int:
+    names = (manifest.run, manifest.run_id)
+    if not all(isinstance(each, str) for each in names) or type(manifest.step) is not int:
         raise ValueError(f"{MANIFEST} is damaged: it names no run and step")
-    return Manifest(records, run, run_id, step)
+    return manifest
 
 
 def _is_plain(name: str) -> bool:
@@ -309,9 +305,9 @@ def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) ->
     return faults
 
 
-def faults_in_a_line(faults: Sequence[str]) -> str | None:
+def faults_in_a_line(faults: Sequence[str], between: str = "; ") -> str | None:
     """Returns None if there are no faults."""
-    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+    return between.join([*faults[:3], *([f"and {len(faults) - 3} more"] if faults[3:] else [])]) or None
 
 
 # --- durable ---------------------------------------------------------------------------------------------
@@ -344,11 +340,10 @@ def prune(
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
     """
     failures: list[str] = []
-    last = step_of(newest.name) or 0
-    own = [path for path in complete_checkpoints(checkpoints) if (step_of(path.name) or 0) <= last]
+    own = [path for path in complete_checkpoints(checkpoints) if _step(path) <= _step(newest)]
     kept = own[-keep_last:]
     if keep_every_steps:
-        kept += [path for path in own if (step_of(path.name) or 0) % keep_every_steps == 0]
+        kept += [path for path in own if _step(path) % keep_every_steps == 0]
     for old in (path for path in own if path not in kept):
         try:
             # Rename first, so that a kill midway leaves no incomplete checkpoint under the final name.
@@ -357,28 +352,28 @@ def prune(
             old.rename(doomed)
         except OSError as error:
             failures.append(f"{old.name} could not be deleted: {error}")
-    for doomed in checkpoints.glob(".tmp_step_*"):  # also folders that could not be deleted before
+    return failures + _delete_leftovers(checkpoints)
+
+
+def _delete_leftovers(checkpoints: Path) -> list[str]:
+    """Delete the folders that a save has replaced or left unfinished, and those that could not be deleted before. If a
+    user moved a folder elsewhere and left a link, delete only the link. Returns the failures."""
+    failures = []
+    for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
         try:
-            _delete(doomed)
-        except OSError as error:  # On NFS another process holds a file of the folder open.
-            failures.append(f"{doomed.name.removeprefix('.tmp_')} could not be deleted: {error}")
+            if leftover.is_symlink():
+                leftover.unlink()
+            else:
+                shutil.rmtree(leftover)
+        except (
+            OSError
+        ) as error:  # On NFS another process holds a file of the folder open. The next save tries again.
+            failures.append(f"{leftover.name[leftover.name.index('step_') :]} could not be deleted: {error}")
     return failures
 
 
-def _delete(folder: Path) -> None:
-    """Delete a folder. If a user moved the folder elsewhere and left a link, delete only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
-
-
-def write_durably(path: Path, content: bytes) -> FileRecord:
-    path.unlink(missing_ok=True)  # keeps the target of a link
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_recorded(path: Path, content: bytes) -> FileRecord:
+    write_durably(path, content)
     return FileRecord(len(content), f"{zlib.crc32(content):08x}")
 
 
@@ -391,7 +386,5 @@ def sync(path: Path) -> None:
 
 
 def _write_latest(checkpoint: Path) -> None:
-    pointer = checkpoint.with_name(f".{LATEST}.tmp")
-    write_durably(pointer, checkpoint.name.encode())
-    os.replace(pointer, checkpoint.with_name(LATEST))
+    write_atomically(checkpoint.with_name(LATEST), checkpoint.name)
     sync(checkpoint.parent)

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from gsa_train.checkpoint.files import faults_in_a_line
 from gsa_train.checkpoint.load import sharded_state, sharding_metadata
 from gsa_train.checkpoint.optimizer_state import by_parameter
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
-
-MOST_NAMED = 3
-"""Largest number of tensors per rank, and of ranks, named in a message."""
 
 
 @torch.no_grad()
@@ -31,10 +30,9 @@ def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     if finite.item():
         return None
-    found: list[list[str]] = [[] for _ in range(parallel.world_size)]
-    dist.all_gather_object(found, _named_faults(model, phase_optimizer, parallel))
-    ranks = [f"rank {rank}: {_in_a_line(faults)}" for rank, faults in enumerate(found) if faults]
-    return f"values that are not finite ({_in_a_line(ranks, '; ')})"
+    found = gathered(_named_faults(model, phase_optimizer, parallel))
+    ranks = [f"rank {rank}: {faults_in_a_line(each, ', ')}" for rank, each in enumerate(found) if each]
+    return f"values that are not finite ({faults_in_a_line(ranks)})"
 
 
 def _weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,8 +70,3 @@ def _named_faults(model: Model, phase_optimizer: PhaseOptimizer, parallel: Paral
             named.append((f"{of} of {keys[id(part.parameter)]}", tensor))
     counted = [(name, int((~tensor.isfinite()).sum()), tensor.numel()) for name, tensor in named]
     return [f"{bad} of {size} in {name}" for name, bad, size in counted if bad]
-
-
-def _in_a_line(faults: Sequence[str], between: str = ", ") -> str:
-    more = f"{between}and {len(faults) - MOST_NAMED} more" if faults[MOST_NAMED:] else ""
-    return between.join(faults[:MOST_NAMED]) + more

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import MEGATRON_METADATA, leads_out
-from gsa_train.checkpoint.parallel_read import ParallelReader, log_of
+from gsa_train.checkpoint.parallel_read import ParallelReader, ReadLog, first_line, log_of
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
 from gsa_train.distributed.megatron_versions import replace_readers
 
@@ -89,7 +88,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
         except RefusedContent:
             raise
         except Exception as error:  # a damaged pickle may raise anything
-            raise RefusedContent(f"{TORCH_METADATA} is damaged: {_line(error)}") from error
+            raise RefusedContent(f"{TORCH_METADATA} is damaged: {first_line(error)}") from error
     if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "storage_data", None), dict):
         raise RefusedContent(f"{TORCH_METADATA} is damaged: it does not say where the tensors are")
     _check_places(checkpoint, list(metadata.storage_data.values()))
@@ -133,9 +132,9 @@ def refused_content(checkpoint: Path, listed: Collection[str]) -> str | None:
                     content = file.read(place.length)
                 _load(io.BytesIO(content), f"{place.relative_path}, {index.fqn}")
     except (OSError, RefusedContent, AttributeError, TypeError) as error:
-        return _line(error)
+        return first_line(error)
     except (KeyError, ValueError) as error:
-        return f"{MEGATRON_METADATA} is damaged: {_line(error)}"
+        return f"{MEGATRON_METADATA} is damaged: {first_line(error)}"
     return None
 
 
@@ -169,15 +168,11 @@ def _load(source: Path | io.BytesIO, name: str) -> Any:
         asked = re.search(r"(?:GLOBAL|Trying to load unsupported GLOBAL|global) (\w[\w.]*\.\w+)", str(error))
         if asked:
             raise _refused(name, asked[1]) from error
-        raise RefusedContent(f"{name} is damaged: {_line(error)}") from error
+        raise RefusedContent(f"{name} is damaged: {first_line(error)}") from error
 
 
 def _refused(name: str, asked: str) -> RefusedContent:
     return RefusedContent(f"{name} asks for {asked}, which no checkpoint needs. {REMEDY}")
-
-
-def _line(error: Exception) -> str:
-    return (str(error) or repr(error)).splitlines()[0][:300]
 
 
 # --- replacements of torch's and megatron-core's readers ----------------------------------------------------------
@@ -190,18 +185,11 @@ class _Reader(ParallelReader):
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch then reads no rank's metadata
         if self._metadata is None:
-            self._metadata = self._first_read()
+            log = log_of(Path(self.path)) or ReadLog(Path(self.path))
+            self._metadata = log.metadata = log.metadata or read_metadata(Path(self.path))
             if self._metadata.storage_meta is not None:
                 self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
-
-    def _first_read(self) -> Metadata:
-        log = log_of(Path(self.path))
-        if log is None:
-            return read_metadata(Path(self.path))
-        if log.metadata is None:
-            log.metadata = read_metadata(Path(self.path))
-        return log.metadata
 
 
 class _LoadPlanner(mcore_torch.MCoreLoadPlanner):
@@ -213,8 +201,4 @@ class _LoadPlanner(mcore_torch.MCoreLoadPlanner):
         super().load_bytes(read_item, content)
 
 
-def _reader(checkpoint_dir: str | Path, *_: Any, **__: Any) -> FileSystemReader:
-    return _Reader(checkpoint_dir)
-
-
-replace_readers(_reader, _LoadPlanner, read_common)
+replace_readers(lambda folder, *_, **__: _Reader(folder), _LoadPlanner, read_common)

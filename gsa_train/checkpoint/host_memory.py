@@ -67,10 +67,6 @@ class HostMemory:
         self._is_awaited.set()
         self._thread.shutdown(wait=True)
 
-    @property
-    def block_bytes(self) -> int:
-        return sum(block.numel() for block in self._blocks)
-
     def _end_reserving(self) -> None:
         reserving, self._reserving = self._reserving, None
         self._is_awaited.set()
@@ -81,8 +77,9 @@ class HostMemory:
         if device is not None:
             torch.cuda.set_device(device)  # a new thread begins on the first device
         length = _power_of_two(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
-        _, left = _into(sizes, [block.numel() for block in self._blocks])
-        for _ in _first_fit([_rounded(sizes[index]) for index in left], length)[0]:
+        _, left, _ = _first_fit(sizes, [block.numel() for block in self._blocks])
+        _, _, filled = _first_fit([sizes[index] for index in left], [length] * len(left))
+        for _ in filter(None, filled):
             began = time.monotonic()
             try:
                 self._blocks.append(_pinned(length))
@@ -97,15 +94,18 @@ def _pinned(size: int) -> torch.Tensor:
 
 def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """Returns (block, offset) for each size in bytes, and the lengths of further blocks that are needed."""
-    places, left = _into(sizes, blocks)
+    places, left, _ = _first_fit(sizes, blocks)
     more, places_of_left = pack([sizes[index] for index in left])
     for index, (block, start) in zip(left, places_of_left, strict=True):
         places[index] = (len(blocks) + block, start)
     return places, more
 
 
-def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Place sizes into these blocks, the largest first; also returns the indices of sizes that do not fit."""
+def _first_fit(
+    sizes: Sequence[int], blocks: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Place sizes into these blocks, the largest first. Returns (block, offset) for each size, the indices of sizes
+    that do not fit, and the bytes used of each block."""
     places, filled = [(0, 0)] * len(sizes), [0] * len(blocks)
     left = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -117,7 +117,7 @@ def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, 
         else:
             places[index] = (block, filled[block])
             filled[block] += size
-    return places, left
+    return places, left, filled
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -129,21 +129,9 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     total = sum(rounded)
     longest, all_in_one = _power_of_two(max(rounded)).bit_length(), _power_of_two(total).bit_length()
     lengths = [1 << (bits - 1) for bits in range(longest, all_in_one + 1)]
-    tried = [_first_fit(rounded, length) for length in lengths if total <= MOST_BLOCKS * length]
-    return min(tried, key=lambda blocks_and_places: sum(blocks_and_places[0]))
-
-
-def _first_fit(sizes: Sequence[int], length: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Place sizes into blocks of at most `length`, the largest first."""
-    filled: list[int] = []
-    places = [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        block = next((at for at, used in enumerate(filled) if used + sizes[index] <= length), len(filled))
-        if block == len(filled):
-            filled.append(0)
-        places[index] = (block, filled[block])
-        filled[block] += sizes[index]
-    return [_power_of_two(used) for used in filled], places
+    tried = [_first_fit(sizes, [length] * len(sizes)) for length in lengths if total <= MOST_BLOCKS * length]
+    packed = [([_power_of_two(used) for used in filled if used], places) for places, _, filled in tried]
+    return min(packed, key=lambda blocks_and_places: sum(blocks_and_places[0]))
 
 
 def _rounded(size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,32 @@ from typing import Any
 import numpy as np
 import psutil  # noqa: F401 - without it megatron-core's writer fails each save; better to fail at the start
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint.files import FileRecord, faults_in_a_line
 from gsa_train.checkpoint.guarded import read_common
 from gsa_train.checkpoint.optimizer_state import (
+    SAVED_MAIN_WEIGHT,
     Saved,
     from_main_weights,
-    has_average,
-    has_main_weights,
+    has_state,
     names_of_others,
     parts_with_main_weights,
     saved_state,
     wanted_state,
 )
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
-from gsa_train.checkpoint.shared_read import shared_by_replicas
+from gsa_train.checkpoint.shared_read import WithExperts
 from gsa_train.distributed.megatron_versions import load_sharded
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.build import WEIGHT_AVERAGE
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 FORMAT_VERSION = 4
@@ -133,15 +135,13 @@ def load_checkpoint(
     log = None if unchecked is None else ReadLog(checkpoint)
     with noting(log):
         others = _fill(checkpoint, model, phase_optimizer, parallel, weights=True, moments=with_optimizer)
-    fault = None
     if log is not None and unchecked is not None:
         fault = faults_in_a_line(faults_of_read(log, unchecked, parallel))
-    if fault is not None:
-        raise DamagedCheckpoint(fault)
+        if fault is not None:
+            raise DamagedCheckpoint(fault)
     if others:
-        more = f" and {len(others) - 3} more" if others[3:] else ""
         raise StateError(
-            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} differ from the model's. "
+            f"{checkpoint}: the optimizer's fp32 weights of {faults_in_a_line(others, ', ')} differ from the model's. "
             "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
         )
@@ -197,44 +197,24 @@ def _fill(
             _load(checkpoint, model, entries)
         before = [part.weight() for _, part in parts]
         mine = []
-        if has_main_weights(saved) and not model.mcore_config.bf16:  # the optimizer's weights are the model's
-            mine = _fill_in_fp32(checkpoint, model, from_mains, names_of_mains, saved)
+        if has_state(saved, SAVED_MAIN_WEIGHT) and not model.mcore_config.bf16:
+            # The optimizer's weights are the model's. Fill the model from the fp32 weights of a bf16 run, including
+            # parameters that the phase does not train.
+            parameters = [entry.data for state in from_mains.values() for entry in state.values()]
+            rounded = [parameter.detach().clone() for parameter in parameters]
+            _load(checkpoint, model, from_mains, all_weights=False)
+            mine = names_of_others(names_of_mains, parameters, rounded, saved)
     phase_optimizer.start_from_weights()
     targets = {name: box.data for name, box in wanted.items()}
     # A rank that loads nothing finds nothing.
     shared = phase_optimizer.state_group is None
     for name, tensor in _read(checkpoint, {"state": wanted}, model, shared).get("state", {}).items():
         targets[name].copy_(tensor)  # mostly a copy onto itself
-    if moments and not has_average(saved):
+    if moments and not has_state(saved, WEIGHT_AVERAGE):
         phase_optimizer.start_average()
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, mine)
-    return sorted({name for each in found for name in each})
-
-
-def _fill_in_fp32(
-    checkpoint: Path,
-    model: Model,
-    from_mains: dict[str, Any],
-    names: list[str],
-    saved: Saved,
-) -> list[str]:
-    """Fill an fp32 model from the fp32 weights of a bf16 run, including parameters that the phase does not train.
-    Collective.
-
-    Args:
-        from_mains: result of `from_main_weights`. The model must already have the checkpoint's weights.
-        names: the names of these weights on disk.
-
-    Returns:
-        Parameters for which this rank found a difference.
-    """
-    parameters = [entry.data for state in from_mains.values() for entry in state.values()]
-    before = [parameter.detach().clone() for parameter in parameters]
-    _load(checkpoint, model, from_mains, all_weights=False)
-    return names_of_others(names, parameters, before, saved)
+    return sorted({name for each in gathered(mine) for name in each})
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[str] | None = None) -> None:
@@ -272,9 +252,7 @@ def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[
     apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
     tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
     mine = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, mine)
-    return {name: shape for each in found for name, shape in each.items()}
+    return {name: shape for each in gathered(mine) for name, shape in each.items()}
 
 
 def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
@@ -282,12 +260,11 @@ def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
     return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
 
 
-def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: bool = True) -> dict[str, Any]:
+def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: bool = True) -> None:
     content = _read(checkpoint, wanted, model)
     for name, chunk in _named_chunks(model).items():
         # A rank whose weights are all unwanted has nothing to load.
         chunk.load_state_dict(content[name] if all_weights else content.get(name, {}), strict=all_weights)
-    return content
 
 
 def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool = True) -> dict[str, Any]:
@@ -295,9 +272,12 @@ def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool =
     Args:
         shared: whether replicas want equal tensors. Each replica then reads a part for all replicas.
     """
-    strategy, has_experts = TorchDistLoadShardedStrategy(), model.mcore_config.moe.experts > 0
-    how = shared_by_replicas(strategy, model.parallel.groups, has_experts) if shared else strategy
-    return load_sharded(wanted, checkpoint, how, read_common)
+    strategy, groups = TorchDistLoadShardedStrategy(), model.parallel.groups
+    if shared and model.mcore_config.moe.experts > 0:  # the same on all ranks
+        strategy = WithExperts(strategy, groups)
+    elif shared:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
+    return load_sharded(wanted, checkpoint, strategy, read_common)
 
 
 def sharded_state(
@@ -333,13 +313,6 @@ def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
 # --- random numbers --------------------------------------------------------------------------------------
 
 
-def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
-    """Returns the generators of every rank, by rank. Collective."""
-    gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, local_rng())
-    return gathered
-
-
 def local_rng() -> dict[str, Any]:
     return {
         "python": random.getstate(),
@@ -348,17 +321,6 @@ def local_rng() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-
-
-def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
-    """Restore this rank's generators if layout and kind of device equal the saved ones. Returns whether they do."""
-    if tuple(state.layout) != tuple(layout):
-        return False
-    saved = state.rng[rank]
-    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # a run on CPUs saved a CPU state
-        return False
-    set_local_rng(saved)
-    return True
 
 
 def set_local_rng(saved: dict[str, Any]) -> None:

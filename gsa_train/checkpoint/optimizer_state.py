@@ -39,12 +39,8 @@ def main_weight_key(name: str, saved: Collection[str]) -> str | None:
     return key if key in saved else None
 
 
-def has_main_weights(saved: Saved) -> bool:
-    return any(key.startswith(f"{PREFIX}.{SAVED_MAIN_WEIGHT}.") for key in saved)
-
-
-def has_average(saved: Saved) -> bool:
-    return any(key.startswith(f"{PREFIX}.{WEIGHT_AVERAGE}.") for key in saved)
+def has_state(saved: Collection[str], kind: str) -> bool:
+    return any(key.startswith(f"{PREFIX}.{kind}.") for key in saved)
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
@@ -82,7 +78,7 @@ def wanted_state(
     Raises:
         KeyError: the checkpoint lacks the moments of a parameter.
     """
-    entries, averaged = by_parameter(model_state), has_average(saved)
+    entries, averaged = by_parameter(model_state), has_state(saved, WEIGHT_AVERAGE)
     wanted: dict[str, ShardedTensor] = {}
     for part in phase_optimizer.state_parts():
         like = entries[id(part.parameter)]

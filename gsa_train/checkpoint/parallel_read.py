@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from gsa_train.checkpoint.checksums import crc32_of_range, joined, threads_at_hand
 from gsa_train.checkpoint.files import FileRecord
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 
 TENSORS = ".distcp"
@@ -96,12 +97,6 @@ class ParallelReader(FileSystemReader):
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
         def read(item: ReadItem) -> None:
-            with torch.cuda.stream(
-                stream
-            ):  # A new thread has its own stream, which does not wait for this thread's stream.
-                read_one(item)
-
-        def read_one(item: ReadItem) -> None:
             place = self.storage_data[item.storage_index]
             try:
                 content = memory.of(place.length)
@@ -109,26 +104,25 @@ class ParallelReader(FileSystemReader):
                 if log is not None:
                     end = place.offset + place.length
                     log.parts.append(Part(place.relative_path, place.offset, end, zlib.crc32(content)))
-                _fill(item, content, planner, lock)
+                # A new thread has its own stream, which does not wait for this thread's stream.
+                with torch.cuda.stream(stream):
+                    _fill(item, content, planner, lock)
             except Exception as error:
                 if log is None:
                     raise
-                log.faults.append(Fault(place.relative_path, f"cannot be read: {_first_line(error)}"))
+                log.faults.append(Fault(place.relative_path, f"cannot be read: {first_line(error)}"))
                 if item.type == LoadItemType.BYTE_IO:  # megatron-core reads its content
                     with lock:
                         planner.load_bytes(item, _nothing())
 
-        in_order = sorted(plan.items, key=lambda item: self._place_of(item))
+        place_of = attrgetter("relative_path", "offset")
+        in_order = sorted(plan.items, key=lambda item: place_of(self.storage_data[item.storage_index]))
         with ThreadPoolExecutor(threads_at_hand(), "checkpoint-read") as threads:
             for _ in threads.map(read, in_order):  # raises a thread's error
                 pass
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _place_of(self, item: ReadItem) -> tuple[str, int]:
-        place = self.storage_data[item.storage_index]
-        return place.relative_path, place.offset
 
 
 class _ThreadMemory(threading.local):
@@ -221,9 +215,6 @@ class _Bytes(io.RawIOBase):
         self._at = offset + (0, self._at, len(self._content))[whence]
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
 
 def _nothing() -> io.BytesIO:
     content = io.BytesIO()
@@ -240,15 +231,14 @@ def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Para
     Raises:
         NotRead: the files are intact, but some rank could not load all of them, or read different bytes.
     """
-    gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, (socket.gethostname(), log.parts, log.faults))
-    agreed, disputed = _agreed(part for _, parts, _ in gathered for part in parts if part.file in files)
+    found = gathered((socket.gethostname(), log.parts, log.faults))
+    agreed, disputed = _agreed(part for _, parts, _ in found for part in parts if part.file in files)
     gaps = [gap for name, record in files.items() for gap in _gaps(name, record.bytes, agreed[name])]
-    mine, of_gaps = _read_gaps(log.checkpoint, gaps[parallel.rank :: parallel.world_size])
-    rest: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(rest, (mine, of_gaps))
-    for part in (part for parts, _ in rest for part in parts):
-        agreed[part.file].append(part)
+    mine = _read_gaps(log.checkpoint, gaps[parallel.rank :: parallel.world_size])
+    rest = [each for of_rank in gathered(mine) for each in of_rank]
+    for part in rest:
+        if isinstance(part, Part):
+            agreed[part.file].append(part)
     damaged, intact = [], set()
     for name, record in sorted(files.items()):
         parts = list(_without_nested(sorted(agreed[name])))
@@ -258,10 +248,8 @@ def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Para
             intact.add(name)
         elif is_whole:
             damaged.append(f"{name} has checksum {whole:08x} instead of {record.crc32}")
-    of_ranks = [
-        (f"rank {rank} on {each[0]}", fault) for rank, each in enumerate(gathered) for fault in each[2]
-    ]
-    all_faults = [fault for _, fault in of_ranks] + [fault for _, found in rest for fault in found]
+    of_ranks = [(f"rank {rank} on {each[0]}", fault) for rank, each in enumerate(found) for fault in each[2]]
+    all_faults = [fault for _, fault in of_ranks] + [each for each in rest if isinstance(each, Fault)]
     damaged += [f"{fault.file} {fault.what}" for fault in all_faults if fault.file not in intact]
     made_of_it = [f"{rank}: {fault.file} {fault.what}" for rank, fault in of_ranks]
     made_of_it += [f"ranks have read different bytes of {name} from {a} to {b}" for name, a, b in disputed]
@@ -307,7 +295,7 @@ def _gaps(name: str, size: int, parts: Sequence[Part]) -> Iterator[tuple[str, in
         yield name, at, size
 
 
-def _read_gaps(folder: Path, gaps: Sequence[tuple[str, int, int]]) -> tuple[list[Part], list[Fault]]:
+def _read_gaps(folder: Path, gaps: Sequence[tuple[str, int, int]]) -> list[Part | Fault]:
     def read(gap: tuple[str, int, int]) -> Part | Fault:
         name, start, end = gap
         try:
@@ -316,11 +304,8 @@ def _read_gaps(folder: Path, gaps: Sequence[tuple[str, int, int]]) -> tuple[list
             return Fault(name, f"cannot be read: {error}")
 
     with ThreadPoolExecutor(threads_at_hand()) as threads:
-        found = list(threads.map(read, gaps))
-    return [each for each in found if isinstance(each, Part)], [
-        each for each in found if isinstance(each, Fault)
-    ]
+        return list(threads.map(read, gaps))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0][:300]

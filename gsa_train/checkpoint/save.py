@@ -13,13 +13,14 @@ ends with its process, and torch releases the interpreter's lock while the threa
 
 from __future__ import annotations
 
+import contextlib
 import io
 import queue
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ from gsa_train.checkpoint.files import Manifest, prune, publish, step_folder, wr
 from gsa_train.checkpoint.finite import not_finite
 from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
-from gsa_train.checkpoint.staging import Copies, Staging
+from gsa_train.checkpoint.staging import Copies, begin_copies
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
 from gsa_train.distributed.megatron_versions import SAVE_OPTIONS
+from gsa_train.distributed.objects import first_said, from_main, gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -70,12 +72,12 @@ class SaveResult:
     folder: Path
     error: str | None
     """The cause if there is no checkpoint of this step."""
-    bytes: int
-    """Sum over all ranks."""
     stall_seconds: float
     """How long this rank's training waited."""
     save_seconds: float
     """Time from the beginning until `latest` named the checkpoint, or until the save had failed."""
+    bytes: int = 0
+    """Sum over all ranks."""
     warnings: list[str] = field(default_factory=list)
     """Failures other than the save's own."""
     not_finite: bool = False
@@ -119,11 +121,11 @@ class CheckpointSaver:
                 checkpoint is complete.
         """
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
-        self._small_files = dict(small_files or {})
+        self._small_files = small_files or {}
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host_memory = HostMemory()
-        self._staging = Staging(self._host_memory)
+        self._copy_thread = ThreadPoolExecutor(1, "checkpoint-copy")
         self._save: _Save | None = None
         self._held_seconds = 0.0
         self._retry_step: int | None = None
@@ -176,18 +178,20 @@ class CheckpointSaver:
         with phase_optimizer.whole_weights(changes=False):
             fault = not_finite(model, phase_optimizer, self._parallel)
             if fault is not None:
-                return [*ended, replace(_result(save, error=fault), not_finite=True)]
-            error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
+                return [*ended, _result(save, fault, not_finite=True)]
+            # No thread uses the group now.
+            error = first_said(_make_folder(save.folder) if self._parallel.is_main else None, self._group)
             if error is None:
                 _plan(save, model, phase_optimizer, self._parallel)
-                error = self._agree(self._copy(save, waits=not phase_optimizer.weights_stay))
+                error = first_said(self._copy(save, waits=not phase_optimizer.weights_stay), self._group)
                 if save.copies is not None and error is not None:
-                    save.copies.end()
+                    with contextlib.suppress(Exception):  # the save has failed already
+                        save.copies.wait()
         save.stall_seconds = time.perf_counter() - began
         if error is not None:
             if self._parallel.is_main:
                 shutil.rmtree(save.folder, ignore_errors=True)
-            return [*ended, self._count(_result(save, error=error), now=state.step)]
+            return [*ended, self._count(_result(save, error), now=state.step)]
         save.future = self._thread.submit(self._write, save)
         self._save = save
         if self._config.async_save:
@@ -252,7 +256,7 @@ class CheckpointSaver:
     def close(self) -> None:
         """Wait for the save in progress, so that its files are complete whatever stops the training. Not collective."""
         self._thread.shutdown(wait=True)
-        self._staging.close()
+        self._copy_thread.shutdown(wait=True)
         self._host_memory.close()
 
     def _count(self, result: SaveResult, now: int) -> SaveResult:
@@ -271,7 +275,8 @@ class CheckpointSaver:
         """Replace the tensors of the plan by copies in host memory, filled before the return if `waits`, else
         later. Returns an error text if there is no memory for the copies."""
         try:
-            save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
+            groups = [tensors for _, _, (_, tensors) in save.buckets]
+            save.copies = begin_copies(groups, self._host_memory, self._copy_thread)
             if waits:
                 save.copies.wait()
         except (RuntimeError, MemoryError) as error:
@@ -280,29 +285,22 @@ class CheckpointSaver:
             return f"rank {self._parallel.rank}: no copy in host memory: {error}"
         return None
 
-    def _agree(self, error: str | None) -> str | None:
-        """Returns the first rank's error, on every rank. Call this only while no thread uses the group."""
-        errors: list[str | None] = [None] * self._parallel.world_size
-        dist.all_gather_object(errors, error, group=self._group)
-        return next((error for error in errors if error is not None), None)
-
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
         """Write and publish the checkpoint. Collective over the ranks' threads. An error is not raised but sent
         through one of the two collectives, because the other ranks would otherwise wait for this rank."""
-        gathered: list[Any] = [None] * self._parallel.world_size
-        dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
-        ranks: list[Written] = gathered
-        errors = [error for written in ranks for error in written.errors]
-        outcome: list[Any] = [(errors[0] if errors else None, None, 0, [])]
+        ranks = gathered(self._write_mine(save), self._group)
+        result: Any = None
         if self._parallel.is_main:
-            if not errors:
-                outcome = [self._publish_or_say(save, ranks)]
-            if outcome[0][0] is not None:
+            try:
+                result = self._publish(save, ranks)
+            except Exception as error:  # noqa: BLE001  whatever it is, the other ranks hear of it
+                result = _result(save, f"rank 0: {error!r}")
+            if result.error is not None:
                 shutil.rmtree(save.folder, ignore_errors=True)
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        return _result(save, *outcome[0])
+        ended: SaveResult = from_main(result, self._group)
+        return ended
 
     def _write_mine(self, save: _Save) -> Written:
         rank = self._parallel.rank
@@ -320,42 +318,33 @@ class CheckpointSaver:
         finally:
             save.buckets = []
 
-    def _publish_or_say(
-        self, save: _Save, ranks: Sequence[Written]
-    ) -> tuple[str | None, float | None, int, list[str]]:
-        """Returns the reason why there is no checkpoint, or None, and then what `_publish` returns."""
-        try:
-            return None, *self._publish(save, ranks)
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks hear of it
-            return f"rank {self._parallel.rank}: {error!r}", None, 0, []
-
-    def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[float, int, list[str]]:
-        """Returns the seconds until `latest` named the checkpoint, its size in bytes, and warnings."""
+    def _publish(self, save: _Save, ranks: Sequence[Written]) -> SaveResult:
+        errors = [error for written in ranks for error in written.errors]
+        if errors:
+            return _result(save, errors[0])
         files = write_metadata(save.writer, save.metadata, save.folder, ranks)
-        write_manifest(save.folder, Manifest(files, save.state.run, save.state.run_id, save.state.step))
+        write_manifest(save.folder, Manifest(save.state.run, save.state.run_id, save.state.step, files))
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
-        seconds = time.perf_counter() - save.began  # old checkpoints may take longer to delete
+        # made before the deletion of old checkpoints, which may take longer
+        result = _result(save, None, bytes=sum(record.bytes for record in files.values()))
         config = self._config
         try:
             warnings = prune(self.checkpoints, config.keep_last, final, config.keep_every_steps)
         except OSError as error:  # The checkpoint exists, and a later save tries again.
             warnings = [f"old checkpoints could not be deleted: {error}"]
-        return seconds, sum(record.bytes for record in files.values()), warnings
+        return replace(result, warnings=warnings)
 
 
-def _result(
-    save: _Save, error: str | None, seconds: float | None = None, size: int = 0, warnings: Sequence[str] = ()
-) -> SaveResult:
+def _result(save: _Save, error: str | None, **more: Any) -> SaveResult:
     return SaveResult(
         step=save.state.step,
         phase=save.state.phase_name,
         folder=save.folder.with_name(save.folder.name.removeprefix(".tmp_")),
         error=error,
-        bytes=size,
         stall_seconds=save.stall_seconds,
-        save_seconds=time.perf_counter() - save.began if seconds is None else seconds,
-        warnings=list(warnings),
+        save_seconds=time.perf_counter() - save.began,
+        **more,
     )
 
 
@@ -404,7 +393,7 @@ def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: 
     metadata = sharding_metadata(parallel)
     content = {
         **sharded_state(model, phase_optimizer, metadata),
-        "run": {each.name: getattr(save.state, each.name) for each in fields(save.state)},
+        "run": dict(vars(save.state)),
         "content_metadata": {key: value for key, value in metadata.items() if key != "dp_cp_group"},
     }
     sharded, common = save_preprocess(content)

@@ -13,25 +13,14 @@ EXPERTS = ".mlp.experts."
 """Marks routed experts, and their optimizer state, in the names of tensors on disk."""
 
 
-def shared_by_replicas(
-    strategy: Any, groups: ProcessGroupCollection, has_experts: bool
-) -> FullyParallelLoadStrategyWrapper:
-    """
-    Args:
-        has_experts: whether some layer of the model is a mixture of experts; the same on all ranks.
-    """
-    of_all = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
-    return WithExperts(of_all, groups) if has_experts else of_all
-
-
 class WithExperts(FullyParallelLoadStrategyWrapper):
     """Loads experts over a separate group. megatron-core broadcasts a tensor to the whole group, even to ranks that do
     not need it. The ranks that hold copies of an expert are not the ranks that hold copies of other tensors. With one
     group for both, each rank would receive all experts."""
 
-    def __init__(self, of_all: FullyParallelLoadStrategyWrapper, groups: ProcessGroupCollection) -> None:
-        super().__init__(of_all.base_strategy, of_all.parallelization_group)
-        self.of_experts = FullyParallelLoadStrategyWrapper(of_all.base_strategy, groups.expt_dp)
+    def __init__(self, strategy: Any, groups: ProcessGroupCollection) -> None:
+        super().__init__(strategy, groups.dp_cp)
+        self.of_experts = FullyParallelLoadStrategyWrapper(strategy, groups.expt_dp)
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *strategy: str

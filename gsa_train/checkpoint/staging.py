@@ -63,13 +63,6 @@ class Copies:
         if self._in_thread is not None:
             self._in_thread.result()
 
-    def end(self) -> None:
-        """Wait until no copy is in progress, after a failed save."""
-        if self._filled is not None:
-            self._filled.synchronize()
-        if self._in_thread is not None:
-            self._in_thread.exception()  # only waits
-
     def held_seconds(self) -> float:
         """Returns how long an update had to wait. Call it once the copies are filled."""
         waits, self._waits = self._waits, None
@@ -80,34 +73,23 @@ class Copies:
         return self._waited_seconds
 
 
-class Staging:
-    """Makes the copies of a rank's saves, one save at a time."""
+def begin_copies(groups: Sequence[Group], memory: HostMemory, thread: ThreadPoolExecutor) -> Copies:
+    """Replace the tensors in these lists, in place, by copies in progress.
 
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
-        self._thread = ThreadPoolExecutor(1, "checkpoint-copy")
+    No tensor may change before `Copies.hold_update` or `Copies.wait` has returned.
 
-    def begin(self, groups: Sequence[Group]) -> Copies:
-        """Replace the tensors in these lists, in place, by copies in progress.
-
-        No tensor may change before `Copies.hold_update` or `Copies.wait` has returned.
-
-        Raises:
-            RuntimeError, MemoryError: there is no memory for the copies.
-        """
-        of_gpu: list[Pair] = []
-        of_host: list[Pair] = []
-        on_gpu = [tensor for group in groups for _, tensor in group if tensor.is_cuda]
-        pinned = iter(self._memory.pinned_like(on_gpu))
-        for group in groups:
-            for number, (item, tensor) in enumerate(group):
-                copy = next(pinned) if tensor.is_cuda else torch.empty(tensor.shape, dtype=tensor.dtype)
-                (of_gpu if tensor.is_cuda else of_host).append((copy, tensor.detach()))
-                group[number] = (item, copy)
-        return Copies(of_gpu, of_host, self._thread)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
+    Raises:
+        RuntimeError, MemoryError: there is no memory for the copies.
+    """
+    of_gpu: list[Pair] = []
+    of_host: list[Pair] = []
+    pinned = iter(memory.pinned_like([tensor for group in groups for _, tensor in group if tensor.is_cuda]))
+    for group in groups:
+        for number, (item, tensor) in enumerate(group):
+            copy = next(pinned) if tensor.is_cuda else torch.empty(tensor.shape, dtype=tensor.dtype)
+            (of_gpu if tensor.is_cuda else of_host).append((copy, tensor.detach()))
+            group[number] = (item, copy)
+    return Copies(of_gpu, of_host, thread)
 
 
 def _copy_on_gpu(pairs: Sequence[Pair]) -> torch.cuda.Event:

@@ -9,7 +9,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 from gsa_train.checkpoint.damage import find_damage_alone
 from gsa_train.checkpoint.files import (
     MEGATRON_METADATA,
-    FileRecord,
     Manifest,
     describe_file,
     sync,
-    write_durably,
     write_manifest,
+    write_recorded,
 )
 from gsa_train.checkpoint.guarded import metadata_bytes, read_metadata
 from gsa_train.checkpoint.load import RunState
@@ -122,64 +121,39 @@ def write_weights(
         state: names the model and the tokenizer of the weights.
         small_files: name -> content of further files.
     """
-    writer = _Writer(folder)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
-    records = writer.close()
+    metadata, size_bytes = Metadata({}, storage_data={}), 0
+    names = ["__0_0.distcp"]
+    for key, tensor in tensors:
+        buffer = io.BytesIO()
+        torch.save(tensor.contiguous().clone(), buffer)  # saving a view would write its whole storage
+        content = buffer.getbuffer()
+        if size_bytes > 0 and size_bytes + len(content) > LARGEST_FILE_BYTES:
+            names.append(f"__0_{len(names)}.distcp")
+            size_bytes = 0
+        with (folder / names[-1]).open("ab") as file:  # closed at once: a later tensor may be refused
+            file.write(content)
+        origin = torch.Size([0] * tensor.dim())
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(
+            TensorProperties.create_from_tensor(tensor),
+            tensor.shape,
+            [ChunkStorageMetadata(origin, tensor.shape)],
+        )
+        metadata.storage_data[MetadataIndex(key, origin)] = _StorageInfo(names[-1], size_bytes, len(content))
+        size_bytes += len(content)
     common = {
-        "run": {each.name: getattr(state, each.name) for each in fields(state)},
+        "run": vars(state),
         "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": True},
     }
     buffer = io.BytesIO()
     torch.save(common, buffer)
     contents = {
-        TORCH_METADATA: metadata_bytes(writer.metadata),
+        TORCH_METADATA: metadata_bytes(metadata),
         COMMON_STATE_FNAME: buffer.getvalue(),
         **small_files,
     }
-    for name, content in contents.items():
-        records[name] = write_durably(folder / name, content)
+    records = {name: write_recorded(folder / name, content) for name, content in contents.items()}
     save_config(CheckpointingConfig(*BACKEND), str(folder))
-    sync(folder / MEGATRON_METADATA)
-    records[MEGATRON_METADATA] = describe_file(folder / MEGATRON_METADATA)
-    write_manifest(folder, Manifest(records, state.run, state.run_id, state.step))
-
-
-class _Writer:
-    """Writes tensors one after another into files of limited size, in the format of torch's writer."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._records: dict[str, FileRecord] = {}
-        self._name = ""
-        self._size_bytes = 0
-        self.metadata = Metadata({}, storage_data={})
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        buffer = io.BytesIO()
-        torch.save(tensor.contiguous().clone(), buffer)  # saving a view would write its whole storage
-        content = buffer.getbuffer()
-        if not self._name or self._size_bytes + len(content) > LARGEST_FILE_BYTES:
-            self._end_file()
-            self._name, self._size_bytes = f"__0_{len(self._records)}.distcp", 0
-        with (self._folder / self._name).open("ab") as file:  # closed at once: a later tensor may be refused
-            file.write(content)
-        start, self._size_bytes = self._size_bytes, self._size_bytes + len(content)
-        origin = torch.Size([0] * tensor.dim())
-        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            TensorProperties.create_from_tensor(tensor),
-            tensor.shape,
-            [ChunkStorageMetadata(origin, tensor.shape)],
-        )
-        self.metadata.storage_data[MetadataIndex(name, origin)] = _StorageInfo(
-            self._name, start, len(content)
-        )
-
-    def close(self) -> dict[str, FileRecord]:
-        self._end_file()
-        return self._records
-
-    def _end_file(self) -> None:
-        if self._name:
-            sync(self._folder / self._name)
-            self._records[self._name] = describe_file(self._folder / self._name)
+    for name in (*names, MEGATRON_METADATA):
+        sync(folder / name)
+        records[name] = describe_file(folder / name)
+    write_manifest(folder, Manifest(state.run, state.run_id, state.step, records))

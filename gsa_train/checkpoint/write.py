@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from gsa_train.checkpoint.files import MEGATRON_METADATA, FileRecord, describe_file, sync, write_durably
+from gsa_train.checkpoint.files import MEGATRON_METADATA, FileRecord, describe_file, sync, write_recorded
 
 TORCH_METADATA = ".metadata"
 BACKEND = ("torch_dist", 1)
@@ -101,4 +101,4 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _write_other(path: Path, content: bytes) -> tuple[list[Any], str, FileRecord]:
-    return [], path.name, write_durably(path, content)
+    return [], path.name, write_recorded(path, content)

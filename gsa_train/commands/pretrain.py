@@ -6,16 +6,8 @@
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device
 NAME --mfu SHARE].
 
-Each rank ends with one of these exit codes. torchrun itself ends with 1 for each of them, and shows the ranks' codes.
-- 1: the run failed for a reason that is not in this list, such as its data.
-- 2: wrong use, config, device, tokenizer, task, validation set, profile, run folder, a refusal by W&B, or a checkpoint
-  that does not fit.
-- 3: checkpoints cannot be written.
-- 13: the monitor stopped the run at a spike or at values that are not finite, or would stop it there again.
-- 14: the monitor found silent data corruption.
-- 15: before the first step, a device is not healthy.
-- 75: the run was asked to stop, has saved, and is to be started again (runs/<name>/stopped.json remains).
-- 130: a second Ctrl-C, or a Ctrl-C before the first step.
+Each rank ends with a code of gsa_train/process/exit_codes.py. torchrun itself ends with 1 if a code is not 0, and shows
+the ranks' codes.
 """
 
 from __future__ import annotations

@@ -95,20 +95,11 @@ def config_from_yaml(content: str, path: str | Path) -> Config:
     Raises:
         ConfigError: the content is damaged, or has fields of another version.
     """
-    problems = SavedProblems(Config)
+    problems = Problems(Config, of_checkpoint=True)
     config = build(Config, parse_yaml(content, path), problems)
     if problems.lines:
         raise ConfigError(path, problems.lines)
     return config
-
-
-class SavedProblems(Problems):
-    """Collects problems of a saved config. Fields that this version does not know come from another version."""
-
-    of_checkpoint = True
-
-    def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
-        super().add(field, value, wrong, "use the version of gsa_train that saved it", meant=meant)
 
 
 def config_to_yaml(config: Config) -> str:

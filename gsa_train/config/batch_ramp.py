@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from gsa_train.config.load import problem_line
-
 if TYPE_CHECKING:
     from gsa_train.config.sections import Config
     from gsa_train.config.train import TrainConfig
@@ -58,20 +56,15 @@ def batch_in_words(train: TrainConfig) -> str:
     return ", ".join([*stages, f"then {train.global_batch_size}" if stages else str(train.global_batch_size)])
 
 
-def check_batch_ramp(train: TrainConfig) -> list[str]:
-    lines, before = [], 0
-    for index, stage in enumerate(train.batch_ramp):
+def check_batch_ramp(config: Config) -> Iterator[str]:
+    before, last = 0, config.train.global_batch_size
+    for index, stage in enumerate(config.train.batch_ramp):
         field = f"train.batch_ramp.{index}"
         if stage.until_tokens <= before:
             wrong = f"not above {before}, where the stage begins"
             remedy = "give the tokens since the start of the run, rising from stage to stage"
-            lines.append(problem_line(f"{field}.until_tokens", stage.until_tokens, wrong, remedy))
-        if stage.global_batch_size > train.global_batch_size:
-            wrong = f"above train.global_batch_size = {train.global_batch_size}, the batch after the ramp"
-            lines.append(
-                problem_line(
-                    f"{field}.global_batch_size", stage.global_batch_size, wrong, "give at most that"
-                )
-            )
+            yield config.problem(f"{field}.until_tokens", wrong, remedy)
+        if stage.global_batch_size > last:
+            wrong = f"above train.global_batch_size = {last}, the batch after the ramp"
+            yield config.problem(f"{field}.global_batch_size", wrong, "give at most that")
         before = stage.until_tokens
-    return lines

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gsa_data.request_files import is_request_file
-from gsa_train.config.load import problem_line
 
 if TYPE_CHECKING:
     from gsa_train.config.sections import Config
@@ -36,17 +36,15 @@ class EvaluateConfig:
     left out, and the log says so. 100: no limit."""
 
 
-def check_tasks(config: Config) -> list[str]:
-    evaluate, lines = config.evaluate, []
+def check_tasks(config: Config) -> Iterator[str]:
+    evaluate = config.evaluate
     for index, task in enumerate(evaluate.tasks):
         if not is_request_file(task):
             remedy = "give olmo:NAME, a folder or a *.jsonl[.gz] file; launch/evaluate.py scores other tasks"
-            lines.append(problem_line(f"evaluate.tasks.{index}", task, "no request file", remedy))
+            yield config.problem(f"evaluate.tasks.{index}", "no request file", remedy)
     if evaluate.tasks_every_steps > 0 and not evaluate.tasks:
         wrong, remedy = "there are no evaluate.tasks to score", "list some, or leave it out"
-        lines.append(problem_line("evaluate.tasks_every_steps", evaluate.tasks_every_steps, wrong, remedy))
-    percent = evaluate.tasks_max_time_percent
-    if not 0 < percent <= 100:
+        yield config.problem("evaluate.tasks_every_steps", wrong, remedy)
+    if not 0 < evaluate.tasks_max_time_percent <= 100:
         remedy = "give more than 0 and at most 100, which means no limit"
-        lines.append(problem_line("evaluate.tasks_max_time_percent", percent, "no share of the time", remedy))
-    return lines
+        yield config.problem("evaluate.tasks_max_time_percent", "no share of the time", remedy)

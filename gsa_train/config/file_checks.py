@@ -11,16 +11,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
+from gsa_data.listing import FORMATS, OTHER_FORMATS
 from gsa_data.request_files import first_request, is_request_file
 from gsa_train.config.data import DataConfig
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 
-# The list of gsa_data, whose import would load torch.
-DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
+DATA_FORMATS = FORMATS + OTHER_FORMATS
 CHECKPOINT_METADATA = "metadata.json"
 """A checkpoint with this file is complete (gsa_train.checkpoint.files)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
@@ -37,12 +36,8 @@ def check_files(config: Config) -> list[str]:
 def check_data(data: DataConfig) -> list[str]:
     """Return a problem for each needed local file that is missing, or whose file system does not answer within
     the read limit. Addresses with `://` are checked by their reader."""
-    questions = [
-        _Question(field, folder, partial(_folder_problems, field, folder))
-        for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()
-        if folder and "://" not in folder
-    ]
-    return _answers([*questions, *_tokenizer_questions(data)], data)
+    folders = {"data.train_dir": data.train_dir, **validation_fields(data)}
+    return _answers([*_questions(_folder_problems, folders), *_tokenizer_questions(data)], data)
 
 
 def has_local_tokenizer(data: DataConfig) -> bool:
@@ -53,40 +48,27 @@ def has_local_tokenizer(data: DataConfig) -> bool:
 
 def _tokenizer_questions(data: DataConfig) -> list[_Question]:
     files = {"data.tokenizer": data.tokenizer, "data.chat_template": data.chat_template}
-    return [
-        _Question(field, path, partial(_file_problems, field, path))
-        for field, path in files.items()
-        if path and "://" not in path
-    ]
+    return _questions(_file_problems, files)
 
 
 def check_initial_weights(config: Config) -> list[str]:
-    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
-    if not folder:
-        return []
-
-    def ask() -> list[str]:
-        if Path(folder).is_dir() or _has_checkpoint(config):
+    def ask(field: str, folder: str) -> list[str]:
+        # A run with an own checkpoint needs no initial weights at a restart.
+        own = Path(config.run.dir) / config.run.name / "checkpoints"
+        if Path(folder).is_dir() or any(own.glob(f"step_*/{CHECKPOINT_METADATA}")):
             return []
-        remedy = "name a checkpoint or a run, or leave it out"
-        return [problem_line(field, folder, _missing("folder", folder), remedy)]
+        return [
+            config.problem(field, _missing("folder", folder), "name a checkpoint or a run, or leave it out")
+        ]
 
-    return _answers([_Question(field, folder, ask)], config.data)
-
-
-def _has_checkpoint(config: Config) -> bool:
-    """Whether the run has its own checkpoint. A restart then needs no initial weights."""
-    own = Path(config.run.dir) / config.run.name / "checkpoints"
-    return any(own.glob(f"step_*/{CHECKPOINT_METADATA}"))
+    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
+    return _answers([_Question(ask, field, folder)] if folder else [], config.data)
 
 
 def check_tasks(config: Config) -> list[str]:
     """Check request files."""
-    questions = [
-        _Question(f"evaluate.tasks.{number}", task, partial(task_problems, f"evaluate.tasks.{number}", task))
-        for number, task in enumerate(config.evaluate.tasks)
-    ]
-    return _answers(questions, config.data)
+    tasks = {f"evaluate.tasks.{number}": task for number, task in enumerate(config.evaluate.tasks)}
+    return _answers([_Question(task_problems, *each) for each in tasks.items()], config.data)
 
 
 def task_problems(field: str, task: str) -> list[str]:
@@ -119,27 +101,30 @@ def trained_validation_fields(data: DataConfig) -> list[str]:
 def longest_read_seconds(data: DataConfig) -> float:
     """Return the time from the first try of a read to its last failure, as
     gsa_data.faults.Reading.longest_wait_seconds."""
-    doubled = range(min(data.read_retries, DOUBLED_WAITS))
-    waits = (min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0**n) for n in doubled)
-    longest = (data.read_retries - len(doubled)) * LONGEST_WAIT_SECONDS
+    waits = [FIRST_WAIT_SECONDS * 2.0**n for n in range(min(data.read_retries, DOUBLED_WAITS))]
+    longest = (data.read_retries - len(waits)) * LONGEST_WAIT_SECONDS
     return (data.read_retries + 1) * data.read_timeout_seconds + sum(waits) + longest
 
 
 class _Question(threading.Thread):
     """Asks a file system, and holds the answer: lines of problems, or None while there is no answer."""
 
-    def __init__(self, field: str, path: str, ask: Callable[[], list[str]]) -> None:
+    def __init__(self, ask: Callable[[str, str], list[str]], field: str, path: str) -> None:
         super().__init__(name=f"check of {field}", daemon=True)
         self.field, self.path, self._ask = field, path, ask
         self.lines: list[str] | None = None
 
     def run(self) -> None:
         try:
-            self.lines = self._ask()
+            self.lines = self._ask(self.field, self.path)
         except OSError as error:
-            self.lines = [
-                problem_line(self.field, self.path, f"cannot be read ({error})", "check path and access")
-            ]
+            wrong, remedy = f"cannot be read ({error})", "check path and access"
+            self.lines = [problem_line(self.field, self.path, wrong, remedy)]
+
+
+def _questions(ask: Callable[[str, str], list[str]], paths: dict[str, str]) -> list[_Question]:
+    """Return a question for each field with a local path."""
+    return [_Question(ask, *each) for each in paths.items() if each[1] and "://" not in each[1]]
 
 
 def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
@@ -166,7 +151,9 @@ def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
 def _folder_problems(field: str, folder: str) -> list[str]:
     if not Path(folder).is_dir():
         return [problem_line(field, folder, _missing("folder", folder), "create it, or set another")]
-    if not _holds_text(Path(folder)):
+    endings = (*DATA_FORMATS, ".idx")
+    files = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
+    if not any(name.endswith(endings) for name in files):
         wrong = f"holds no *{', *'.join(DATA_FORMATS)}"
         return [problem_line(field, folder, wrong, "put shards there, or set another")]
     return []
@@ -193,8 +180,3 @@ def left_to_a_shell(path: str) -> bool:
     """Return whether a path contains `~` or `$NAME`, which only a shell expands. No shell expands a path in a YAML
     file, after `run.dir=`, or in quotes."""
     return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)
-
-
-def _holds_text(folder: Path) -> bool:
-    endings = (*DATA_FORMATS, ".idx")
-    return any(name.endswith(endings) for _, _, names in os.walk(folder, followlinks=True) for name in names)

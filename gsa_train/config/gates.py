@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from gsa_train.config.gsa import GSAConfig
-from gsa_train.config.load import problem_line
+
+if TYPE_CHECKING:
+    from gsa_train.config.sections import Config
 
 FORM = {
     "gate_granularity": "elementwise",
@@ -55,38 +60,18 @@ def fuses_gates(gsa: GSAConfig) -> bool:
     return has_paper_form(gsa) and not any(getattr(gsa, f"{position}_gate") for position in others)
 
 
-def check_gates(gsa: GSAConfig) -> list[str]:
-    """Return a line for each mistake."""
-    return [*_check_unread(gsa), *_check_projection_gate(gsa), *_check_output_transform(gsa)]
-
-
-def _check_unread(gsa: GSAConfig) -> list[str]:
-    if any(getattr(gsa, f"{position}_gate") for position in POSITIONS):
-        return []
-    wrong = "without effect, for no gate is on"
-    return [
-        problem_line(f"gsa.{name}", value, wrong, f"leave it at {default}, or set gsa.output_gate=true")
-        for name, default in FORM.items()
-        if (value := getattr(gsa, name)) != default
-    ]
-
-
-def _check_projection_gate(gsa: GSAConfig) -> list[str]:
-    if not gsa.projection_gate:
-        return []
-    wrong = "the output of W_O has no heads, and gsa.projection_gate = true"
-    return [
-        problem_line(f"gsa.{name}", value, wrong, f"set it to {FORM[name]}, or gsa.projection_gate to false")
-        for name in ("gate_granularity", "gate_sharing")
-        if (value := getattr(gsa, name)) != FORM[name]
-    ]
-
-
-def _check_output_transform(gsa: GSAConfig) -> list[str]:
-    if gsa.output_transform == "none" or not gsa.output_gate:
-        return []
-    wrong, remedy = (
-        "stands in the place of G1, and gsa.output_gate = true",
-        "set one of them to none or false",
-    )
-    return [problem_line("gsa.output_transform", gsa.output_transform, wrong, remedy)]
+def check_gates(config: Config) -> Iterator[str]:
+    gsa = config.gsa
+    changed = [name for name, default in FORM.items() if getattr(gsa, name) != default]
+    if not any(getattr(gsa, f"{position}_gate") for position in POSITIONS):
+        for name in changed:
+            remedy = f"leave it at {FORM[name]}, or set gsa.output_gate=true"
+            yield config.problem(f"gsa.{name}", "without effect, for no gate is on", remedy)
+    for name in ("gate_granularity", "gate_sharing"):
+        if gsa.projection_gate and name in changed:
+            wrong = "the output of W_O has no heads, and gsa.projection_gate = true"
+            remedy = f"set it to {FORM[name]}, or gsa.projection_gate to false"
+            yield config.problem(f"gsa.{name}", wrong, remedy)
+    if gsa.output_transform != "none" and gsa.output_gate:
+        wrong = "stands in the place of G1, and gsa.output_gate = true"
+        yield config.problem("gsa.output_transform", wrong, "set one of them to none or false")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Union
 
-from gsa_train.config.load import problem_line
 from gsa_train.config.parallel import chunk_in_words, undivided_chunk
 
 if TYPE_CHECKING:
@@ -130,45 +130,23 @@ SCORES = {
 """By `gsa.indexer_activation`."""
 
 
-def check_selection(config: Config) -> list[str]:
-    """Return a line for each mistake."""
-    gsa, lines = config.gsa, []
+def check_selection(config: Config) -> Iterator[str]:
+    gsa, order = config.gsa, "need k_min <= k_base <= k_max"
     if gsa.k_min > gsa.k_base:
-        lines.append(
-            problem_line(
-                "gsa.k_min", gsa.k_min, f"above gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
-            )
-        )
+        yield config.problem("gsa.k_min", f"above gsa.k_base = {gsa.k_base}", order)
     if gsa.k_max < gsa.k_base:
-        lines.append(
-            problem_line(
-                "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
-            )
-        )
+        yield config.problem("gsa.k_max", f"below gsa.k_base = {gsa.k_base}", order)
     share = gsa.indexer_loss_row_fraction
     # Exact to one percent, as in `gsa_kernels.sampling`: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
-        lines.append(
-            problem_line(
-                "gsa.indexer_loss_row_fraction",
-                share,
-                "not 1 / n for a whole n",
-                "give 1, which takes every query, 0.5, 0.3333, 0.25, ...",
-            )
-        )
+        remedy = "give 1, which takes every query, 0.5, 0.3333, 0.25, ..."
+        yield config.problem("gsa.indexer_loss_row_fraction", "not 1 / n for a whole n", remedy)
     beta = gsa.indexer_temperature
     if beta != "learned" and (isinstance(beta, str) or beta <= 0):
-        lines.append(
-            problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
-        )
+        yield config.problem("gsa.indexer_temperature", "neither above 0 nor learned", "1.0 is the paper's")
     if undivided := undivided_chunk(config, gsa.selection_reuse):
-        lines.append(
-            problem_line(
-                "gsa.selection_reuse",
-                gsa.selection_reuse,
-                f"does not divide the {undivided} layers of {chunk_in_words(config)}, and a group may not cross "
-                "from one to the next",
-                f"choose a divisor of {undivided}",
-            )
+        wrong = (
+            f"does not divide the {undivided} layers of {chunk_in_words(config)}, and a group may not cross from one "
+            "to the next"
         )
-    return lines
+        yield config.problem("gsa.selection_reuse", wrong, f"choose a divisor of {undivided}")

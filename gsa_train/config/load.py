@@ -45,16 +45,18 @@ class ConfigError(ValueError):
 class Problems:
     """Collects the mistakes in a config of class `root`, and the fields that they leave without a value."""
 
-    of_checkpoint = False
-    """Whether a checkpoint has the config, which nobody can change."""
-
-    def __init__(self, root: type) -> None:
-        self.root = root
+    def __init__(self, root: type, of_checkpoint: bool = False) -> None:
+        """
+        Args:
+            of_checkpoint: a checkpoint has the config, which nobody can change.
+        """
+        self.root, self.of_checkpoint = root, of_checkpoint
         self.lines: list[str] = []
         self._unusable: set[str] = set()
 
     def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
         """Add a mistake. `meant` are the fields that the user may have meant by a misspelled one."""
+        remedy = "use the version of gsa_train that saved it" if self.of_checkpoint else remedy
         self.lines.append(problem_line(field, value, wrong, remedy))
         self._unusable.update({field, *meant})
 
@@ -175,9 +177,8 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
     path, equals, text = override.partition("=")
     path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
     if not equals or not path:
-        problems.lines.append(
-            f"{override}: not of the form key=value; write for example train.micro_batch_size=2"
-        )
+        remedy = "write for example train.micro_batch_size=2"
+        problems.lines.append(f"{override}: not of the form key=value; {remedy}")
         return
     if not text.strip():
         problems.add(path, "", "no value after the =", f"write {path}=VALUE, for an empty text {path}=\"''\"")
@@ -254,11 +255,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
     hints = _hints(cls)  # type: ignore[arg-type]
     if not isinstance(tree, dict):
         wrong = "no fields below it" if tree is None else "not a section"
-        remedy = (
-            "set its fields"
-            if re.search(r"\.\d+$", where)
-            else "leave it out for its defaults, or set its fields"
-        )
+        of_list = re.search(r"\.\d+$", where)
+        remedy = "set its fields" if of_list else "leave it out for its defaults, or set its fields"
         problems.add(where, tree, wrong, f"{remedy}: {', '.join(hints)}")
         return cls()
     values: dict[str, Any] = {}
@@ -305,24 +303,18 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
     if value is None:
         problems.add(field, value, "no value", f"write {field}=[] for none, or leave it out for its default")
         return []
-    if not _is_section(item_cls):
-        return _build_values(item_cls, value, problems, field)
-    if not isinstance(value, list):
+    if _is_section(item_cls):
+        if isinstance(value, list):
+            return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
         problems.add(field, value, "not a list", f"write one `- name: ...` below `{field}:` for each item")
         return []
-    return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
-
-
-def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
-    try:
-        if not isinstance(value, list):
-            raise ValidationError("not a list")
-        return [_typed(value_hint, item) for item in value]
-    except ValidationError:
-        wrong = f"not a list where each item is {_type_in_words(value_hint)}"
-        example = "[a, b]" if value_hint is str else "[1, 2]"
-        problems.add(field, value, wrong, f"write for example '{field}={example}'")
-        return []
+    with contextlib.suppress(ValidationError):
+        if isinstance(value, list):
+            return [_typed(item_cls, item) for item in value]
+    wrong = f"not a list where each item is {_type_in_words(item_cls)}"
+    example = "[a, b]" if item_cls is str else "[1, 2]"
+    problems.add(field, value, wrong, f"write for example '{field}={example}'")
+    return []
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -73,122 +74,101 @@ def expert_layers(config: Config) -> list[int]:
     return list(layers_with_experts(config.moe, config.model.num_layers))
 
 
-def check_moe(config: Config, world_size: int) -> list[str]:
-    """Return a line for each mistake."""
+def check_moe(config: Config, world_size: int) -> Iterator[str]:
     if config.moe.experts == 0:
-        return _check_unread(config)
-    if config.moe.experts < 0:  # the range of the field says so
-        return []
-    return [
-        *_check_sizes(config),
-        *_check_router(config.moe),
-        *_check_layout(config, world_size),
-        *_check_not_with(config),
-    ]
+        yield from _check_unread(config)
+    elif config.moe.experts > 0:  # otherwise the range of the field says so
+        yield from _check_sizes(config)
+        yield from _check_router(config)
+        yield from _check_layout(config, world_size)
+        if config.parallel.strategy == "deepspeed":
+            wrong = (
+                "DeepSpeed's ZeRO reduces all gradients over the same ranks, but with moe.experts = "
+                f"{config.moe.experts} experts have others"
+            )
+            yield config.problem("parallel.strategy", wrong, "set it to megatron")
 
 
-def _check_unread(config: Config) -> list[str]:
+def _check_unread(config: Config) -> Iterator[str]:
     """Check that other fields have their defaults without experts, because nothing reads them."""
-    wrong = "without effect, for moe.experts = 0"
-    lines = [
-        problem_line(f"moe.{field.name}", value, wrong, f"leave it at {field.default}, or set moe.experts")
-        for field in dataclasses.fields(MoEConfig)
-        if field.name != "experts" and (value := getattr(config.moe, field.name)) != field.default
-    ]
+    for field in dataclasses.fields(MoEConfig):
+        if field.name != "experts" and getattr(config.moe, field.name) != field.default:
+            remedy = f"leave it at {field.default}, or set moe.experts"
+            yield config.problem(f"moe.{field.name}", "without effect, for moe.experts = 0", remedy)
     for name in ("expert", "expert_tensor"):
-        size = getattr(config.parallel, name)
-        if size > 1:
+        if getattr(config.parallel, name) > 1:
             wrong = "there is no expert to split, for moe.experts = 0"
-            lines.append(problem_line(f"parallel.{name}", size, wrong, "set it to 1, or set moe.experts"))
-    return lines
+            yield config.problem(f"parallel.{name}", wrong, "set it to 1, or set moe.experts")
 
 
-def _check_sizes(config: Config) -> list[str]:
-    moe, parallel, lines = config.moe, config.parallel, []
+def _check_sizes(config: Config) -> Iterator[str]:
+    moe, parallel = config.moe, config.parallel
     if moe.experts < moe.top_k:
-        wrong = f"fewer than moe.top_k = {moe.top_k}"
-        lines.append(problem_line("moe.experts", moe.experts, wrong, "give more experts, or a smaller top_k"))
+        remedy = "give more experts, or a smaller top_k"
+        yield config.problem("moe.experts", f"fewer than moe.top_k = {moe.top_k}", remedy)
     if moe.top_k == 1:
         wrong = "the weight of a single expert is always 1, whatever the router says, which so learns nothing of it"
-        lines.append(problem_line("moe.top_k", 1, wrong, "set it to 2 or more"))
+        yield config.problem("moe.top_k", wrong, "set it to 2 or more")
     if moe.first_dense_layers >= config.model.num_layers > 0:
         wrong = f"leaves none of model.num_layers = {config.model.num_layers} for experts"
-        remedy = "give fewer, or set moe.experts to 0"
-        lines.append(problem_line("moe.first_dense_layers", moe.first_dense_layers, wrong, remedy))
-    if parallel.expert > 0 and moe.experts % parallel.expert != 0:
-        wrong = f"not a multiple of parallel.expert = {parallel.expert}"
-        lines.append(problem_line("moe.experts", moe.experts, wrong, "change one of them"))
+        yield config.problem("moe.first_dense_layers", wrong, "give fewer, or set moe.experts to 0")
     for name, field in (
+        ("experts", "expert"),
         ("expert_ffn_hidden_size", "expert_tensor"),
         ("shared_expert_ffn_hidden_size", "tensor"),
     ):
-        width, ranks = getattr(moe, name), getattr(parallel, field)
-        if ranks > 0 and width % ranks != 0:
+        ranks = getattr(parallel, field)
+        if ranks > 0 and getattr(moe, name) % ranks != 0:
             wrong = f"not a multiple of parallel.{field} = {ranks}"
-            lines.append(problem_line(f"moe.{name}", width, wrong, "change one of them"))
-    return [*lines, *_check_alignment(config)]
+            yield config.problem(f"moe.{name}", wrong, "change one of them")
+    if moe.experts_impl == "grouped" and parallel.expert_tensor > 0:
+        yield from _check_alignment(config)
 
 
-def _check_alignment(config: Config) -> list[str]:
-    moe, ranks = config.moe, config.parallel.expert_tensor
-    if moe.experts_impl != "grouped" or ranks < 1:
-        return []
-    lines = []
+def _check_alignment(config: Config) -> Iterator[str]:
+    wrong = f"grouped products need multiples of {ALIGNMENT}, with moe.experts_impl = grouped"
     remedy = f"choose a multiple of {ALIGNMENT}, or set moe.experts_impl to sequential"
     if config.model.hidden_size % ALIGNMENT != 0:
-        wrong = f"grouped products need multiples of {ALIGNMENT}, with moe.experts_impl = grouped"
-        lines.append(problem_line("model.hidden_size", config.model.hidden_size, wrong, remedy))
-    width = moe.expert_ffn_hidden_size
-    if width % ranks == 0 and width // ranks % ALIGNMENT != 0:
-        wrong = (
-            f"grouped products need multiples of {ALIGNMENT}, with moe.experts_impl = grouped: a rank has "
-            f"{width // ranks} of it (parallel.expert_tensor = {ranks})"
-        )
-        lines.append(problem_line("moe.expert_ffn_hidden_size", width, wrong, remedy))
-    return lines
+        yield config.problem("model.hidden_size", wrong, remedy)
+    ranks = config.parallel.expert_tensor
+    own, rest = divmod(config.moe.expert_ffn_hidden_size, ranks)
+    if rest == 0 and own % ALIGNMENT != 0:
+        wrong += f": a rank has {own} of it (parallel.expert_tensor = {ranks})"
+        yield config.problem("moe.expert_ffn_hidden_size", wrong, remedy)
 
 
-def _check_router(moe: MoEConfig) -> list[str]:
-    lines = []
+def _check_router(config: Config) -> Iterator[str]:
+    moe = config.moe
     if moe.balancing == "aux_free" and moe.router_score != "sigmoid":
         wrong = (
             f"biases move scores in (0, 1) that do not depend on each other, and moe.router_score = "
             f"{moe.router_score}"
         )
         remedy = "set moe.router_score to sigmoid, or balancing to global_batch"
-        lines.append(problem_line("moe.balancing", moe.balancing, wrong, remedy))
-    unread = {"balance_coeff": "global_batch", "bias_update_rate": "aux_free"}
-    for field in dataclasses.fields(MoEConfig):
-        value = getattr(moe, field.name)
-        needed = unread.get(field.name)
-        if needed is not None and moe.balancing != needed and value != field.default:
+        yield config.problem("moe.balancing", wrong, remedy)
+    for name, needed in {"balance_coeff": "global_batch", "bias_update_rate": "aux_free"}.items():
+        if moe.balancing != needed and getattr(moe, name) != getattr(MoEConfig, name):
             wrong = f"without effect, for moe.balancing = {moe.balancing}"
-            remedy = f"leave it out, or set moe.balancing to {needed}"
-            lines.append(problem_line(f"moe.{field.name}", value, wrong, remedy))
+            yield config.problem(f"moe.{name}", wrong, f"leave it out, or set moe.balancing to {needed}")
     if 0 < moe.capacity_factor < 1:
         wrong = "below 1 an expert could not take even its even share"
-        lines.append(
-            problem_line("moe.capacity_factor", moe.capacity_factor, wrong, "give 1 or more, or 0 for none")
-        )
-    return lines
+        yield config.problem("moe.capacity_factor", wrong, "give 1 or more, or 0 for none")
 
 
-def _check_layout(config: Config, world_size: int) -> list[str]:
-    parallel, lines = config.parallel, []
+def _check_layout(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
     expert, split = parallel.expert, parallel.expert_tensor
     if min(expert, split, parallel.tensor, parallel.pipeline) < 1:
-        return []
+        return
     if split not in (1, parallel.tensor):
         wrong = f"neither 1 nor parallel.tensor = {parallel.tensor}"
-        lines.append(problem_line("parallel.expert_tensor", split, wrong, "choose one of them"))
+        yield config.problem("parallel.expert_tensor", wrong, "choose one of them")
     if parallel.tensor > 1 and not parallel.sequence:
         wrong = (
             "with experts and parallel.tensor above 1: each tensor-parallel rank routes the tokens that sequence "
             "parallelism gives it"
         )
-        lines.append(
-            problem_line("parallel.sequence", False, wrong, "set it to true, or parallel.tensor to 1")
-        )
+        yield config.problem("parallel.sequence", wrong, "set it to true, or parallel.tensor to 1")
     stage, sharing = world_size // parallel.pipeline, expert * split
     if world_size % parallel.pipeline == 0 and stage % sharing != 0:
         wrong = (
@@ -199,20 +179,8 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
         unit = parallel.pipeline * math.lcm(parallel.tensor * parallel.context, sharing)
         enough = f"start {nearest(world_size, unit)} ranks"
         remedy = f"{enough}, or set parallel.expert to a divisor of both, such as {divisor}"
-        lines.append(problem_line("world size", world_size, wrong, remedy))
-    elif parallel.optimizer_instances > 1 and stage // sharing % parallel.optimizer_instances != 0:
-        wrong = f"does not divide the {stage // sharing} replicas of an expert"
-        remedy = f"choose a divisor of {stage // sharing}, or a smaller parallel.expert"
-        lines.append(
-            problem_line("parallel.optimizer_instances", parallel.optimizer_instances, wrong, remedy)
-        )
-    return lines
-
-
-def _check_not_with(config: Config) -> list[str]:
-    experts, lines = f"moe.experts = {config.moe.experts}", []
-    if config.parallel.strategy == "deepspeed":
-        wrong = f"DeepSpeed's ZeRO reduces all gradients over the same ranks, but with {experts} experts have others"
-        remedy = "set it to megatron"
-        lines.append(problem_line("parallel.strategy", "deepspeed", wrong, remedy))
-    return lines
+        yield problem_line("world size", world_size, wrong, remedy)
+    elif parallel.optimizer_instances > 1 and (replicas := stage // sharing) % parallel.optimizer_instances:
+        wrong = f"does not divide the {replicas} replicas of an expert"
+        remedy = f"choose a divisor of {replicas}, or a smaller parallel.expert"
+        yield config.problem("parallel.optimizer_instances", wrong, remedy)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-
-from gsa_train.config.load import problem_line
 
 if TYPE_CHECKING:
     from gsa_train.config.sections import Config
@@ -56,56 +55,47 @@ UNREPEATABLE = ("cudnn", "flash_sdpa")
 """Values of `gsa.dense_attention` whose backward passes add with atomics."""
 
 
-def check_monitor(config: Config, replicas: int) -> list[str]:
-    """Return mistakes in the fields of `monitor`, and in other fields that they need.
+def check_monitor(config: Config, replicas: int) -> Iterator[str]:
+    """Yield mistakes in the fields of `monitor`, and in other fields that they need.
 
     Args:
         replicas: data-parallel size; 0 if the layout itself is wrong.
     """
-    monitor, lines = config.monitor, []
+    monitor = config.monitor
     if monitor.window_steps < 32:
         wrong = "too few for medians of the last 32 steps and of differences over 8"
-        lines.append(problem_line("monitor.window_steps", monitor.window_steps, wrong, "give 32 or more"))
+        yield config.problem("monitor.window_steps", wrong, "give 32 or more")
     if not 24 <= monitor.min_history_steps <= monitor.window_steps:
         wrong = f"outside [24, monitor.window_steps = {monitor.window_steps}]"
-        remedy = "give a number of steps between them"
-        lines.append(problem_line("monitor.min_history_steps", monitor.min_history_steps, wrong, remedy))
+        yield config.problem("monitor.min_history_steps", wrong, "give a number of steps between them")
     if monitor.lasting_sigmas > monitor.sigmas:
         wrong = f"above monitor.sigmas = {monitor.sigmas}"
-        lines.append(
-            problem_line("monitor.lasting_sigmas", monitor.lasting_sigmas, wrong, "give that or less")
-        )
+        yield config.problem("monitor.lasting_sigmas", wrong, "give that or less")
     if monitor.grad_norm_min_ratio < 1:
-        wrong, remedy = "below 1, where no rise is", "give 1 or more"
-        lines.append(problem_line("monitor.grad_norm_min_ratio", monitor.grad_norm_min_ratio, wrong, remedy))
-    lines += _check_corruption(config, replicas)
+        yield config.problem("monitor.grad_norm_min_ratio", "below 1, where no rise is", "give 1 or more")
+    yield from _check_corruption(config, replicas)
     last = sum(phase.steps for phase in config.phases)
     for index, step in enumerate(config.train.iterations_to_skip):
         if not 1 <= step <= last:
-            wrong, remedy = f"no step of this run, which has {last} (phases.*.steps)", "remove it"
-            lines.append(problem_line(f"train.iterations_to_skip.{index}", step, wrong, remedy))
-    return lines
+            wrong = f"no step of this run, which has {last} (phases.*.steps)"
+            yield config.problem(f"train.iterations_to_skip.{index}", wrong, "remove it")
 
 
-def _check_corruption(config: Config, replicas: int) -> list[str]:
+def _check_corruption(config: Config, replicas: int) -> Iterator[str]:
     """Check that the bit comparisons have something to compare, and numbers that repeat."""
-    monitor, lines = config.monitor, []
-    every = monitor.compare_replicas_every_steps
-    if every > 0 and replicas * config.parallel.context == 1:
-        wrong, remedy = "but there is one replica of the model, and nothing to compare", "set it to 0"
-        lines.append(problem_line("monitor.compare_replicas_every_steps", every, wrong, remedy))
-    dense = config.gsa.dense_attention
+    monitor, dense = config.monitor, config.gsa.dense_attention
+    if monitor.compare_replicas_every_steps > 0 and replicas * config.parallel.context == 1:
+        wrong = "but there is one replica of the model, and nothing to compare"
+        yield config.problem("monitor.compare_replicas_every_steps", wrong, "set it to 0")
     if config.parallel.strategy == "deepspeed":
         for name in ("recheck_every_steps", "recheck_spikes", "compare_replicas_every_steps"):
             if getattr(monitor, name):
                 wrong = "reads megatron-core's gradient buffers and whole weights, and parallel.strategy = deepspeed"
                 remedy = "set that to megatron, or this one to its default"
-                lines.append(problem_line(f"monitor.{name}", getattr(monitor, name), wrong, remedy))
+                yield config.problem(f"monitor.{name}", wrong, remedy)
     for name in ("recheck_every_steps", "recheck_spikes"):
         if getattr(monitor, name) and dense in UNREPEATABLE:
             wrong = (
                 f"asks for the same bits twice, and gsa.dense_attention = {dense} does not repeat bit for bit"
             )
-            remedy = "set that to auto, or this one to its default"
-            lines.append(problem_line(f"monitor.{name}", getattr(monitor, name), wrong, remedy))
-    return lines
+            yield config.problem(f"monitor.{name}", wrong, "set that to auto, or this one to its default")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -101,16 +102,14 @@ def stage_layers(config: Config, stage: int) -> list[int]:
 MOST_TOKENS_PER_STEP = 10**9  # sixteen times DeepSeek-V3's 63M (arXiv 2412.19437, 15,360 sequences of 4096)
 
 
-def check_layout(config: Config, world_size: int) -> list[str]:
-    """Return mistakes in `parallel`, and in sizes that it must divide, a line each."""
-    return [
-        *_check_sizes(config, world_size),
-        *_check_strategy(config),
-        *_check_instances(config, world_size),
-        *_check_context(config),
-        *_check_pipeline(config, world_size),
-        *_check_batch(config, world_size),
-    ]
+def check_layout(config: Config, world_size: int) -> Iterator[str]:
+    """Yield mistakes in `parallel`, and in sizes that it must divide."""
+    yield from _check_sizes(config, world_size)
+    yield from _check_strategy(config)
+    yield from _check_instances(config, world_size)
+    yield from _check_context(config)
+    yield from _check_pipeline(config, world_size)
+    yield from _check_batch(config, world_size)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -152,207 +151,156 @@ def chunk_in_words(config: Config) -> str:
     return "a stage (model.num_layers / parallel.pipeline)"
 
 
-def _check_sizes(config: Config, world_size: int) -> list[str]:
-    parallel = config.parallel
-    lines: list[str] = []
-    sizes = _model_sizes(config)
+def _check_sizes(config: Config, world_size: int) -> Iterator[str]:
+    parallel, sizes = config.parallel, _model_sizes(config)
     unit = math.prod(sizes.values())
     if world_size < 1:
-        lines.append(problem_line("world size", world_size, "below 1", "start 1 rank or more"))
+        yield problem_line("world size", world_size, "below 1", "start 1 rank or more")
     elif unit > 0 and world_size % unit != 0:
-        lines.append(
-            problem_line(
-                "world size",
-                world_size,
-                f"not a multiple of {' x '.join(f'{field} = {size}' for field, size in sizes.items())}",
-                f"start {nearest(world_size, unit)} ranks (a dry run: --world-size), or change the sizes",
-            )
-        )
+        wrong = f"not a multiple of {' x '.join(f'{field} = {size}' for field, size in sizes.items())}"
+        remedy = f"start {nearest(world_size, unit)} ranks (a dry run: --world-size), or change the sizes"
+        yield problem_line("world size", world_size, wrong, remedy)
     if parallel.grad_reduce_dtype == "bf16" and config.train.precision == "fp32":
         wrong = "gradients have the weights' precision, and train.precision = fp32"
-        remedy = "set it to fp32, or train.precision to bf16"
-        lines.append(problem_line("parallel.grad_reduce_dtype", "bf16", wrong, remedy))
-    if parallel.overlap_param_gather and not (
-        parallel.distributed_optimizer and parallel.overlap_grad_reduce
-    ):
-        lines.append(
-            problem_line(
-                "parallel.overlap_param_gather",
-                True,
-                f"needs parallel.distributed_optimizer = {str(parallel.distributed_optimizer).lower()} and "
-                f"parallel.overlap_grad_reduce = {str(parallel.overlap_grad_reduce).lower()} to be true",
-                "set both to true, or overlap_param_gather to false",
-            )
+        yield config.problem(
+            "parallel.grad_reduce_dtype", wrong, "set it to fp32, or train.precision to bf16"
         )
-    return lines
+    needed = parallel.distributed_optimizer, parallel.overlap_grad_reduce
+    if parallel.overlap_param_gather and not all(needed):
+        optimizer, reduce = (str(each).lower() for each in needed)
+        wrong = (
+            f"needs parallel.distributed_optimizer = {optimizer} and parallel.overlap_grad_reduce = {reduce} to be "
+            "true"
+        )
+        remedy = "set both to true, or overlap_param_gather to false"
+        yield config.problem("parallel.overlap_param_gather", wrong, remedy)
 
 
-def _check_strategy(config: Config) -> list[str]:
+def _check_strategy(config: Config) -> Iterator[str]:
     parallel = config.parallel
-    lines = []
     if parallel.strategy == "megatron":
         if parallel.zero_stage != 1:
             wrong = "only DeepSpeed has stages, and parallel.strategy = megatron"
             remedy = "set parallel.strategy to deepspeed, or leave zero_stage out"
-            lines.append(problem_line("parallel.zero_stage", parallel.zero_stage, wrong, remedy))
+            yield config.problem("parallel.zero_stage", wrong, remedy)
         if parallel.offload_optimizer:
             wrong = "only DeepSpeed's optimizer works in host memory here, and parallel.strategy = megatron"
             remedy = "set parallel.strategy to deepspeed, or offload_optimizer to false"
-            lines.append(problem_line("parallel.offload_optimizer", True, wrong, remedy))
-        return lines
+            yield config.problem("parallel.offload_optimizer", wrong, remedy)
+        return
     if parallel.zero_stage > 3:
-        lines.append(
-            problem_line("parallel.zero_stage", parallel.zero_stage, "not 1, 2 or 3", "choose one of these")
-        )
-    with_deepspeed = "parallel.strategy = deepspeed"
-    megatron = "or parallel.strategy to megatron"
+        yield config.problem("parallel.zero_stage", "not 1, 2 or 3", "choose one of these")
+    with_deepspeed, megatron = "parallel.strategy = deepspeed", "or parallel.strategy to megatron"
     for name in ("context", "pipeline", "virtual_pipeline"):
-        size = getattr(parallel, name)
-        if size > 1:
+        if getattr(parallel, name) > 1:
             wrong = f"not with {with_deepspeed}, whose ranks are tensor x data parallel"
-            lines.append(problem_line(f"parallel.{name}", size, wrong, f"set it to 1, {megatron}"))
+            yield config.problem(f"parallel.{name}", wrong, f"set it to 1, {megatron}")
     if not parallel.distributed_optimizer:
         wrong = f"{with_deepspeed} always shards the optimizer state"
-        lines.append(
-            problem_line("parallel.distributed_optimizer", False, wrong, f"set it to true, {megatron}")
-        )
+        yield config.problem("parallel.distributed_optimizer", wrong, f"set it to true, {megatron}")
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if getattr(parallel, name):
             wrong = f"{with_deepspeed} overlaps by itself"
-            lines.append(problem_line(f"parallel.{name}", True, wrong, f"set it to false, {megatron}"))
-    return lines
+            yield config.problem(f"parallel.{name}", wrong, f"set it to false, {megatron}")
 
 
-def _check_instances(config: Config, world_size: int) -> list[str]:
+def _check_instances(config: Config, world_size: int) -> Iterator[str]:
     parallel, field = config.parallel, "parallel.optimizer_instances"
-    instances = parallel.optimizer_instances
-    if instances < 2:
-        return []
-    lines = []
+    if parallel.optimizer_instances < 2:
+        return
     if parallel.strategy == "deepspeed":
         wrong = "only megatron-core has instances, and parallel.strategy = deepspeed"
-        lines.append(problem_line(field, instances, wrong, "set it to 1, or parallel.strategy to megatron"))
+        yield config.problem(field, wrong, "set it to 1, or parallel.strategy to megatron")
     elif not parallel.distributed_optimizer:
         wrong = "parallel.distributed_optimizer = false, so every rank holds the whole state already"
-        lines.append(problem_line(field, instances, wrong, "set it to 1, or distributed_optimizer to true"))
+        yield config.problem(field, wrong, "set it to 1, or distributed_optimizer to true")
     ranks = data_parallel_size(config, world_size) * parallel.context
-    if ranks % instances != 0:
+    if ranks % parallel.optimizer_instances != 0:
         wrong = f"does not divide the {ranks} data x context ranks"
-        lines.append(problem_line(field, instances, wrong, f"choose a divisor of {ranks}"))
-    return lines
+        yield config.problem(field, wrong, f"choose a divisor of {ranks}")
 
 
-def _check_context(config: Config) -> list[str]:
+def _check_context(config: Config) -> Iterator[str]:
     """Check that each context-parallel rank holds whole chunks, which sequence parallelism divides evenly."""
     length = config.train.seq_len_tokens
     context, tensor, chunks = config.parallel.context, config.parallel.tensor, config.parallel.context_chunks
     if chunks < 2 or chunks % 2 != 0:
         remedy = f"set it to an even number, such as {max(2, chunks + chunks % 2)}"
-        return [problem_line("parallel.context_chunks", chunks, "is not an even number of chunks", remedy)]
-    if context < 2 or length < 1 or tensor < 1:
-        return []
-    shares = math.lcm(chunks, tensor if config.parallel.sequence else 1)
-    unit = context * shares
-    if length % unit != 0:
-        return [
-            problem_line(
-                "train.seq_len_tokens",
-                length,
+        yield config.problem("parallel.context_chunks", "is not an even number of chunks", remedy)
+    elif context > 1 and length > 0 and tensor > 0:
+        shares = math.lcm(chunks, tensor if config.parallel.sequence else 1)
+        unit = context * shares
+        if length % unit != 0:
+            wrong = (
                 f"not a multiple of {unit}: each of parallel.context = {context} ranks holds {chunks} chunks"
-                + (f", split over parallel.tensor = {tensor} ranks" if shares > chunks else ""),
-                f"set it to {nearest(length, unit)}, or change parallel.context",
             )
-        ]
-    return []
+            wrong += f", split over parallel.tensor = {tensor} ranks" if shares > chunks else ""
+            remedy = f"set it to {nearest(length, unit)}, or change parallel.context"
+            yield config.problem("train.seq_len_tokens", wrong, remedy)
 
 
-def _check_pipeline(config: Config, world_size: int) -> list[str]:
+def _check_pipeline(config: Config, world_size: int) -> Iterator[str]:
     """Check that layers fill the chunks, and micro-batches fill an interleaved schedule."""
-    parallel, layers, train = config.parallel, config.model.num_layers, config.train
+    parallel, layers = config.parallel, config.model.num_layers
     stages, virtual, given = parallel.pipeline, parallel.virtual_pipeline, parallel.pipeline_layers
     if min(stages, virtual, layers) < 1:
-        return []
+        return
     chunks = stages * virtual
     in_words = f"parallel.pipeline = {stages}"
     if virtual > 1:
         in_words += f" x parallel.virtual_pipeline = {virtual}"
-    lines = []
     if virtual > 1 and stages == 1:
         wrong = "chunks are interleaved over stages, and parallel.pipeline = 1"
-        lines.append(
-            problem_line(
-                "parallel.virtual_pipeline", virtual, wrong, "set it to 1, or parallel.pipeline above 1"
-            )
-        )
+        yield config.problem("parallel.virtual_pipeline", wrong, "set it to 1, or parallel.pipeline above 1")
     if given and not chunk_layers(config):
         found = f"{len(given)} numbers with the sum {sum(given)}, the smallest {min(given)}"
         remedy = f"give {chunks} numbers of at least 1 ({in_words}) with the sum {layers} (model.num_layers)"
-        lines.append(problem_line("parallel.pipeline_layers", given, found, remedy))
+        yield config.problem("parallel.pipeline_layers", found, remedy)
     elif not given and layers % chunks != 0:
         remedy = (
             f"set model.num_layers to {nearest(layers, chunks)}, or name each chunk's layers in "
             "parallel.pipeline_layers"
         )
-        lines.append(problem_line("model.num_layers", layers, f"not a multiple of {in_words}", remedy))
-    per_micro_batch = train.micro_batch_size * data_parallel_size(config, world_size)
-    for name, size in _batch_sizes(config):
-        if virtual == 1 or per_micro_batch <= 0 or size % per_micro_batch != 0:
-            continue
-        micro_batches = size // per_micro_batch
-        if micro_batches % stages != 0:
-            lines.append(
-                problem_line(
-                    name,
-                    size,
-                    f"{micro_batches} micro-batches per step and replica are not a multiple of parallel.pipeline = "
-                    f"{stages}, as parallel.virtual_pipeline = {virtual} needs",
-                    f"set it to {nearest(size, per_micro_batch * stages)}",
-                )
+        yield config.problem("model.num_layers", f"not a multiple of {in_words}", remedy)
+    unit = config.train.micro_batch_size * data_parallel_size(config, world_size)
+    for name in _batch_fields(config):
+        size = config.value_of(name)
+        if virtual > 1 and unit > 0 and size % unit == 0 and size // unit % stages != 0:
+            wrong = (
+                f"{size // unit} micro-batches per step and replica are not a multiple of parallel.pipeline = "
+                f"{stages}, as parallel.virtual_pipeline = {virtual} needs"
             )
-    return lines
+            yield config.problem(name, wrong, f"set it to {nearest(size, unit * stages)}")
 
 
-def _check_batch(config: Config, world_size: int) -> list[str]:
-    train, lines = config.train, []
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    length, micro_batch_size = config.train.seq_len_tokens, config.train.micro_batch_size
     replicas = data_parallel_size(config, world_size)
-    unit = train.micro_batch_size * replicas
-    tokens = train.global_batch_size * train.seq_len_tokens
-    if train.seq_len_tokens > MOST_TOKENS_PER_STEP:
-        wrong, remedy = "more than a whole step may have", f"give at most {MOST_TOKENS_PER_STEP}"
-        return [problem_line("train.seq_len_tokens", train.seq_len_tokens, wrong, remedy)]
-    if train.seq_len_tokens > 0 and tokens > MOST_TOKENS_PER_STEP:
-        wrong = f"sequences of {train.seq_len_tokens} tokens: {tokens:.3g} tokens per step"
-        remedy = f"count sequences, not tokens: at most {MOST_TOKENS_PER_STEP // train.seq_len_tokens}"
-        return [problem_line("train.global_batch_size", train.global_batch_size, wrong, remedy)]
-    lines += [
-        problem_line(
-            name,
-            size,
-            f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
-            "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
-            _batch_remedy(size, train.micro_batch_size, replicas),
-        )
-        for name, size in _batch_sizes(config)
-        if size > 0 and unit > 0 and size % unit != 0
-    ]
-    return lines
+    unit = micro_batch_size * replicas
+    tokens = config.train.global_batch_size * length
+    if length > MOST_TOKENS_PER_STEP:
+        remedy = f"give at most {MOST_TOKENS_PER_STEP}"
+        yield config.problem("train.seq_len_tokens", "more than a whole step may have", remedy)
+        return
+    if length > 0 and tokens > MOST_TOKENS_PER_STEP:
+        wrong = f"sequences of {length} tokens: {tokens:.3g} tokens per step"
+        remedy = f"count sequences, not tokens: at most {MOST_TOKENS_PER_STEP // length}"
+        yield config.problem("train.global_batch_size", wrong, remedy)
+        return
+    for name in _batch_fields(config):
+        size = config.value_of(name)
+        if size > 0 and unit > 0 and size % unit != 0:
+            wrong = (
+                f"not a multiple of train.micro_batch_size = {micro_batch_size} x {replicas} data-parallel ranks "
+                "(world size / parallel.tensor / parallel.context / parallel.pipeline)"
+            )
+            remedy = f"set it to {nearest(size, unit)}"
+            if size % replicas == 0:
+                remedy += f", or train.micro_batch_size to {math.gcd(micro_batch_size, size // replicas)}"
+            yield config.problem(name, wrong, remedy)
 
 
-def _batch_sizes(config: Config) -> list[tuple[str, int]]:
-    """Return field and sequences of each batch size that steps have."""
-    train = config.train
-    stages = [
-        (f"train.batch_ramp.{index}.global_batch_size", each) for index, each in enumerate(train.batch_ramp)
-    ]
-    return [
-        ("train.global_batch_size", train.global_batch_size),
-        *((name, each.global_batch_size) for name, each in stages),
-    ]
-
-
-def _batch_remedy(size: int, micro_batch_size: int, replicas: int) -> str:
-    remedy = f"set it to {nearest(size, micro_batch_size * replicas)}"
-    if size % replicas:
-        return remedy
-    fitting = math.gcd(micro_batch_size, size // replicas)
-    return f"{remedy}, or train.micro_batch_size to {fitting}"
+def _batch_fields(config: Config) -> list[str]:
+    """Return the field of each batch size that steps have."""
+    stages = range(len(config.train.batch_ramp))
+    return ["train.global_batch_size", *(f"train.batch_ramp.{each}.global_batch_size" for each in stages)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from gsa_train.config.load import problem_line
+if TYPE_CHECKING:
+    from gsa_train.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -43,34 +45,27 @@ class PhaseConfig:
     """Weight lambda of the indexer loss (eq. 15)."""
 
 
-def check_decay(phase: PhaseConfig, name: str) -> list[str]:
-    lines = []
+def check_decay(config: Config, name: str) -> Iterator[str]:
+    phase: PhaseConfig = config.value_of(name)
+    steps = phase.steps - phase.warmup_steps
     if phase.decay != "wsd":
-        remedy = f"set {name}.decay to wsd, or leave it out"
-        for field, unset in (("decay_steps", 0), ("decay_shape", "linear")):
-            if (value := getattr(phase, field)) != unset:
-                lines.append(
-                    problem_line(f"{name}.{field}", value, f"{name}.decay = {phase.decay} has none", remedy)
-                )
-    elif not 0 < phase.decay_steps <= phase.steps - phase.warmup_steps:
-        wrong = (
-            f"not between 1 and the {phase.steps - phase.warmup_steps} steps after the learning-rate warm-up"
-        )
+        wrong, remedy = f"{name}.decay = {phase.decay} has none", f"set {name}.decay to wsd, or leave it out"
+        if phase.decay_steps != 0:
+            yield config.problem(f"{name}.decay_steps", wrong, remedy)
+        if phase.decay_shape != "linear":
+            yield config.problem(f"{name}.decay_shape", wrong, remedy)
+    elif not 0 < phase.decay_steps <= steps:
+        wrong = f"not between 1 and the {steps} steps after the learning-rate warm-up"
         remedy = "give the number of last steps over which the rate falls"
-        lines.append(problem_line(f"{name}.decay_steps", phase.decay_steps, wrong, remedy))
-    return lines
+        yield config.problem(f"{name}.decay_steps", wrong, remedy)
 
 
-def check_kept_optimizer(phases: list[PhaseConfig]) -> list[str]:
-    lines = []
-    for index, phase in enumerate(phases):
-        if not phase.keep_optimizer:
-            continue
+def check_kept_optimizer(config: Config) -> Iterator[str]:
+    for index, phase in enumerate(config.phases):
         field = f"phases.{index}.keep_optimizer"
-        if index == 0:
+        if phase.keep_optimizer and index == 0:
             remedy = "leave it out; for the state of another run set checkpoint.initial_state=continue"
-            lines.append(problem_line(field, True, "no phase precedes it", remedy))
-        elif (before := phases[index - 1].train) != phase.train:
+            yield config.problem(field, "no phase precedes it", remedy)
+        elif phase.keep_optimizer and (before := config.phases[index - 1].train) != phase.train:
             wrong = f"the previous phase trains {before}, this phase {phase.train}"
-            lines.append(problem_line(field, True, wrong, "train the same in both, or leave it out"))
-    return lines
+            yield config.problem(field, wrong, "train the same in both, or leave it out")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from gsa_train.config.checkpoint import CheckpointConfig
 from gsa_train.config.data import DataConfig
 from gsa_train.config.evaluate import EvaluateConfig
 from gsa_train.config.gsa import GSAConfig
+from gsa_train.config.load import problem_line
 from gsa_train.config.logging import LoggingConfig
 from gsa_train.config.model import ModelConfig
 from gsa_train.config.moe import MoEConfig
@@ -36,3 +38,14 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def value_of(self, name: str) -> Any:
+        """Return the value of a field such as `train.precision` or `phases.0.lr`."""
+        value: Any = self
+        for key in name.split("."):
+            value = value[int(key)] if isinstance(value, list) else getattr(value, key)
+        return value
+
+    def problem(self, name: str, wrong: str, remedy: str) -> str:
+        """Return the line `field = value: what is wrong; remedy` for a field of this config."""
+        return problem_line(name, self.value_of(name), wrong, remedy)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from gsa_kernels import limits
-from gsa_train.config.load import problem_line
 
 if TYPE_CHECKING:
     from gsa_train.config.sections import Config
@@ -93,147 +94,121 @@ class TrainConfig:
     rate continue."""
 
 
-def check_muon(config: Config) -> list[str]:
-    """Return a line for each setting with which Muon cannot run. With another optimizer, return a line for each changed
+def check_muon(config: Config) -> Iterator[str]:
+    """Yield a line for each setting with which Muon cannot run. With another optimizer, yield a line for each changed
     setting of Muon."""
     train = config.train
-    if train.optimizer != "muon":
-        names = ("muon_momentum", "muon_num_ns_steps", "muon_update_rms")
-        changed = [(name, getattr(train, name)) for name in names]
-        return [
-            problem_line(
-                f"train.{name}", value, f"train.optimizer = {train.optimizer} ignores it", "leave it out"
-            )
-            for name, value in changed
-            if value != getattr(TrainConfig, name)
-        ]
-    if config.parallel.strategy != "deepspeed":
-        return []
-    wrong = "parallel.strategy = deepspeed shards flat groups of parameters, and Muon needs whole matrices"
-    return [
-        problem_line("train.optimizer", "muon", wrong, "set it to adamw, or parallel.strategy to megatron")
-    ]
+    if train.optimizer == "muon" and config.parallel.strategy == "deepspeed":
+        wrong = (
+            "parallel.strategy = deepspeed shards flat groups of parameters, and Muon needs whole matrices"
+        )
+        yield config.problem("train.optimizer", wrong, "set it to adamw, or parallel.strategy to megatron")
+    for name in ("muon_momentum", "muon_num_ns_steps", "muon_update_rms"):
+        if train.optimizer != "muon" and getattr(train, name) != getattr(TrainConfig, name):
+            wrong = f"train.optimizer = {train.optimizer} ignores it"
+            yield config.problem(f"train.{name}", wrong, "leave it out")
 
 
-def check_qk_clip(config: Config) -> list[str]:
-    """Return what excludes QK-clip, a line each."""
-    threshold, layout, dense = config.train.qk_clip, config.parallel.strategy, config.gsa.dense_attention
-    if threshold == 0:
-        return []
-    reasons: list[Reason] = []
+def check_qk_clip(config: Config) -> Iterator[str]:
+    """Yield what excludes QK-clip."""
+    field, layout, dense = "train.qk_clip", config.parallel.strategy, config.gsa.dense_attention
+    if config.train.qk_clip == 0:
+        return
     smallest = math.log(config.train.seq_len_tokens)
-    if threshold <= smallest:
+    if config.train.qk_clip <= smallest:
         wrong = f"equal logits already have the log-sum-exp ln(train.seq_len_tokens) = {smallest:.3g}"
-        reasons.append((wrong, "set it above that; 100 is usual"))
+        yield config.problem(field, wrong, "set it above that; 100 is usual")
     if config.model.qk_norm:
         wrong = "model.qk_norm = true already bounds the logits, and hides the scale of the weights"
-        reasons.append((wrong, "leave it at 0"))
+        yield config.problem(field, wrong, "leave it at 0")
     if layout != "megatron":
-        reasons.append((f"parallel.strategy = {layout} has none", "set that to megatron"))
+        yield config.problem(field, f"parallel.strategy = {layout} has none", "set that to megatron")
     if dense not in ("auto", "triton"):
         wrong = f"gsa.dense_attention = {dense} does not return the log-sum-exp"
-        reasons.append((wrong, "set that to auto"))
-    return [problem_line("train.qk_clip", threshold, *reason) for reason in reasons]
+        yield config.problem(field, wrong, "set that to auto")
 
 
-def check_graphs(config: Config, replicas: int) -> list[str]:
-    """Return the reasons why a pass over a micro-batch cannot be a CUDA graph, a line each.
+def check_graphs(config: Config, replicas: int) -> Iterator[str]:
+    """Yield the reasons why a pass over a micro-batch cannot be a CUDA graph.
 
     Args:
         replicas: number of data-parallel ranks
     """
-    if not config.train.cuda_graphs:
-        return []
-    reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config), *_of_experts(config)]
-    train = config.train
-    smallest = min([train.global_batch_size, *(stage.global_batch_size for stage in train.batch_ramp)])
-    if config.parallel.overlap_grad_reduce and train.micro_batch_size * replicas == smallest:
-        wrong = "parallel.overlap_grad_reduce = true reduces gradients in a step's only micro-batch"
-        reasons.append((wrong, "set that to false"))
-    if config.logging.every_steps == 1:
-        reasons.append(
-            ("logging.every_steps = 1, and logged steps run without graphs", "set that to 2 or more")
-        )
-    return [
-        problem_line("train.cuda_graphs", True, wrong, f"{remedy}, or train.cuda_graphs to false")
-        for wrong, remedy in reasons
-    ]
+    if config.train.cuda_graphs:
+        reasons = _of_layout(config), _of_operations(config), _of_attention(config), _of_experts(config)
+        for wrong, remedy in chain(*reasons, _of_steps(config, replicas)):
+            yield config.problem("train.cuda_graphs", wrong, f"{remedy}, or train.cuda_graphs to false")
 
 
-Reason = tuple[str, str]
+Reasons = Iterator[tuple[str, str]]
 """(what excludes the graph, what to set instead)."""
 
 
-def _of_layout(config: Config) -> list[Reason]:
+def _of_layout(config: Config) -> Reasons:
     parallel = config.parallel
-    reasons = [
-        (f"parallel.{name} = {getattr(parallel, name)} exchanges tensors inside a pass", "set that to 1")
-        for name in ("tensor", "context", "pipeline")
-        if getattr(parallel, name) > 1
-    ]
+    for name in ("tensor", "context", "pipeline"):
+        if getattr(parallel, name) > 1:
+            wrong = f"parallel.{name} = {getattr(parallel, name)} exchanges tensors inside a pass"
+            yield wrong, "set that to 1"
     if parallel.strategy != "megatron":
-        wrong = f"parallel.strategy = {parallel.strategy} moves gradients inside a pass"
-        reasons.append((wrong, "set that to megatron"))
+        yield f"parallel.strategy = {parallel.strategy} moves gradients inside a pass", "set that to megatron"
     if parallel.overlap_param_gather:
-        wrong = "parallel.overlap_param_gather = true gathers weights inside a pass"
-        reasons.append((wrong, "set that to false"))
-    return reasons
+        yield "parallel.overlap_param_gather = true gathers weights inside a pass", "set that to false"
 
 
-def _of_operations(config: Config) -> list[Reason]:
-    train, reasons = config.train, []
-    if train.recompute != "none":
-        wrong = f"train.recompute = {train.recompute} reads the state of random numbers back"
-        reasons.append((wrong, "set that to none"))
-    if train.fused_ops == "none":
-        reasons.append(("train.fused_ops = none is not made for graphs", "set that to auto"))
+def _of_operations(config: Config) -> Reasons:
+    recompute = config.train.recompute
+    if recompute != "none":
+        yield f"train.recompute = {recompute} reads the state of random numbers back", "set that to none"
+    if config.train.fused_ops == "none":
+        yield "train.fused_ops = none is not made for graphs", "set that to auto"
     if config.gsa.attention_impl == "reference":
-        wrong = "gsa.attention_impl = reference is not made for graphs"
-        reasons.append((wrong, "set that to auto"))
-    return reasons
+        yield "gsa.attention_impl = reference is not made for graphs", "set that to auto"
 
 
-def _of_attention(config: Config) -> list[Reason]:
-    gsa, length = config.gsa, config.train.seq_len_tokens
-    if gsa.attention == "dense":
-        return []
-    reasons: list[Reason] = []
+def _of_attention(config: Config) -> Reasons:
+    kernel, length = config.gsa.attention_kernel, config.train.seq_len_tokens
     sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
-    if not sparse:
-        return reasons
+    if config.gsa.attention == "dense" or not sparse:
+        return
     if length > limits.PACKED_MASK_MAX_TOKENS:
         wrong = f"of {length} tokens (train.seq_len_tokens) each query has key lists, whose length the host reads back"
-        reasons.append((wrong, f"set train.seq_len_tokens to {limits.PACKED_MASK_MAX_TOKENS} or less"))
-    elif gsa.attention_kernel == "gathered" or (
-        gsa.attention_kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
-    ):
+        yield wrong, f"set train.seq_len_tokens to {limits.PACKED_MASK_MAX_TOKENS} or less"
+    elif kernel == "gathered" or (kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS):
         wrong = (
-            f"with gsa.attention_kernel = {gsa.attention_kernel} and train.seq_len_tokens = {length} the host reads "
-            "the length of key lists back"
+            f"with gsa.attention_kernel = {kernel} and train.seq_len_tokens = {length} the host reads the length of "
+            "key lists back"
         )
-        reasons.append((wrong, "set the first to masked"))
-    return reasons
+        yield wrong, "set the first to masked"
 
 
-def _of_experts(config: Config) -> list[Reason]:
-    """Return the reasons why experts rule out a CUDA graph. Token counts of experts differ between passes, and
+def _of_experts(config: Config) -> Reasons:
+    """Yield the reasons why experts rule out a CUDA graph. Token counts of experts differ between passes, and
     must stay on the device. They do so only in torch's grouped products in bf16 (on Hopper and later), on one
     rank, without a capacity."""
-    moe, reasons = config.moe, []
+    moe, expert = config.moe, config.parallel.expert
     if moe.experts == 0:
-        return []
+        return
     if moe.experts_impl != "grouped":
         wrong = f"moe.experts_impl = {moe.experts_impl} reads back how many tokens each expert gets"
-        reasons.append((wrong, "set that to grouped"))
+        yield wrong, "set that to grouped"
     if config.train.precision == "fp32":
         wrong = (
             "with moe.experts and train.precision = fp32 torch reads back how many tokens each expert gets"
         )
-        reasons.append((wrong, "set that precision to bf16"))
-    if config.parallel.expert > 1:
-        wrong = f"parallel.expert = {config.parallel.expert} reads back how many tokens go to each rank"
-        reasons.append((wrong, "set that to 1"))
+        yield wrong, "set that precision to bf16"
+    if expert > 1:
+        yield f"parallel.expert = {expert} reads back how many tokens go to each rank", "set that to 1"
     if moe.capacity_factor > 0:
         wrong = f"moe.capacity_factor = {moe.capacity_factor:g} reads back how many tokens are dropped"
-        reasons.append((wrong, "set that to 0"))
-    return reasons
+        yield wrong, "set that to 0"
+
+
+def _of_steps(config: Config, replicas: int) -> Reasons:
+    train = config.train
+    smallest = min([train.global_batch_size, *(stage.global_batch_size for stage in train.batch_ramp)])
+    if config.parallel.overlap_grad_reduce and train.micro_batch_size * replicas == smallest:
+        wrong = "parallel.overlap_grad_reduce = true reduces gradients in a step's only micro-batch"
+        yield wrong, "set that to false"
+    if config.logging.every_steps == 1:
+        yield "logging.every_steps = 1, and logged steps run without graphs", "set that to 2 or more"

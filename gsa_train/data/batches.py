@@ -93,11 +93,6 @@ def open_training_corpus(config: Config) -> Corpus:
     return _open(config, config.data.train_dir, reading_of(config))
 
 
-def open_validation_corpus(config: Config, folder: str) -> Corpus:
-    """Open validation text or tokens. A duplicate shard is an error, regardless of data.on_bad_shard."""
-    return _open(config, folder, reading_of(config).for_validation())
-
-
 def _open(config: Config, folder: str, reading: Reading) -> Corpus:
     if config.data.format == "chat":
         return open_chat(folder, chat_template_of(config), reading)
@@ -328,7 +323,8 @@ def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[Validatio
         try:
             found = read_validation_set(
                 name,
-                open_validation_corpus(config, folder),
+                # A duplicate shard is an error, regardless of data.on_bad_shard.
+                _open(config, folder, reading_of(config).for_validation()),
                 tokenizer,
                 config.train.seq_len_tokens,
                 config.evaluate.max_blocks,

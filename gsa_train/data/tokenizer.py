@@ -53,8 +53,7 @@ def companions_of(config: Config) -> Companions:
 
     Raises TokenizerError if a file is damaged, or a run on conversations has no template.
     """
-    if config.data.format == "chat":
-        return read_companions(config.data.tokenizer, chat_template_of(config), reading_of(config))
-    if config.checkpoint.initial_weights:
-        return read_companions(config.data.tokenizer, None, reading_of(config))
-    return Companions()
+    template = chat_template_of(config) if config.data.format == "chat" else None
+    if template is None and not config.checkpoint.initial_weights:
+        return Companions()
+    return read_companions(config.data.tokenizer, template, reading_of(config))

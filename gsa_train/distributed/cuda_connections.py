@@ -35,7 +35,9 @@ def prepare_connections(
     """
     if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
-    tensor = max((each.tensor for each in layouts if not _gathers_layers(each)), default=1)
+    tensor = max(
+        (each.tensor for each in layouts if each.strategy == "megatron" or each.zero_stage < 3), default=1
+    )
     if tensor == 1:
         return
     is_main, found = environment.get("RANK", "0") == "0", environment.get(VARIABLE)
@@ -68,7 +70,3 @@ def compute_capability() -> int | None:
     ) or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
     nvml.nvmlShutdown()
     return None if failed else major.value
-
-
-def _gathers_layers(layout: ParallelConfig) -> bool:
-    return layout.strategy == "deepspeed" and layout.zero_stage == 3

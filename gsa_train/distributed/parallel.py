@@ -6,6 +6,8 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,24 +101,17 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    parallel = Parallel(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        tensor_rank=groups.tp.rank(),
-        tensor_size=groups.tp.size(),
-        context_rank=groups.cp.rank(),
-        context_size=groups.cp.size(),
-        pipeline_rank=groups.pp.rank(),
-        pipeline_size=groups.pp.size(),
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
-        expert_rank=groups.ep.rank(),
-        expert_size=groups.ep.size(),
-        expert_tensor_rank=groups.expt_tp.rank(),
-        expert_tensor_size=groups.expt_tp.size(),
-        device=device,
-        groups=groups,
-    )
+    axes = {
+        "tensor": groups.tp,
+        "context": groups.cp,
+        "pipeline": groups.pp,
+        "data": groups.dp,
+        "expert": groups.ep,
+        "expert_tensor": groups.expt_tp,
+    }
+    place: dict[str, Any] = {f"{axis}_rank": group.rank() for axis, group in axes.items()}
+    place |= {f"{axis}_size": group.size() for axis, group in axes.items()}
+    parallel = Parallel(dist.get_rank(), dist.get_world_size(), device=device, groups=groups, **place)
     assert math.prod(parallel.layout) == parallel.world_size
     return parallel
 
@@ -146,7 +141,8 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
         from gsa_train.distributed import cpu_backend
 
         cpu_backend.install()
-    backend = "nccl" if use_cuda else "gloo"
+    join = partial(dist.init_process_group, "nccl" if use_cuda else "gloo", timeout=timeout)
+    device_id = device if use_cuda else None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun (2.13) keeps its store over restarts. The store then has the addresses of the previous ranks.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -155,10 +151,7 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
             dist.TCPStore(address, port, is_master=False, timeout=timeout),
         )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        device_id = device if use_cuda else None
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
-        )
+        join(store=store, rank=rank, world_size=world_size, device_id=device_id)
     elif "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
@@ -167,21 +160,21 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
                 "start with torchrun, or unset it"
             )
         try:
-            dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
+            join(device_id=device_id)
         except dist.DistNetworkError as error:
             place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             in_use = "EADDRINUSE" in str(error)
             raise RendezvousError(
                 f"MASTER_ADDR:MASTER_PORT = {place}: "
-                + ("the port is in use" if in_use else f"the ranks cannot meet there ({_first_line(error)})")
+                + (
+                    "the port is in use"
+                    if in_use
+                    else f"the ranks cannot meet there ({str(error).splitlines()[0]})"
+                )
                 + "; set MASTER_PORT to a free port, the same on all ranks, or start with torchrun --standalone"
             ) from error
     else:  # Plain `python launch/pretrain.py` has one rank and no rendezvous to wait for.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+        join(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave_layout() -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 
-def connect_to_store(timeout: timedelta) -> dist.Store:
+def connect_to_store(purpose: str, timeout: timedelta, group: dist.ProcessGroup | None = None) -> dist.Store:
     """Open a separate connection, because a thread that waits on a shared connection blocks all others. A single rank
-    uses its own store."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-    )
+    uses its own store. Collective over `group`.
+
+    The keys get a prefix of this start, because torchrun may keep its store, with entries of earlier ranks, across
+    restarts.
+    """
+    name: list[Any] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0, group=group)
+    store: dist.Store = dist.HashStore()
+    if "RANK" in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"{purpose}/{name[0]}", store)

@@ -14,10 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class Outage:
-    """Counts during the outage of a file whose records wait until they can be written (metrics_file.py)."""
+    """Counts during the outage of a file. Its records wait until they can be written (metrics_file.py), or are lost.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        meanwhile: what happens to the records, for the message.
+    """
+
+    def __init__(self, name: str, meanwhile: str) -> None:
+        self.name, self._meanwhile = name, meanwhile
         self._lasts = False
         self._lost = 0
         self._first_step = self._last_step = 0
@@ -29,10 +33,11 @@ class Outage:
             return None
         self._lasts = True
         logger.error(
-            "step %d: %s cannot be written (%s); training goes on, and its records wait in memory",
+            "step %d: %s cannot be written (%s); training goes on, and %s",
             record["step"],
             self.name,
             error,
+            self._meanwhile,
         )
         return _event("log_failed", record, self.name, reason=str(error))
 
@@ -43,12 +48,13 @@ class Outage:
             self._last_step = step
             self._lost += 1
 
-    def end(self, record: Mapping[str, Any], waited: int) -> dict[str, Any] | None:
+    def end(self, record: Mapping[str, Any], waited: int = 0) -> dict[str, Any] | None:
         """Note that the file has received `record` and `waited` earlier records. If the file had failed,
         returns an event for the other logs. An event with `lost_records` must also be written to the file."""
         if not self._lasts and not self._lost:
             return None
-        said = f"step {record['step']}: {self.name} is written again, with {waited} records that waited"
+        those = f", with {waited} records that waited" if waited else ""
+        said = f"step {record['step']}: {self.name} is written again{those}"
         if not self._lost:
             logger.warning("%s; it lacks none", said)
             self._lasts = False
@@ -66,46 +72,6 @@ class Outage:
 
     def _missing(self) -> str:
         return f"{self._lost} records of steps {self._first_step} to {self._last_step}"
-
-
-class LostRecords:
-    """Counts lost records of a file whose records do not wait."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.count = 0
-        """Number of consecutive lost records, up to the last record."""
-        self._first_step = self._last_step = 0
-
-    def add(self, record: Mapping[str, Any], error: OSError | None = None) -> None:
-        """Count a record.
-
-        Args:
-            error: None if the write was not tried.
-        """
-        self._last_step = record["step"]
-        self.count += 1
-        if self.count > 1:
-            return
-        self._first_step = record["step"]
-        logger.error(
-            "step %d: %s cannot be written (%s); training goes on, and lost records are counted",
-            record["step"],
-            self.name,
-            error,
-        )
-
-    def end(self, record: Mapping[str, Any]) -> None:
-        """Note that the file works again, at `record`."""
-        lost, self.count = self.count, 0
-        logger.warning(
-            "step %d: %s is written again; it lacks %d records of steps %d to %d",
-            record["step"],
-            self.name,
-            lost,
-            self._first_step,
-            self._last_step,
-        )
 
 
 def _event(event: str, record: Mapping[str, Any], file: str, **values: Any) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gsa_train.files import open_to_append, write_atomically
 from gsa_train.metrics.lost_records import Outage
+from gsa_train.metrics.record_format import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +31,16 @@ class _Waiting(NamedTuple):
 class MetricsFile:
     """Appends to the file. While writes succeed no record waits: a run killed after `write` has lost nothing."""
 
-    def __init__(
-        self,
-        path: Path,
-        to_line: Callable[[dict[str, Any]], str],
-        most_waiting_bytes: int = MOST_WAITING_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self._path, self._folder_inode = path, path.parent.stat().st_ino
         self._file: FileIO = open_to_append(path)
-        self._to_line = to_line
         self._size = self._file.tell()
         """Bytes of whole lines."""
         self._cut = False
         """Whether an incomplete line may follow them."""
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes, self._most_waiting_bytes = 0, most_waiting_bytes
-        self._outage = Outage(path.name)
+        self._most_waiting_bytes = most_waiting_bytes
+        self._outage = Outage(path.name, "its records wait in memory")
         self.folder_was_gone = False
         """Whether the folder was removed or moved while this file was open; it exists again, with only this file."""
 
@@ -56,7 +50,7 @@ class MetricsFile:
         Returns:
             An event for the other logs if the file failed, or works again.
         """
-        self._wait(_Waiting(record["step"], self._line_of(record)))
+        self._wait(record)
         try:
             self.restore()
             waited = self._write_waiting()
@@ -65,7 +59,7 @@ class MetricsFile:
             return self._outage.go_on(record, error)
         event = self._outage.end(record, waited - 1)
         if event is not None and "lost_records" in event:
-            self._wait(_Waiting(event["step"], self._line_of(event)))
+            self._wait(event)
             with contextlib.suppress(OSError):  # the next record tries again
                 self._write_waiting()
         return event
@@ -107,17 +101,14 @@ class MetricsFile:
             content.count(b"\n"),
         )
 
-    def _line_of(self, record: dict[str, Any]) -> bytes:
-        return (self._to_line(record) + "\n").encode()
-
-    def _wait(self, each: _Waiting) -> None:
-        self._waiting.append(each)
-        self._waiting_bytes += len(each.line)
+    def _wait(self, record: dict[str, Any]) -> None:
+        self._waiting.append(_Waiting(record["step"], (to_json(record) + "\n").encode()))
 
     def _bound(self) -> None:
-        while self._waiting_bytes > self._most_waiting_bytes and self._waiting:
+        excess = sum(len(each.line) for each in self._waiting) - self._most_waiting_bytes
+        while excess > 0:
             oldest = self._waiting.popleft()
-            self._waiting_bytes -= len(oldest.line)
+            excess -= len(oldest.line)
             self._outage.lose([oldest.step])
 
     def _write_waiting(self) -> int:
@@ -125,7 +116,7 @@ class MetricsFile:
         count = 0
         while self._waiting:
             self._append(self._waiting[0].line)
-            self._waiting_bytes -= len(self._waiting.popleft().line)
+            self._waiting.popleft()
             count += 1
         return count
 
@@ -136,9 +127,8 @@ class MetricsFile:
         self._cut = True
         try:
             written = 0
-            while written < len(
-                line
-            ):  # on an almost full disk a write may be partial, and the next one fails
+            # On an almost full disk a write may be partial, and the next one fails.
+            while written < len(line):
                 written += self._file.write(line[written:])
         except OSError:
             with contextlib.suppress(OSError):

@@ -164,10 +164,8 @@ def tag_of(key: str) -> str:
     Metrics without a panel belong to section gsa."""
     if key == "lrs":
         return "lr"
-    if key.startswith("validation_"):
-        return key.replace("validation_", "validation/", 1)
-    if key.startswith("eval_"):
-        return key.replace("eval_", "eval/", 1)
+    if key.startswith(("validation_", "eval_")):
+        return key.replace("_", "/", 1)
     if key.startswith("layer_"):
         section, _, name = tag_of(key.removeprefix("layer_")).partition("/")
         return f"{section if section == 'moe' else 'gsa'}_layers/{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -42,25 +43,18 @@ class Progress:
             )
 
     def show(self, record: dict[str, Any]) -> None:
-        if record.get("event") == "validation":
-            self.message(_validation_line(record, self._total_steps))
-            for prefix, name in list(validation_prefixes(record).items())[1:]:
-                self.message(_other_set_line(record, self._total_steps, prefix, name))
-            return
-        if record.get("event") == "tasks":
-            for line in _task_lines(record, self._total_steps):
-                self.message(line)
-            return
+        width = max(6, len(str(self._total_steps)))
+        place = f"step {record['step']:>{width}}/{self._total_steps}  {record['phase']:<8}"
         if "event" in record:
-            if tells_by_its_event(record):  # other events are logged where they happen
-                self.message(_event_line(record, self._total_steps))
+            for columns in _columns_of_event(record):
+                self.message("  ".join([place, *columns]))
             return
-        eta = self._measure(record["step"])
+        eta = duration(self._measure(record["step"]))
         if self._bar is None:
-            self.message(_line(record, self._total_steps, eta))
+            self.message("  ".join([place, *_columns(record), f"eta {eta}"]))
             return
         self._bar.n = record["step"]
-        self._bar.set_description_str(_bar_text(record, eta))
+        self._bar.set_description_str(f"{_bar_text(record)}  eta {eta}")
 
     def message(self, text: str) -> None:
         """Print a line to stdout without breaking the bar."""
@@ -95,9 +89,8 @@ def _is_terminal() -> bool:
         return False
 
 
-def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:
-    columns = [
-        _step_and_phase(record, total_steps),
+def _columns(record: dict[str, Any]) -> list[str]:
+    return [
         f"loss {_number(record.get('loss'), '7.4f')}",
         f"kl {_number(record.get('indexer_kl'), '7.4f')}",
         _recall(record, "", "5.3f"),
@@ -106,19 +99,16 @@ def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:
         f"{compact(record.get('tokens_per_second')):>6} tok/s",
         f"mfu {_percent(record.get('mfu')):>5}",
         f"data {_percent(record.get('data_wait')):>5}",
-        f"eta {duration(eta)}",
     ]
-    return "  ".join(columns)
 
 
-def _bar_text(record: dict[str, Any], eta: float | None) -> str:
+def _bar_text(record: dict[str, Any]) -> str:
     columns = [
         str(record["phase"]),
         f"loss {_number(record.get('loss'), '.4f')}",
         f"kl {_number(record.get('indexer_kl'), '.4f')}",
         _recall(record, "", ".3f"),
         f"{compact(record.get('tokens_per_second'))} tok/s",
-        f"eta {duration(eta)}",
     ]
     return "  ".join(columns)
 
@@ -129,48 +119,31 @@ def _recall(record: dict[str, Any], prefix: str, form: str) -> str:
     return f"recall {_number(selected, form)} (random {_number(random, form)})"
 
 
-def _validation_line(record: dict[str, Any], total_steps: int) -> str:
-    columns = [
-        _step_and_phase(record, total_steps),
-        f"validation loss {_number(record.get('validation_loss'), '7.4f')}",
-        f"perplexity {_number(record.get('validation_perplexity'), '8.2f')}",
-        _recall(record, "validation_", "5.3f"),
-    ]
-    return "  ".join(columns)
-
-
-def _event_line(record: dict[str, Any], total_steps: int) -> str:
-    words = values_in_words(record, without=("event", "step", "phase"))
-    return "  ".join(
-        [_step_and_phase(record, total_steps), record["event"].replace("_", " ").upper(), *words]
-    )
-
-
-def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name: str) -> str:
-    columns = [
-        _step_and_phase(record, total_steps),
-        f"validation loss {_number(record[f'{prefix}_loss'], '7.4f')}",
-        f"perplexity {_number(record[f'{prefix}_perplexity'], '8.2f')}",
-        name,
-    ]
-    return "  ".join(columns)
-
-
-def _task_lines(record: dict[str, Any], total_steps: int) -> list[str]:
-    scores = {key.removeprefix("eval_"): value for key, value in record.items() if isinstance(value, dict)}
-    names = dict.fromkeys(name for of_tasks in scores.values() for name in of_tasks)
-    return [
-        "  ".join(
-            [_step_and_phase(record, total_steps), printable(name)]
+def _columns_of_event(record: dict[str, Any]) -> list[list[str]]:
+    """Returns the columns of each line: one for each validation set or task, and none for events that are logged where
+    they happen."""
+    if record["event"] == "validation":
+        return [
+            [
+                f"validation loss {_number(record.get(f'{prefix}_loss'), '7.4f')}",
+                f"perplexity {_number(record.get(f'{prefix}_perplexity'), '8.2f')}",
+                _recall(record, "validation_", "5.3f") if prefix == "validation" else name,
+            ]
+            for prefix, name in validation_prefixes(record).items()
+        ]
+    if record["event"] == "tasks":
+        scores = {
+            key.removeprefix("eval_"): value for key, value in record.items() if isinstance(value, dict)
+        }
+        return [
+            [printable(name)]
             + [f"{key.replace('_', ' ')} {each[name]:.4f}" for key, each in scores.items() if name in each]
-        )
-        for name in names
-    ]
-
-
-def _step_and_phase(record: dict[str, Any], total_steps: int) -> str:
-    width = max(6, len(str(total_steps)))
-    return f"step {record['step']:>{width}}/{total_steps}  {record['phase']:<8}"
+            for name in dict.fromkeys(itertools.chain(*scores.values()))
+        ]
+    if tells_by_its_event(record):
+        words = values_in_words(record, without=("event", "step", "phase"))
+        return [[record["event"].replace("_", " ").upper(), *words]]
+    return []
 
 
 def _number(value: float | None, form: str) -> str:
@@ -199,10 +172,8 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "--"
     total = max(0, round(seconds))
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    if total < 86400:
-        return f"{total // 3600}h{total % 3600 // 60:02d}m"
-    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
+    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+    for (unit, length), (next_unit, next_length) in itertools.pairwise(units):
+        if total >= length:
+            return f"{total // length}{unit}{total % length // next_length:02d}{next_unit}"
+    return f"{total}s"

@@ -88,20 +88,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class LoggedStep:
-    """The values of a logged training step that every rank knows."""
-
-    step: int
-    """Counted from 1."""
-    phase: PhaseConfig
-    lrs: Mapping[str, float]
-    """Maps parameter groups to learning rates."""
-    grad_norm: float
-    tokens: int
-    """Tokens trained on so far, in the whole run."""
-
-
-@dataclass(frozen=True)
 class Reduced:
     layers: dict[str, list[float | None]]
     """Maps each statistic to its values by layer; None for a layer that recorded nothing."""
@@ -126,17 +112,6 @@ class Reduced:
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Maximum over the ranks; None on CPUs."""
-
-
-def reduce_step(
-    stats: LayerStats,
-    loss_sum: torch.Tensor,
-    loss_tokens: float | torch.Tensor,
-    measured: Measured | None,
-    parallel: Parallel,
-) -> Reduced:
-    """Call `send_step` and wait for its result. Collective."""
-    return send_step(stats, loss_sum, loss_tokens, measured, parallel)()
 
 
 def send_step(
@@ -269,16 +244,12 @@ def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     Args:
         shares: each expert's share of the choices, by expert and layer; None for layers without experts.
     """
-    count = len(shares)
-    loads = [
-        [math.nan if share is None else round(share * count, 4) for share in of_layer]
-        for of_layer in zip(*shares, strict=True)
-    ]
+    count, by_layer = len(shares), list(zip(*shares, strict=True))
+    loads = [[round(share * count, 4) for share in _filled(of_layer)] for of_layer in by_layer]
     record: dict[str, Any] = {EXPERTS: loads}
     for name, extreme in (("expert_load_max", max), ("expert_load_min", min)):
         of_layers = [
-            None if None in of_layer else extreme(_filled(of_layer)) * count
-            for of_layer in zip(*shares, strict=True)
+            None if None in of_layer else extreme(_filled(of_layer)) * count for of_layer in by_layer
         ]
         record[name] = extreme(value for value in of_layers if value is not None)
         record[f"layer_{name}"] = _filled(of_layers)
@@ -303,26 +274,25 @@ def _overall(name: str, values: list[float | None]) -> float:
 
 
 def step_record(
-    logged: LoggedStep,
     reduced: Reduced,
     interval: Interval,
+    phase: PhaseConfig,
     config: Config,
     parallel: Parallel,
     precision: str,
 ) -> dict[str, Any]:
-    """Return the record of one logged training step. docs/reference/monitoring.md explains each key.
+    """Return what was measured for the record of one training step. docs/reference/monitoring.md explains each key.
 
     Args:
         precision: "bf16" or "fp32", which the device's peak FLOP/s depend on.
     """
-    lrs = dict(logged.lrs)
     tokens_per_second = interval.tokens / interval.seconds
     attention = attention_metrics(reduced.layers)
     flops = flops_per_token(
         config.model,
         config.gsa,
         config.moe,
-        logged.phase,
+        phase,
         config.train.seq_len_tokens,
         attention.get("selected_keys"),
         reduced.causal_keys,
@@ -334,18 +304,12 @@ def step_record(
         peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
     slowest_rank, slowest_rank_ratio = slowest(reduced.work_seconds)
     return {
-        "step": logged.step,
-        "phase": logged.phase.name,
         "loss": reduced.loss,
         **({} if reduced.z_loss is None else {"z_loss": reduced.z_loss}),
         "indexer_kl": None,
         "recall": None,
         "causal_keys": reduced.causal_keys,
         **attention,
-        "grad_norm": logged.grad_norm,
-        "lr": max(lrs.values()) if "base" not in lrs else lrs["base"],
-        "lrs": lrs,
-        "tokens": logged.tokens,
         "tokens_per_second": tokens_per_second,
         "step_seconds": interval.seconds / interval.steps,
         **{f"{part}_seconds": value / interval.steps for part, value in reduced.part_seconds.items()},
@@ -358,6 +322,7 @@ def step_record(
         "slowest_rank_ratio": slowest_rank_ratio,
         **data_metrics(reduced.data_totals),
         "data_checksum": reduced.data_checksum,
+        "update_norm": reduced.update_norm,
         "memory_allocated_bytes": reduced.memory_allocated_bytes,
         "memory_peak_bytes": reduced.memory_peak_bytes,
     }

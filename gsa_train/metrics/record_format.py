@@ -92,7 +92,7 @@ def validation_prefixes(record: Record) -> dict[str, str]:
     return first | {match[1]: match[2] for match in others if match}
 
 
-def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
+def read_records(path: Path, fault_of: Callable[[Record], str] = lambda _: "") -> list[Record]:
     """Returns all intact records of a metrics.jsonl, in order. The run may still be writing the file.
 
     Damaged records are counted, and the first is named.
@@ -100,19 +100,29 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
     Args:
         fault_of: returns the fault of a record, or ""; for callers that need more than the step.
     """
-    lines, damaged = _read_lines(path, fault_of)
+    lines, damaged = read_lines(path, lambda record: _without_step(record) or fault_of(record))
     if damaged:
         logger.warning("%s: %s; left out", path, damaged)
     return [record for _, record in lines]
 
 
-def _read_lines(
-    path: Path, fault_of: Callable[[Record], str] | None = None
-) -> tuple[list[tuple[str, Record]], str]:
-    """Returns (line, record) for each intact line, and a text: the first fault of other lines with the number
-    of further faults, or "". A last line that a kill or a full disk cut off is dropped."""
+def _without_step(record: Any) -> str:
+    is_whole = isinstance(record, dict) and is_step(record.get("step"))
+    return "" if is_whole else "is not an object with a step"
+
+
+def read_lines(
+    path: Path, fault_of: Callable[[Any], str] = _without_step, kind: str = "record"
+) -> tuple[list[tuple[str, Any]], str]:
+    """Returns (line, value) for each intact line of JSON, and a text: the first fault of other lines with the number
+    of further faults, or "". A last line that a kill or a full disk cut off is dropped.
+
+    Args:
+        fault_of: returns the fault of a value, or "".
+        kind: what the text calls a line.
+    """
     lines = [line for line in path.read_bytes().split(b"\n") if line]
-    parsed: list[tuple[str, Record]] = []
+    parsed: list[tuple[str, Any]] = []
     wrong: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -120,14 +130,10 @@ def _read_lines(
             record = _parse(text)
         except (ValueError, RecursionError) as error:  # from JSON and UTF-8
             if number < len(lines):
-                wrong.append(f"record {number} of {len(lines)} is not JSON ({error})")
+                wrong.append(f"{kind} {number} of {len(lines)} is not JSON ({error})")
             continue
-        if not isinstance(record, dict) or not is_step(record.get("step")):
-            fault = "is not an object with a step"
-        else:
-            fault = fault_of(record) if fault_of is not None else ""
-        if fault:
-            wrong.append(f"record {number} of {len(lines)} {fault}")
+        if fault := fault_of(record):
+            wrong.append(f"{kind} {number} of {len(lines)} {fault}")
         else:
             parsed.append((text, record))
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -162,9 +168,7 @@ def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: b
     Returns:
         The step of the newest record that stays, or 0.
     """
-    lines, damaged = _read_lines(path)
-    if damaged:
-        _set_aside(path, damaged)
+    lines, damaged = _intact_lines(path)
     if keeps_later:
         _keep_rewound(path, [line for line, record in lines if record["step"] > step])
     stay = [(line, record) for line, record in lines if _stays(record, step, with_validation)]
@@ -181,22 +185,22 @@ def _stays(record: Record, step: int, with_validation: bool) -> bool:
 
 def _keep_rewound(path: Path, dropped: list[str]) -> None:
     kept = path.with_name("metrics_rewound.jsonl")
-    before: list[str] = []
-    if kept.exists():
-        lines, damaged = _read_lines(kept)
-        before = [line for line, _ in lines]
-        if damaged:
-            _set_aside(kept, damaged)
-    write_atomically(kept, _as_text([*before, *dropped]))
+    before = _intact_lines(kept)[0] if kept.exists() else []
+    write_atomically(kept, _as_text([*(line for line, _ in before), *dropped]))
 
 
-def _set_aside(path: Path, damaged: str) -> None:
-    kept, count = path.with_name(f"{path.name}.damaged"), 1
-    while os.path.lexists(kept):
-        count += 1
-        kept = path.with_name(f"{path.name}.damaged.{count}")
-    write_atomically(kept, path.read_bytes())
-    logger.warning("%s: %s; kept as %s, the run continues with the intact records", path, damaged, kept.name)
+def _intact_lines(path: Path) -> tuple[list[tuple[str, Record]], bool]:
+    """Returns (line, record) for each intact line, and whether others are damaged. Keeps a copy of a damaged file."""
+    lines, damaged = read_lines(path)
+    if damaged:
+        kept, count = path.with_name(f"{path.name}.damaged"), 1
+        while os.path.lexists(kept):
+            count += 1
+            kept = path.with_name(f"{path.name}.damaged.{count}")
+        write_atomically(kept, path.read_bytes())
+        said = "%s: %s; kept as %s, the run continues with the intact records"
+        logger.warning(said, path, damaged, kept.name)
+    return lines, bool(damaged)
 
 
 def _as_text(lines: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from gsa_train.config import LoggingConfig
 from gsa_train.files import own_file, write_atomically
@@ -51,10 +50,17 @@ def open_sinks(
     if resume_step is None:
         _move_aside(run_dir)
     else:
-        newest = 0
-        if metrics_path.exists():
-            newest = go_back(metrics_path, resume_step, keeps_later, validates_again)
-        _warn_of_lost_records(metrics_path, newest, resume_step, logging_config.every_steps)
+        exists = metrics_path.exists()
+        newest = go_back(metrics_path, resume_step, keeps_later, validates_again) if exists else 0
+        # A save begins only after the record of its step is written.
+        if newest < resume_step - resume_step % logging_config.every_steps:
+            logger.warning(
+                "%s has no record after step %d, and the checkpoint is at step %d: the file was cut or removed, or its "
+                "disk was full; the run continues without them, and TensorBoard or W&B may have them",
+                metrics_path,
+                newest,
+                resume_step,
+            )
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
@@ -62,7 +68,7 @@ def open_sinks(
 
 
 class Sinks:
-    """Use this as a context manager, or end with `finish` (the run is complete) or `close` (it is not)."""
+    """End it with `finish` (the run is complete) or `close` (it is not)."""
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Sinks:
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Id of the W&B run. Every checkpoint has it, so that a restart continues the same W&B run."""
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl")
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
@@ -92,7 +98,6 @@ class Sinks:
             if self._wandb:
                 self._wandb.log(each, scalars)
 
-    @property
     def folder_was_gone(self) -> bool:
         """Whether the run folder was removed or moved since the sinks were opened."""
         return self._metrics.folder_was_gone
@@ -128,30 +133,6 @@ class Sinks:
             self._wandb.close(exit_code)
             self._wandb = None
 
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(exit_code=0 if kind is None else 1)
-
-
-def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps: int) -> None:
-    """Warn if records up to the checkpoint are missing. A save begins only after the record of its step is written.
-
-    Args:
-        newest: step of the newest record up to the checkpoint.
-    """
-    if newest < resume_step - resume_step % every_steps:
-        logger.warning(
-            "%s has no record after step %d, and the checkpoint is at step %d: the file was cut or removed, or its "
-            "disk was full; the run continues without them, and TensorBoard or W&B may have them",
-            path,
-            newest,
-            resume_step,
-        )
-
 
 FILES = (
     "metrics.jsonl",
@@ -164,8 +145,7 @@ FILES = (
     "alive.json",
     "report.html",  # of earlier versions
 )
-OUTPUTS = (
-    *FILES,
+FOLDERS = (
     "tensorboard",
     "plots",  # of earlier versions
     "profile",
@@ -174,11 +154,8 @@ OUTPUTS = (
     "evaluations",
     "analysis",  # of earlier versions
 )
-"""Output files of a run. The last two describe the run's checkpoints."""
-
-
+"""Output folders of a run. The last two describe the run's checkpoints."""
 APPENDED = ("metrics.jsonl", "starts.jsonl", "goodput.jsonl")
-FOLDERS = tuple(name for name in OUTPUTS if name not in FILES)
 
 
 def check_links(run_dir: Path, resumes: bool) -> None:
@@ -202,17 +179,15 @@ def check_links(run_dir: Path, resumes: bool) -> None:
 
 
 def _move_aside(run_dir: Path) -> None:
-    found = [run_dir / name for name in OUTPUTS]
-    found = [path for path in found if os.path.lexists(path)] + sorted(run_dir.glob("summary_*.json"))
+    outputs = [run_dir / name for name in (*FILES, *FOLDERS)]
+    found = [path for path in outputs if os.path.lexists(path)] + sorted(run_dir.glob("summary_*.json"))
     stay = [path for path in found if path.is_dir() and (path.is_symlink() or path.is_mount())]
     time = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     previous = run_dir / "previous" / time
     for path in found:
         if path not in stay:
             previous.mkdir(parents=True, exist_ok=True)
-            shutil.move(
-                path, previous / path.name
-            )  # a rename, or a copy if `previous` is a link to another disk
+            shutil.move(path, previous / path.name)  # a copy if `previous` is a link to another disk
         elif content := [each for each in path.iterdir() if each.name not in ("previous", "lost+found")]:
             kept = path / "previous" / time
             kept.mkdir(parents=True)

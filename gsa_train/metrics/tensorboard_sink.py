@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsa_train.metrics.lost_records import LostRecords
+from gsa_train.metrics.lost_records import Outage
 from gsa_train.metrics.panels import tensorboard_layout
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class TensorBoardSink:
             resume_step: hide later steps in earlier files; None hides nothing.
         """
         self._folder = folder
-        self._lost = LostRecords("tensorboard")
+        self._outage = Outage("tensorboard", "lost records are counted")
         self._resume_step = resume_step
         """Hides later steps when the first file is opened. None once the file exists."""
         self._writer: SummaryWriter | None = None
@@ -37,56 +37,37 @@ class TensorBoardSink:
             disk_works: whether other files can be written; if not, no event file is opened, because it would stay
                 empty.
         """
-        self._guard(record, disk_works, lambda writer: _write(writer, scalars, record["step"]))
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def _guard(
-        self, record: Mapping[str, Any], disk_works: bool, write: Callable[[SummaryWriter], None]
-    ) -> None:
-        if self._writer is None and not disk_works:
-            self._lost.add(record)
-            return
         try:
-            write(self._writer or self._open())
+            if self._writer is None and not disk_works:
+                raise OSError("metrics.jsonl cannot be written either")
+            writer = self._writer or self._open()
+            assert writer.file_writer is not None
+            # One event is much faster than one for each of a record's hundreds of scalars.
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+            writer.file_writer.add_summary(Summary(value=values), record["step"])
+            writer.flush()
+            self._outage.end(record)
         except OSError as error:
-            self._lost.add(record, error)
-            self._drop()
-            return
-        if self._lost.count > 0:
-            self._lost.end(record)
+            self._outage.go_on(record, error)
+            self._outage.lose([record["step"]])
+            self.close()
 
     def close(self) -> None:
-        self._drop()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            # Each record was flushed, so only the failed one is left.
+            with contextlib.suppress(OSError):
+                writer.close()
 
     def _open(self) -> SummaryWriter:
-        self._writer = _open_writer(self._folder, self._resume_step)
+        # Imported here, so that readers of metrics.jsonl do not wait for the import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides the steps of earlier event files from purge_step on.
+        purge_step = None if self._resume_step is None else self._resume_step + 1
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        self._writer.add_custom_scalars(tensorboard_layout())
         self._resume_step = None
         return self._writer
-
-    def _drop(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        # Each record was flushed, so only the failed one is left.
-        with contextlib.suppress(OSError):
-            writer.close()
-
-
-def _write(writer: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:
-    """Write one event, which is much faster than one for each of a record's hundreds of scalars."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-    assert writer.file_writer is not None
-    writer.file_writer.add_summary(Summary(value=values), step)
-    writer.flush()
-
-
-def _open_writer(folder: Path, resume_step: int | None) -> SummaryWriter:
-    # Imported here, so that readers of metrics.jsonl do not wait for the import.
-    from torch.utils.tensorboard import SummaryWriter
-
-    # TensorBoard hides the steps of earlier event files from purge_step on.
-    purge_step = None if resume_step is None else resume_step + 1
-    writer = SummaryWriter(str(folder), purge_step=purge_step)
-    writer.add_custom_scalars(tensorboard_layout())
-    return writer

@@ -97,12 +97,11 @@ def finish(run: Run, exit_code: int) -> str | None:
     """End a run. Returns why W&B may lack some records, or None if W&B has all or the run is offline."""
     import wandb
 
-    late = f"has not taken the last records in {FINISH_SECONDS:g} s"
     try:
         if not _finishes(run, exit_code, FINISH_SECONDS + ANSWER_SECONDS):
-            return late
+            raise TimeoutError
     except TimeoutError:
-        return late
+        return f"has not taken the last records in {FINISH_SECONDS:g} s"
     except (wandb.Error, OSError) as error:
         return f"may lack the last records, its service failed: {error}"
     if run.offline:

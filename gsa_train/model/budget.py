@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 
-class VarianceTracker(torch.nn.Module):
+class PreciseBuffers(torch.nn.Module):
+    """Keeps the precision of its buffers when it moves to a device. megatron-core casts a bf16 model's buffers."""
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class VarianceTracker(PreciseBuffers):
     """Holds V̄ of one layer, the moving average of the score variance, and the variance sum of the current step.
 
     The average V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step and
@@ -25,37 +39,20 @@ class VarianceTracker(torch.nn.Module):
             fused: add with one kernel launch (Triton).
         """
         super().__init__()
-        self._add_total = _fused_add_total() if fused else _add_total
+        self._fused = fused
         self.register_buffer("ema", torch.zeros((), dtype=torch.float32, device=device))
         # sum of this step's variances on this rank
         self.register_buffer(
             "step_sum", torch.zeros((), dtype=torch.float64, device=device), persistent=False
         )
 
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Move buffers between devices but keep their precision: megatron-core casts a bf16 model's buffers."""
-        dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
-        for name, dtype in dtypes.items():
-            moved = self._buffers[name]
-            assert moved is not None
-            if moved.dtype != dtype:
-                self._buffers[name] = before[name].to(moved.device)
-        return self
-
     def record(self, variance: torch.Tensor) -> None:
-        self._add_total(variance, self.step_sum)
+        if self._fused:
+            from gsa_kernels.fused.sums.op import add_total  # imports Triton
 
-
-def _add_total(values: torch.Tensor, total: torch.Tensor) -> None:
-    total.add_(values.sum(dtype=torch.float64))
-
-
-def _fused_add_total() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    from gsa_kernels.fused.sums.op import add_total  # imports Triton
-
-    return add_total
+            add_total(variance, self.step_sum)
+        else:
+            self.step_sum.add_(variance.sum(dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def count_parameters(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> Para
     return ParameterCount(
         embedding=vocabulary,
         attention=layers * ((d + model.qkv_bias) * (query + 2 * key_value) + query * d),
-        gates=layers * (_gate_weights(model, gsa) + sum(_gate_rows(model, gsa))),
+        gates=layers * (_gate_weights(model, gsa) + _gates_per_token(model, gsa)),
         indexer=indexer_layers(model, gsa) * parameters_per_indexer(model, gsa),
         mlp=(layers - mixtures) * 3 * d * model.ffn_hidden_size,
         router=mixtures * d * moe.experts,
@@ -78,14 +78,13 @@ def count_parameters(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> Para
     )
 
 
-def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
+def _gates_per_token(model: ModelConfig, gsa: GSAConfig) -> int:
     sizes = model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size
-    return list(gate_rows(gsa, *sizes).values())
+    return sum(gate_rows(gsa, *sizes).values())
 
 
 def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
-    depends = gsa.gate_input == "query_dependent"
-    return depends * model.hidden_size * sum(_gate_rows(model, gsa))
+    return (gsa.gate_input == "query_dependent") * model.hidden_size * _gates_per_token(model, gsa)
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:

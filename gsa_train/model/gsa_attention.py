@@ -39,7 +39,7 @@ from gsa_train.model.gates import (
     has_gate_projection,
     split_gate_logits,
 )
-from gsa_train.model.indexer import Indexer, IndexerProjections
+from gsa_train.model.indexer import Indexer
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.model.rotary import LocalRotaryEmbedding, context_sharding
@@ -98,8 +98,11 @@ class GSASelfAttention(MegatronModule):
         d, d_k = config.hidden_size, config.kv_channels
         self.rotary_magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
         plain_heads = not config.qk_layernorm and config.rotary_percent == 1
-        fuses_heads = config.fused_ops and plain_heads and d_k in HEAD_SIZES and fuses_gates(config.gsa)
-        self.heads_op = _fused_heads_op() if fuses_heads else None
+        self.heads_op: Callable[..., Any] | None = None
+        if config.fused_ops and plain_heads and d_k in HEAD_SIZES and fuses_gates(config.gsa):
+            from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate  # imports Triton
+
+            self.heads_op = fused_split_rotate_gate
 
         self.linear_qkv = config.linears.column(
             d,
@@ -115,9 +118,8 @@ class GSASelfAttention(MegatronModule):
         if self.linear_gate is not None:  # the gate projection communicates for both
             self.linear_qkv.sequence_parallel = False
         self.head_gate = build_head_gate(config, pg_collection)
-        self.projection_gate = (
-            ReplicatedGate(config, pg_collection, d, for_heads=False) if self.gsa.projection_gate else None
-        )
+        gates_result = self.gsa.projection_gate
+        self.projection_gate = ReplicatedGate(config, pg_collection, d, False) if gates_result else None
         transform = self.gsa.output_transform
         self.output_layernorm = HeadNorm(config, pg_collection) if transform == "rms_norm" else None
         self.linear_proj = config.linears.row(
@@ -174,9 +176,8 @@ class GSASelfAttention(MegatronModule):
             gates = self.head_gate(hidden_states)
         q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
         if gates is not None and attention_pass.measures:
-            sampled = gates.detach()[
-                self.over_chunks.sampled_tokens(len(gates), attention_mask, attention_pass)
-            ]
+            places = self.over_chunks.sampled_tokens(len(gates), attention_mask, attention_pass)
+            sampled = gates.detach()[places]
             bins = self.runtime.once(attention_mask, "gate_bins", lambda: gate_bins(sampled.device))
             self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config, bins))
         core_gates = has_paper_form(self.gsa)
@@ -186,9 +187,12 @@ class GSASelfAttention(MegatronModule):
             if self.indexer is not None and self.variance is not None:
                 self.runtime.shared_selection = None  # free its memory before the next selection
                 with trace_span("indexer"):
-                    indexed = self._index(
-                        self.indexer, hidden_states, gathered, attention_mask, attention_pass
-                    )
+                    hidden = hidden_states.detach()
+                    if not gathered:
+                        hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
+                    with attention_pass.indexer_graph():
+                        indexed = self.indexer(hidden)
+                        indexed = indexed._replace(keys=gather_tokens(indexed.keys, self.cut, self.groups.cp))
                 with trace_span("selection"):
                     self.runtime.shared_selection = self.over_chunks.select(
                         self.indexer, indexed, self.variance, attention_mask, attention_pass
@@ -233,9 +237,7 @@ class GSASelfAttention(MegatronModule):
                 output_gate=self.gsa.output_gate,
             )
 
-        logits = GateLogits()
-        if gates is not None:
-            logits = split_gate_logits(gates, self.config)
+        logits = GateLogits() if gates is None else split_gate_logits(gates, self.config)
         d_k = self.config.kv_channels
         per_group = qkv.unflatten(-1, (-1, (self.heads_per_group + 2) * d_k))
         q, k, v = per_group.split([self.heads_per_group * d_k, d_k, d_k], -1)
@@ -250,36 +252,11 @@ class GSASelfAttention(MegatronModule):
         if logits.query is not None:
             q = apply_gate(q, logits.query.flatten(2, 3), self.gsa)
         if rotary_pos_emb is not None:
-            q_angles, k_angles = (
-                rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            )
-            rotate = partial(
-                apply_rotary_pos_emb,
-                config=self.config,
-                mscale=self.rotary_magnitude,
-                cp_group=self.groups.cp,
-            )
-            q, k = rotate(q, q_angles), rotate(k, k_angles)
+            of_both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            how = {"config": self.config, "mscale": self.rotary_magnitude, "cp_group": self.groups.cp}
+            q, k = (apply_rotary_pos_emb(x, angles, **how) for x, angles in zip((q, k), of_both, strict=True))
         output_gate = None if logits.output is None else logits.output.transpose(0, 1)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
-
-    def _index(
-        self,
-        indexer: Indexer,
-        hidden_states: torch.Tensor,
-        gathered: bool,
-        document_ids: torch.Tensor | None,
-        attention_pass: AttentionPass,
-    ) -> IndexerProjections:
-        """Return the indexer's queries of this rank's tokens and keys of all tokens. They are detached from the base
-        model."""
-        hidden = hidden_states.detach()
-        if not gathered:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
-        with attention_pass.indexer_graph():
-            queries, keys, head_weight_logits = indexer(hidden)
-            keys = gather_tokens(keys, self.cut, self.groups.cp)
-        return IndexerProjections(queries, keys, head_weight_logits)
 
 
 class _RecomputedAttention:
@@ -298,9 +275,3 @@ class _RecomputedAttention:
     def __call__(self, *projected: torch.Tensor) -> torch.Tensor:
         selections, attention_pass = self._calls.pop(0)
         return self._attend(Projected(*projected), selections=selections, attention_pass=attention_pass)
-
-
-def _fused_heads_op() -> Callable[..., Any]:
-    from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate  # imports Triton
-
-    return fused_split_rotate_gate

@@ -47,10 +47,6 @@ class Indexer(MegatronModule):
         groups: ProcessGroupCollection,
         rotary: LocalRotaryEmbedding | None,
     ) -> None:
-        """
-        Args:
-            rotary: from `indexer_rotary`, shared by all layers.
-        """
         super().__init__(config)
         self.gsa = config.gsa
         self.groups = groups
@@ -64,17 +60,20 @@ class Indexer(MegatronModule):
         self.weight_bias = self._parameter(heads) if self.scores.has_head_weight_bias else None  # c_j
         # One padded matrix product for the three projections: tensor cores need multiples of 8.
         rows = heads * dim + dim + learned * heads
-        self.register_buffer(
-            "padding", self.key_weight.new_zeros(-rows % 8, config.hidden_size), persistent=False
-        )
+        padding = self.key_weight.new_zeros(-rows % 8, config.hidden_size)
+        self.register_buffer("padding", padding, persistent=False)
         norms = self.gsa.indexer_norm
         self.query_norm_weight = self._parameter(dim) if norms else None
         self.key_norm_weight = self._parameter(dim) if norms else None
         learns_beta = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learns_beta else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
-        self.split_op: Callable[..., Any] = _fused_split_op() if config.fused_ops else split_projection
-        self.rotary = rotary
+        self.split_op: Callable[..., Any] = split_projection
+        if config.fused_ops:
+            from gsa_kernels.indexer.split_op import fused_split_projection  # imports Triton
+
+            self.split_op = fused_split_projection
+        self.rotary = rotary  # shared by all layers
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         config = self.config
@@ -155,9 +154,3 @@ class _JoinedProduct(torch.autograd.Function):
             rows, inputs = grad.flatten(0, 1), hidden.flatten(0, 1)
             gradients = joined_weight_gradients(weights, inputs, rows, ctx.accumulates)
         return grad_hidden, None, *gradients, None
-
-
-def _fused_split_op() -> Callable[..., Any]:
-    from gsa_kernels.indexer.split_op import fused_split_projection  # imports Triton
-
-    return fused_split_projection

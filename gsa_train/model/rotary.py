@@ -49,10 +49,6 @@ class LocalRotaryEmbedding(RotaryEmbedding):
 def rotary_embedding(
     config: GSATransformerConfig, channels: int, groups: ProcessGroupCollection, percent: float = 1.0
 ) -> LocalRotaryEmbedding:
-    """
-    Args:
-        percent: fraction of the channels that are rotated.
-    """
     return LocalRotaryEmbedding(
         context_sharding(config, groups),
         config.yarn,
@@ -62,14 +58,6 @@ def rotary_embedding(
         use_cpu_initialization=config.use_cpu_initialization,
         cp_group=groups.cp,
     )
-
-
-def indexer_rotary(
-    config: GSATransformerConfig, groups: ProcessGroupCollection
-) -> LocalRotaryEmbedding | None:
-    """Return the embedding that all indexers share, or None without `gsa.indexer_rope`. It uses YaRN's frequencies
-    without YaRN's attention factor, which is designed for softmax logits."""
-    return rotary_embedding(config, config.gsa.indexer_dim, groups) if config.gsa.indexer_rope else None
 
 
 def context_sharding(config: GSATransformerConfig, groups: ProcessGroupCollection) -> ContextSharding:

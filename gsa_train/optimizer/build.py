@@ -52,9 +52,9 @@ class OptimizerKind:
     def new_state(self, parameter: torch.Tensor, is_matrix: bool = False) -> dict[str, torch.Tensor]:
         names = self.matrix_state if is_matrix and self.matrix_state is not None else self.state
         zeros = {name: parameter.new_zeros(parameter.shape) for name in names}
-        return (
-            zeros if is_matrix or self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
-        )
+        if not is_matrix and self.counter is not None:
+            zeros[self.counter] = parameter.new_zeros(())
+        return zeros
 
 
 def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:

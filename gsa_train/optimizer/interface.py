@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gsa_train.config import PhaseConfig
-from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
 from gsa_train.optimizer.build import WEIGHT_AVERAGE, OptimizerKind
@@ -84,9 +85,7 @@ class PhaseOptimizer(ABC):
             group["weight_decay"] = weight_decay * group["wd_mult"]
 
     @abstractmethod
-    def reduce_grad_norm(
-        self, loss_share: torch.Tensor, parallel: Parallel
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce_grad_norm(self, loss_share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradient norm and the sum of the ranks' `loss_share`, equal on all ranks. Collective. The
         norm is 0-d fp32, after the reduction and before clipping, and counts each parameter once. The sum is
         0-d fp64."""
@@ -104,10 +103,9 @@ class PhaseOptimizer(ABC):
     @torch.no_grad()
     def start_average(self) -> None:
         """Set the moving average of the weights, if there is one, to the weights."""
-        for updater in self.updaters:
-            for weight, state in updater.state.items():
-                if WEIGHT_AVERAGE in state:
-                    state[WEIGHT_AVERAGE].copy_(weight.detach())
+        for weight, state in self._states():
+            if WEIGHT_AVERAGE in state:
+                state[WEIGHT_AVERAGE].copy_(weight.detach())
 
     @torch.no_grad()
     def average_weights(self, decay: float, applied: torch.Tensor) -> None:
@@ -115,12 +113,11 @@ class PhaseOptimizer(ABC):
         updates, the weights of update i count in proportion to decay^(n - i)."""
         rate = (1 - decay) / (1 - decay ** self.updates.double())
         rate = torch.where(applied, rate, 0).float()
-        for updater in self.updaters:
-            for weight, state in updater.state.items():
-                state[WEIGHT_AVERAGE].lerp_(weight.detach(), rate.to(weight.device))
+        for weight, state in self._states():
+            state[WEIGHT_AVERAGE].lerp_(weight.detach(), rate.to(weight.device))
 
     @abstractmethod
-    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    def update_norm(self, applied: torch.Tensor) -> torch.Tensor:
         """Return the norm of the last step's change of the weights, including weight decay but not QK-clip: 0-d
         fp32. A skipped step has norm 0. Collective."""
 
@@ -145,10 +142,13 @@ class PhaseOptimizer(ABC):
     def set_updates(self, count: float) -> None:
         """Set the number of updates."""
         self.updates.fill_(count)
-        if self.kind.counter is not None:
-            for state in (state for each in self.updaters for state in each.state.values()):
-                if self.kind.counter in state:  # not in the state of a matrix
-                    state[self.kind.counter].fill_(count)
+        for _, state in self._states():
+            if self.kind.counter in state:  # not in the state of a matrix
+                state[self.kind.counter].fill_(count)
+
+    def _states(self) -> Iterator[tuple[torch.Tensor, dict[Any, torch.Tensor]]]:
+        """Yield the weights that `updaters` update, and their states."""
+        return chain.from_iterable(updater.state.items() for updater in self.updaters)
 
     @abstractmethod
     def start_from_weights(self) -> None:

@@ -40,20 +40,14 @@ def keep_main_weights(
     """Copy the main weights, or the whole state. Call it before the optimizer is closed."""
     parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def tensors_of(part: StatePart) -> dict[str, torch.Tensor]:
+        kinds = part.tensors.keys() if whole_state else part.tensors.keys() & {MAIN_WEIGHT}
+        return {kind: part.tensors[kind].clone() for kind in kinds}
+
     return MainWeights(
         trained,
-        [
-            (
-                part.parameter,
-                part.start,
-                {
-                    kind: each.clone()
-                    for kind, each in part.tensors.items()
-                    if whole_state or kind == MAIN_WEIGHT
-                },
-            )
-            for part in phase_optimizer.state_parts()
-        ],
+        [(part.parameter, part.start, tensors_of(part)) for part in phase_optimizer.state_parts()],
         [phase_optimizer.state_group_of(parameter) for parameter in trained],
         [(MAIN_WEIGHT, *(phase_optimizer.kind.state_of(each) if whole_state else ())) for each in trained],
         float(phase_optimizer.updates) if whole_state else None,

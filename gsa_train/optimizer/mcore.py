@@ -8,6 +8,7 @@ optimizer state, and the sparse phase starts with fresh state.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from gsa_train.config import Config, PhaseConfig, TrainConfig
+from gsa_train.distributed.megatron_versions import main_grads
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
@@ -36,7 +38,7 @@ from gsa_train.optimizer.build import OptimizerKind, optimizer_kind
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from gsa_train.optimizer.muon import Matrices, MatrixShard
-from gsa_train.optimizer.norms import clipped_step, inner_optimizers, reduce_grad_norm, update_norm
+from gsa_train.optimizer.norms import chained, counts_for_norms, inner_optimizers, sum_of_squares
 from gsa_train.optimizer.qk_clip import QKClip
 from gsa_train.phases import enter_phase, lr_multipliers
 from gsa_train.profiling.work_time import WorkTime
@@ -87,6 +89,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     phase: PhaseConfig
     work_time: WorkTime
     qk_clip: QKClip | None
+    parallel: Parallel
 
     def __post_init__(self) -> None:
         self.modules = self.ddps
@@ -111,19 +114,60 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     def reduce_gradients(self) -> None:
         finalize_gradients(self.work_time, self.ddps, None)
 
-    def reduce_grad_norm(
-        self, loss_share: torch.Tensor, parallel: Parallel
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return reduce_grad_norm(self.optimizer, loss_share, parallel)
+    @torch.no_grad()
+    def reduce_grad_norm(self, loss_share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Use one collective over all ranks, which then decide by equal bits."""
+        self.optimizer.prepare_grads()
+        squares = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
+        by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for inner in chained(self.optimizer):  # experts have other replicas than dense parameters
+            by_copies[self._copies(inner)] += main_grads(inner)
+        for copies, grads in by_copies.items():
+            squares = squares + sum_of_squares(grads, self.parallel.device) / copies
+        sums = torch.stack([squares, loss_share.double()])
+        dist.all_reduce(sums)
+        return sums[0].sqrt().float(), sums[1]
 
+    @torch.no_grad()
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        """In megatron-core's version the host waits for each tensor's norm. torch's fused optimizers read the
+        gradients' scale and the flag to skip the update on the device. With such an optimizer the host does not wait
+        here."""
         if self.qk_clip is not None:
             self.qk_clip.measure(applied)  # _qk_clip's hook scales with the result
-        clipped_step(self.optimizer, norm, max_norm, applied)
+        divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+        # torch's GradScaler recognizes such optimizers by this attribute.
+        if norm.is_cuda and all(getattr(each, "_step_supports_amp_scaling", False) for each in self.updaters):
+            for updater in self.updaters:
+                fused: Any = updater
+                fused.grad_scale, fused.found_inf = divisor, applied.logical_not().float()
+            self.optimizer.step_with_ready_grads()
+        elif applied:
+            for parameter in (p for inner in chained(self.optimizer) for p in inner.get_parameters()):
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
+            self.optimizer.step_with_ready_grads()
         self.updates += applied
 
-    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        return update_norm(self.optimizer, self.kind, applied, parallel)
+    @torch.no_grad()
+    def update_norm(self, applied: torch.Tensor) -> torch.Tensor:
+        """Use the state after the step, without a copy of the old weights."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
+        for inner in inner_optimizers(self.optimizer):
+            updated, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
+            for group in updated.param_groups:
+                parameters = [p for p in group["params"] if id(p) in counted]
+                if parameters:
+                    states = [updated.state[p] for p in parameters]
+                    squares += self.kind.squared_change(states, group, parameters) / self._copies(inner)
+        squares = torch.where(applied, squares, 0)
+        dist.all_reduce(squares)
+        return squares.sqrt().float()
+
+    def _copies(self, inner: Any) -> int:
+        """Count the ranks with the same gradients and state: the replicas, or the distributed optimizer's instances."""
+        sharing: int = inner.get_grad_stats_parallel_group().size()
+        return self.parallel.world_size // sharing
 
     def close(self, model: Model) -> None:
         if self.qk_clip is not None:
@@ -165,9 +209,8 @@ def _main_weight(inner: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tenso
     """Return this rank's main-weight shard of a parameter, or None, and its offset in the flat parameter."""
     if not isinstance(inner, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
-        return (
-            main if main in inner.optimizer.state else None
-        ), 0  # expert parameters belong to another optimizer
+        # Expert parameters belong to another optimizer.
+        return main if main in inner.optimizer.state else None, 0
     if parameter not in inner.model_param_group_index_map:
         return None, 0  # frozen, or entirely on other ranks
     group, order = inner.model_param_group_index_map[parameter]
@@ -236,12 +279,10 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
             _describe_matrices(inner, ddps, model.parallel)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
     model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
-    no_sync = [ddp.no_sync for ddp in ddps]
-    model.mcore_config.no_sync_func = (
-        (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
-    )
+    no_sync: Any = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+    model.mcore_config.no_sync_func = no_sync if overlap_grad_reduce else None
     clip = _qk_clip(model, optimizer, train.qk_clip) if train.qk_clip > 0 and trains_base else None
-    return MegatronPhaseOptimizer(ddps, optimizer, kind, phase, model.work_time, clip)
+    return MegatronPhaseOptimizer(ddps, optimizer, kind, phase, model.work_time, clip, model.parallel)
 
 
 def _qk_clip(model: Model, optimizer: MegatronOptimizer, threshold: float) -> QKClip:
@@ -276,10 +317,8 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
 def _describe_matrices(inner: Any, ddps: list[PhaseDataParallel], parallel: Parallel) -> None:
     """Set `matrices` of the groups that are updated as matrices. Collective."""
     data_group = inner.data_parallel_group if isinstance(inner, DistributedOptimizer) else None
-    parameters: list[Any] = [
-        each for ddp in ddps for each in ddp.parameters() if hasattr(each, "matrix_rows")
-    ]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    parameters: list[Any] = [each for ddp in ddps for each in ddp.parameters() if each.requires_grad]
+    trained = [parameter for parameter in parameters if hasattr(parameter, "matrix_rows")]
     mains = [_main_weight(inner, parameter) for parameter in trained]
     own = [(start, 0 if main is None else main.numel()) for main, start in mains]
     parts: list[Any] = [own]

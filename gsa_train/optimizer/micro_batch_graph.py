@@ -103,9 +103,8 @@ class MicroBatchGraph:
         if fixed != self._fixed:
             self._captured.clear()
             self._pool, self.memory_bytes = None, 0
-            self._inputs = PassInputs._make(
-                None if each is None else torch.zeros_like(each) for each in inputs
-            )
+            zeros = (None if each is None else torch.zeros_like(each) for each in inputs)
+            self._inputs = PassInputs._make(zeros)
             self._fixed = fixed
         assert self._inputs is not None
         if draw not in self._captured:

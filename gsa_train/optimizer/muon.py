@@ -131,9 +131,8 @@ class Matrices:
             [sum(tensor.numel() for tensor in to_rank) for to_rank in sent],
             group=self.data_group,
         )
-        by_rank = [
-            part.split(of_rank) for part, of_rank in zip(arrived.split(received), lengths, strict=True)
-        ]
+        pairs = zip(arrived.split(received), lengths, strict=True)
+        by_rank = [part.split(of_rank) for part, of_rank in pairs]
         # A later rank holds a later range of the flat parameter.
         return [
             torch.cat([own if other == self.rank else by_rank[other][index] for other in ranks])
@@ -157,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
             self.adamw.state = self.state
-        # The interface of torch's fused optimizers: the gradients' divisor, and 1 to skip the update (norms.py).
+        # The interface of torch's fused optimizers: the gradients' divisor, and 1 to skip the update (mcore.py).
         self._step_supports_amp_scaling = fused
         self.grad_scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
@@ -178,13 +177,8 @@ class Muon(torch.optim.Optimizer):
         matrices: Matrices = group["matrices"]
         applied: Any = 1.0 if self.found_inf is None else 1 - self.found_inf
         shared = matrices.shared
-        directions = dict(
-            zip(
-                shared,
-                matrices.gather([self._direction(group["params"][at], applied) for at in shared]),
-                strict=True,
-            )
-        )
+        own = [self._direction(group["params"][at], applied) for at in shared]
+        directions = dict(zip(shared, matrices.gather(own), strict=True))
         for at, (parameter, shard) in enumerate(zip(group["params"], matrices.shards, strict=True)):
             direction = directions.pop(at) if at in directions else self._direction(parameter, applied)
             start, length = shard.parts[matrices.rank]
@@ -192,9 +186,8 @@ class Muon(torch.optim.Optimizer):
             weight = parameter.view(-1)
             change = (update + group["weight_decay"] * weight) * (group["lr"] * applied)
             weight.sub_(change)
-            self.state[parameter]["squared_change"] = (
-                torch.linalg.vector_norm(change, dtype=torch.float64) ** 2
-            )
+            norm = torch.linalg.vector_norm(change, dtype=torch.float64)
+            self.state[parameter]["squared_change"] = norm**2
 
     def _direction(self, parameter: torch.Tensor, applied: Any) -> torch.Tensor:
         """Update the momentum, and return the flat shard of the direction."""

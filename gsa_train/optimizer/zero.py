@@ -31,7 +31,7 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.build import OptimizerKind, optimizer_kind
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 from gsa_train.optimizer.norms import counts_for_norms, sum_of_squares
-from gsa_train.optimizer.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember
+from gsa_train.optimizer.zero_parts import Piece, groups_as_named, pieces, pieces_of_shards, remember
 from gsa_train.phases import lr_multipliers
 
 PERSISTENT_ELEMENTS = 100_000
@@ -53,7 +53,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
         deepspeed.get_accelerator().communication_backend_name(), dist_init_required=False
     )
     settings = _settings(config, parallel, model.mcore_config.bf16)
-    mpu, take_off = Groups(parallel), remember(model.module)
+    mpu, take_off = groups_as_named(parallel), remember(model.module)
     engine = _Engine(
         args=None,
         model=model.module,
@@ -65,7 +65,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
     )
     if config.parallel.zero_stage == 3:
         _announce(model)
-    return ZeroPhaseOptimizer(engine, model, kind, phase, parallel, dict(trained), take_off)
+    return ZeroPhaseOptimizer(engine, model, kind, phase, dict(trained), take_off)
 
 
 def _announce(model: Model) -> None:
@@ -95,6 +95,7 @@ def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -
 def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
     """Return DeepSpeed's config, with its own scheduling, loss scaling and output disabled."""
     layout, train = config.parallel, config.train
+    offload = {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         # megatron-core's schedule scales the loss; `no_sync` tells where a step ends.
@@ -111,14 +112,10 @@ def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "overlap_comm": parallel.device.type == "cuda",
             "round_robin_gradients": False,
-            **({"offload_optimizer": _offload(parallel)} if layout.offload_optimizer else {}),
+            **({"offload_optimizer": offload} if layout.offload_optimizer else {}),
         },
         "steps_per_print": None,
     }
-
-
-def _offload(parallel: Parallel) -> dict[str, Any]:
-    return {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
 
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -157,12 +154,12 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         model: Model,
         kind: OptimizerKind,
         phase: PhaseConfig,
-        parallel: Parallel,
         trained: dict[str, torch.nn.Parameter],
         take_off: Callable[[], None],
     ) -> None:
         self.kind, self.phase, self.modules = kind, phase, [_Callable(engine)]
-        self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
+        self._engine, self._zero, self._trained = engine, engine.optimizer, trained
+        self._parallel = parallel = model.parallel
         self._model, self._take_off = model, take_off
         self._shards_weights = engine.zero_optimization_partition_weights()
         self.weights_stay = not self._shards_weights
@@ -191,11 +188,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         config.grad_scale_func = None
         config.no_sync_func = self._not_the_last
         config.finalize_model_grads_func = self._finalize
-
-    def _group_of(self, flat_group: int) -> dict[str, Any]:
-        index = self._zero.sub_group_to_group_id[flat_group] if self._shards_weights else flat_group
-        group: dict[str, Any] = self._zero.optimizer.param_groups[index]
-        return group
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -258,20 +250,17 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             yield piece, groups[piece.group][piece.number].view(-1)[: piece.length]
 
     @torch.no_grad()
-    def reduce_grad_norm(
-        self, loss_share: torch.Tensor, parallel: Parallel
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce_grad_norm(self, loss_share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grads = [grad for piece, grad in self._gradients() if counts_for_norms(piece.parameter)]
-        squares = sum_of_squares(grads, self._flat[0].device).to(parallel.device)
+        squares = sum_of_squares(grads, self._flat[0].device).to(self._parallel.device)
         sums = torch.stack([squares, loss_share.double()])
         dist.all_reduce(sums)
         return sums[0].sqrt().float(), sums[1]
 
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
         assert max_norm == self._engine.gradient_clipping()
-        self._norm = torch.where(applied, norm, torch.nan).to(
-            self._flat[0].device
-        )  # on the gradients' device
+        device = self._flat[0].device  # of the gradients
+        self._norm = torch.where(applied, norm, torch.nan).to(device)
         self._engine.step()  # the host waits for the verdict on the update
         self.updates += applied
         if self._offloads and not self._shards_weights:
@@ -279,16 +268,17 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
 
     @torch.no_grad()
-    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        device = self._flat[0].device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+    def update_norm(self, applied: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._flat[0].device)
         for piece in self._pieces:
             if counts_for_norms(piece.parameter):
                 flat, state = self._flat[piece.group], self._zero.optimizer.state[self._flat[piece.group]]
+                index = self._zero.sub_group_to_group_id[piece.group] if self._shards_weights else piece.group
+                group = self._zero.optimizer.param_groups[index]
                 own = {**state, **{name: state[name][piece.in_group] for name in self.kind.state}}
                 weights = [flat.detach()[piece.in_group]]
-                total += self.kind.squared_change([own], self._group_of(piece.group), weights)
-        squares = torch.where(applied, total.to(parallel.device), 0)
+                total += self.kind.squared_change([own], group, weights)
+        squares = torch.where(applied, total.to(self._parallel.device), 0)
         dist.all_reduce(squares)
         return squares.sqrt().float()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,33 +14,15 @@ from deepspeed.runtime.zero import parameter_offload
 from gsa_train.distributed.parallel import Parallel
 
 
-class Groups:
-    """Names the process groups as DeepSpeed does."""
-
-    def __init__(self, parallel: Parallel) -> None:
-        self._tensor, self._data = parallel.groups.tp, parallel.groups.dp
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self._tensor.rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._tensor.size()
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self._data.rank()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._data.size()
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+def groups_as_named(parallel: Parallel) -> SimpleNamespace:
+    """Return an object with the functions by which DeepSpeed asks for process groups."""
+    data, tensor = parallel.groups.dp, parallel.groups.tp
+    found = SimpleNamespace()
+    for name, group in {"data": data, "model": tensor, "tensor_model": tensor}.items():
+        setattr(found, f"get_{name}_parallel_group", lambda group=group: group)
+        setattr(found, f"get_{name}_parallel_rank", group.rank)
+        setattr(found, f"get_{name}_parallel_world_size", group.size)
+    return found
 
 
 @dataclass
@@ -60,10 +43,6 @@ class Piece:
     @property
     def in_group(self) -> slice:
         return slice(self.offset, self.offset + self.length)
-
-    @property
-    def in_parameter(self) -> slice:
-        return slice(self.start, self.start + self.length)
 
 
 def pieces(zero: Any) -> Iterator[Piece]:

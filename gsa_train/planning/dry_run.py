@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 
 from gsa_train.arguments import DEVICE
 from gsa_train.config import Config
@@ -26,7 +27,7 @@ from gsa_train.model.flops import (
     measured_mfu,
     peak_flops_per_second,
 )
-from gsa_train.planning.memory.estimate import checkpoint_bytes, estimate_memory, fields_of, worst_expert_load
+from gsa_train.planning.memory.estimate import checkpoint_bytes, estimate_memory, worst_expert_load
 
 MAX_LAYOUT_LINES = 32
 BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -43,18 +44,18 @@ def describe(config: Config, world_size: int, device: str = DEVICE, mfu: float |
     """
     counts = _flops_by_phase(config)
     operations = _unit(max(count.total for count in counts), OPERATIONS)
-    memory = _unit(max(_peak_bytes(config, world_size)), BYTES)
-    checkpoint = _unit(_checkpoint_bytes(config), BYTES)
+    memory = _unit(_peak_bytes(config, world_size), BYTES)
+    checkpoint_size = max(checkpoint_bytes(config, phase) for phase in config.phases)
+    checkpoint = _unit(checkpoint_size, BYTES)
+    operation_lines = _flops(config, counts, OPERATIONS[operations])
     sections = {
         "Layout": _layout(config, world_size),
         "Parameters": _parameters(config),
         "Tokens": _tokens(config),
-        f"Floating-point operations per token (training, in {operations})": _flops(
-            config, counts, OPERATIONS[operations]
-        ),
+        f"Floating-point operations per token (training, in {operations})": operation_lines,
         f"Time on {world_size} x {device}": _time(config, counts, world_size, device, mfu),
         f"Memory per rank (in {memory})": _memory(config, world_size, BYTES[memory]),
-        f"Checkpoint (in {checkpoint})": _checkpoint(config, world_size, BYTES[checkpoint]),
+        f"Checkpoint (in {checkpoint})": _checkpoint(config, world_size, checkpoint_size / BYTES[checkpoint]),
         "Data": check_files(config) or ["the local files are there"],
     }
     title = f"{config.run.name} on {world_size} {'rank' if world_size == 1 else 'ranks'}"
@@ -75,10 +76,11 @@ def _layout(config: Config, world_size: int) -> list[str]:
         sharded += f", in {parallel.optimizer_instances} instances"
     if parallel.strategy == "deepspeed":
         sharded += f" by DeepSpeed's ZeRO-{parallel.zero_stage}"
+    in_sequence = "on" if parallel.sequence and parallel.tensor > 1 else "off"
     lines = [
         f"{world_size} = tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} "
         f"x data {replicas}",
-        f"sequence parallel {'on' if _is_sequence_parallel(config) else 'off'}, optimizer state {sharded}",
+        f"sequence parallel {in_sequence}, optimizer state {sharded}",
         f"{_layers_per_stage(config)}; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
         "step and replica",
     ]
@@ -132,10 +134,6 @@ def _rank_range(first: int, tensor: int, context: int) -> str:
     axes = {"tensor": tensor, "context": context}
     places = ", ".join(f"{axis} 0-{size - 1}" for axis, size in axes.items() if size > 1)
     return f"ranks {first}-{first + tensor * context - 1} ({places})"
-
-
-def _is_sequence_parallel(config: Config) -> bool:
-    return config.parallel.sequence and config.parallel.tensor > 1
 
 
 def _parameters(config: Config) -> list[str]:
@@ -192,9 +190,8 @@ def _time(
     count = count_parameters(config.model, config.gsa, config.moe)
     peak, measured = peak_flops_per_second(device, "bf16"), measured_mfu(device, count)
     if peak is None:
-        raise ValueError(
-            f"device {device!r}: its peak rate is not known; give one of gsa_train.model.flops.DEVICES"
-        )
+        remedy = "give one of gsa_train.model.flops.DEVICES"
+        raise ValueError(f"device {device!r}: its peak rate is not known; {remedy}")
     if mfu is None and measured is None:
         with_experts = " with experts" if count.experts else ""
         return [
@@ -205,9 +202,8 @@ def _time(
         return ["give --mfu: attention runs in plain torch (see Memory), whose speed has not been measured"]
     share = measured if mfu is None else mfu
     assert share is not None
-    source = (
-        "measured for 1.7B parameters at 4096 tokens (--mfu, --device: others)" if mfu is None else "as given"
-    )
+    of_ours = "measured for 1.7B parameters at 4096 tokens (--mfu, --device: others)"
+    source = of_ours if mfu is None else "as given"
     tokens = tokens_of_phases(config)
     rates = [world_size * peak * share / count.total for count in counts]
     seconds = [count / rate for count, rate in zip(tokens, rates, strict=True)]
@@ -230,17 +226,13 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
     for phase in config.phases:
         for stage in range(config.parallel.pipeline):
             estimate = estimate_memory(config, phase, world_size, stage)
-            parts = fields_of(estimate)
+            parts = asdict(estimate) | {"total": estimate.total}
             rows = rows or [["phase", "stage", *parts]]
             rows.append([phase.name, str(stage), *(f"{part / unit:.2f}" for part in parts.values())])
-    plain = [
-        f"attention in plain torch, with L x L tensors: {reason}" for reason in plain_torch_reasons(config)
-    ]
-    return [
-        *plain,
-        f"recompute: {config.train.recompute}{_uneven_loads(config, world_size, unit)}",
-        *aligned(rows),
-    ]
+    reasons = plain_torch_reasons(config)
+    plain = [f"attention in plain torch, with L x L tensors: {reason}" for reason in reasons]
+    recompute = f"recompute: {config.train.recompute}{_uneven_loads(config, world_size, unit)}"
+    return [*plain, recompute, *aligned(rows)]
 
 
 def _uneven_loads(config: Config, world_size: int, unit: int) -> str:
@@ -259,20 +251,12 @@ def plain_torch_reasons(config: Config) -> list[str]:
     return unsupported_by_kernels(config)
 
 
-def _peak_bytes(config: Config, world_size: int) -> list[float]:
-    stages = range(config.parallel.pipeline)
-    estimates = [
-        estimate_memory(config, phase, world_size, stage) for phase in config.phases for stage in stages
-    ]
-    return [fields_of(estimate)["total"] for estimate in estimates]
+def _peak_bytes(config: Config, world_size: int) -> float:
+    places = product(config.phases, range(config.parallel.pipeline))
+    return max(estimate_memory(config, phase, world_size, stage).total for phase, stage in places)
 
 
-def _checkpoint_bytes(config: Config) -> float:
-    return max(checkpoint_bytes(config, phase) for phase in config.phases)
-
-
-def _checkpoint(config: Config, world_size: int, unit: float) -> list[str]:
-    size = _checkpoint_bytes(config) / unit
+def _checkpoint(config: Config, world_size: int, size: float) -> list[str]:
     share = f"about {size / world_size:.2f} of each rank's host memory"
     if config.checkpoint.async_save:  # gsa_train/checkpoint/host_memory.py
         return [

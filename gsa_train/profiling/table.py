@@ -46,12 +46,8 @@ def _device_table(events: Sequence[Any], steps: Sequence[int]) -> str:
     by_part |= {EXPOSED: found.exposed_communication, IDLE: found.idle}
     operations: Operations = {}
     for each in intervals:
-        _count(
-            operations,
-            each.name,
-            COMMUNICATION if each.is_communication else each.part,
-            each.end - each.start,
-        )
+        part = COMMUNICATION if each.is_communication else each.part
+        _count(operations, each.name, part, each.end - each.start)
     return "\n".join(
         [
             f"steps {steps[0]} to {steps[-1]}: {found.wall / per_step:.1f} ms per step",

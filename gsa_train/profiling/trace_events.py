@@ -44,10 +44,9 @@ def host_part(event: Any, forward_parts: ForwardParts) -> str | None:
 def forward_parts_of(on_host: Iterable[Any]) -> ForwardParts:
     found: ForwardParts = {}
     for event in on_host:
-        if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD):
-            part = _forward_part(event)
-            if part is not None:
-                found[event.thread, event.sequence_nr] = part
+        is_forward = event.sequence_nr >= 0 and not event.name.startswith(BACKWARD)
+        if is_forward and (part := _forward_part(event)) is not None:
+            found[event.thread, event.sequence_nr] = part
     return found
 
 
@@ -86,18 +85,13 @@ def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, 
     """Returns a dict launch's id -> span. A launch outside all operations belongs to the main thread's span at
     that time. If there is none, it belongs to the span, of any thread, that began last and has not ended."""
     forward_parts = forward_parts_of(on_host)
-    found: dict[int, str] = {}
-    lost = []
-    for launch in launches:
-        part = host_part(launch, forward_parts)
-        if part is not None:
-            found[launch.id] = part
-        else:
-            lost.append(launch)
+    parts = {launch.id: host_part(launch, forward_parts) for launch in launches}
+    found = {number: part for number, part in parts.items() if part is not None}
     marks = [(event, part) for event in on_host if (part := _named(event, forward_parts)) is not None]
     marks.sort(key=lambda mark: mark[0].time_range.start)
     around: list[tuple[Any, str]] = []
     begun = 0
+    lost = (launch for launch in launches if launch.id not in found)
     for launch in sorted(lost, key=lambda each: each.time_range.start):
         time = launch.time_range.start
         while begun < len(marks) and marks[begun][0].time_range.start <= time:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from gsa_train.config import ParallelConfig
 
@@ -81,11 +80,6 @@ def watch_compilation(compiling: Callable[[bool], None]) -> None:
     compile a kernel, because the kernels depend on the density of the selections."""
     from triton import knobs
 
-    def before(**_: Any) -> None:
-        compiling(True)
-
-    def after(**_: Any) -> None:
-        compiling(False)
-
-    knobs.runtime.jit_cache_hook = before
-    knobs.runtime.jit_post_compile_hook = after
+    # jit_cache_hook must not return True, which would keep Triton from compiling.
+    knobs.runtime.jit_cache_hook = lambda **_: compiling(True)
+    knobs.runtime.jit_post_compile_hook = lambda **_: compiling(False)

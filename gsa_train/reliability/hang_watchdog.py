@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -181,12 +180,7 @@ class HangWatchdog(Service):
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._limit, self._timeout_seconds = limit, limit.longest_seconds
         self._interval = min(LONGEST_BEAT_SECONDS, limit.interval_seconds)
-        # torchrun may keep its store, with entries of earlier ranks, across restarts.
-        name: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, src=0)
-        self._store = dist.PrefixStore(
-            f"watch/{name[0]}", connect_to_store(timedelta(seconds=limit.longest_seconds))
-        )
+        self._store = connect_to_store("watch", timedelta(seconds=limit.longest_seconds))
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
         self._ages: list[Age] = []
@@ -270,7 +264,7 @@ class HangWatchdog(Service):
 
     def _end_leaving(self) -> None:
         folder = self._folder / time.strftime("%Y%m%d-%H%M%S")
-        _for_a_while(self._write_stacks, folder)
+        self._write_stacks(folder)
         limit = f"{self._timeout_seconds:g} s"
         self.end_saved(f"it could not leave its process group within {limit}; a peer hangs; stacks: {folder}")
 
@@ -347,22 +341,13 @@ class HangWatchdog(Service):
         folder = self._folder / name
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
         _say(text)
-
-        def write() -> None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / REPORT, "w", opener=own_file) as file:
-                    file.write(text)
-            except OSError as error:  # A full disk must not keep the ranks from ending.
-                _say(f"rank {self._rank}: no report: {error}\n")
-
-        _for_a_while(write)
+        self._write("report", folder / REPORT, lambda file: file.write(text))
         return name
 
     def _dump_and_end(self) -> None:
         name, frozen = json.loads(self._store.get("fault"))
         folder = self._folder / name
-        _for_a_while(self._write_stacks, folder)
+        self._write_stacks(folder)
         for each in (Beat(*beat) for beat in frozen):  # kill them: torchrun would wait half a minute for them
             if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
                 os.kill(each.pid, signal.SIGKILL)
@@ -370,12 +355,18 @@ class HangWatchdog(Service):
         self._end(f"the run hangs; stacks: {folder}")
 
     def _write_stacks(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)  # missing if the nodes share no file system
-            with open(folder / f"rank_{self._rank:05d}.txt", "w", opener=own_file) as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            _say(f"rank {self._rank}: no stacks: {error}\n")
+        self._write("stacks", folder / f"rank_{self._rank:05d}.txt", faulthandler.dump_traceback)
+
+    def _write(self, what: str, path: Path, write: Callable[[Any], object]) -> None:
+        def try_to_write() -> None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)  # missing if the nodes share no file system
+                with open(path, "w", opener=own_file) as file:
+                    write(file)
+            except OSError as error:  # A full disk must not keep the ranks from ending.
+                _say(f"rank {self._rank}: no {what}: {error}\n")
+
+        _for_a_while(try_to_write)
 
     def _end(self, why: str) -> NoReturn:
         """End this process and its children at once, because the main thread may never handle an exception."""

@@ -75,9 +75,8 @@ def note_end(code: int, by_any_rank: bool = False) -> None:
 def end_launcher() -> None:
     """Ask torchrun to end if it has restarts left, because a restart on the same devices would fail again."""
     if "TORCHELASTIC_RUN_ID" in os.environ and _is_started_again():
-        print(
-            "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
-        )
+        said = "torchrun is asked to end, which prints a traceback of its own (SignalException)"
+        print(said, file=sys.stderr)
         drain_console()  # before torchrun ends this process
         os.kill(os.getppid(), signal.SIGTERM)
 

@@ -144,20 +144,15 @@ class StopRequest:
         elif self._interrupted_at is None:
             if number == signal.SIGINT:
                 self._interrupted_at = now
+                waits = f" (torchrun waits {launchers_patience():g} s for that)"
                 _say(
                     "interrupted: the step under way is finished and saved, then the run ends"
-                    f"{_torchruns_patience()}; press Ctrl-C again to end at once"
+                    f"{waits if 'TORCHELASTIC_RUN_ID' in os.environ else ''}; press Ctrl-C again to end at once"
                 )
         elif number == signal.SIGTERM or now - self._interrupted_at >= ONE_PRESS_SECONDS:
             _end_at_once(
                 "interrupted again: ended at once; the same command goes on from the last checkpoint"
             )
-
-
-def _torchruns_patience() -> str:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    return f" (torchrun waits {launchers_patience():g} s for that)"
 
 
 def launchers_patience() -> float:

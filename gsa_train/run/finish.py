@@ -18,6 +18,7 @@ from gsa_data.faults import printable
 from gsa_data.source_weights import tokens_by_source
 from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
+from gsa_train.distributed.objects import from_main
 from gsa_train.distributed.parallel import shutdown_parallel
 from gsa_train.files import write_atomically
 from gsa_train.metrics.goodput.account import COMPLETE, INTERRUPTED
@@ -30,7 +31,7 @@ from gsa_train.reliability.stop_signals import Stopped, reason_in_words
 from gsa_train.run.folder import STOPPED
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
-from gsa_train.run.validate import validate
+from gsa_train.run.validate import validate, validate_tasks
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.paths import run_dir
 from gsa_train.run_folder.spike_stop import note_stop
@@ -65,24 +66,23 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         )
     if run.data.tasks:
         with goodput.clock.during("tasks"):
-            for service in run.listening:
-                service.on_tasks(step, last_phase.name, stop_if_asked)
+            validate_tasks(run, last_phase.name, stop_if_asked)
     goodput.end(COMPLETE)
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
     log = run.services.log
-    fault: list[str | None] = [None]
+    fault = None
     if log.sinks is not None and log.console is not None:
         summary = summary_of(run, validation, text)
         log.console.close()
         try:
             log.sinks.finish(summary)
         except OSError as error:
-            fault = [
+            fault = (
                 f"the run is trained and saved, but its summary.json cannot be written: {error}; make room on its "
                 "disk, or mend what is said, and start the same command again: it writes the end again, and trains "
                 "no step"
-            ]
+            )
         for name, value in summary.items():
             parts = value if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
@@ -90,10 +90,10 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
                 log.message(f"{label:>20}  {'--' if number is None else number}")
         log.message(goodput.in_words())
         _say_where_wandb_is(run)
-    dist.broadcast_object_list(fault, src=0)
-    if fault[0] is not None:
+    fault = from_main(fault)
+    if fault is not None:
         _close(run, exit_codes.REFUSED)
-        raise RunFolderError(fault[0])
+        raise RunFolderError(fault)
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +119,8 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
             f"{text['consumed_samples']}: batches were left out, or the text is another than at the start"
         )
     scores = scores_of(validation)
+    # They depend only on the content of training text and tokenizer, not on their paths.
+    fingerprints = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
     summary = {
         "steps": state.step,
         "tokens": state.tokens,
@@ -129,23 +131,13 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
         "spikes": state.monitor.spikes,
         "skipped_updates": state.monitor.skipped_updates,
         "data_epochs": whole_epochs(text),
-        "data_fingerprint": data_fingerprint(text),
+        "data_fingerprint": hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:16],
         "data_tokens_by_source": tokens_by_source(counters),
         **run.services.goodput.summary(),
     }
     if config.data.packing == "best_fit":
         summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
     return summary
-
-
-def data_fingerprint(text: dict[str, Any]) -> str:
-    """Returns 16 hex digits that depend only on the content of training text and tokenizer, not on their paths.
-
-    Args:
-        text: position in the training text, which includes both fingerprints.
-    """
-    of = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
-    return hashlib.sha256(" ".join(of).encode()).hexdigest()[:16]
 
 
 def leave(run: Run, stop: Stopped) -> None:

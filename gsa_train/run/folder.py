@@ -7,20 +7,18 @@ import logging
 import os
 import platform
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from gsa_data.whole_files import parse_json
-from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
+from gsa_train.checkpoint.files import go_back_to, recover_folder
 from gsa_train.config import Config, config_to_yaml, saved_sections
+from gsa_train.distributed.objects import gathered, on_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.files import write_atomically
 from gsa_train.metrics.goodput.goodput_log import GoodputLog
-from gsa_train.metrics.goodput.ledger import Line, lost_line, read_lines
-from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.metrics.goodput.ledger import lost_line, read_lines
 from gsa_train.metrics.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, check_links, open_sinks
@@ -44,81 +42,56 @@ STOPPED = "stopped.json"
 """File for job scripts: when and why the run was stopped. Absent while the run trains and when it is complete."""
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    checkpoints: Path
-    log: RunLog
-    hang: str | None
-    """On the main rank: the hang that ended the previous start (gsa_train.reliability.hang_watchdog), if any."""
-    run_id: str
-    """Id of the run, also in its checkpoints and in starts.jsonl; on every rank."""
-    goodput: GoodputLog
-
-
-def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: RunClock) -> RunFolder:
+def open_run_folder(
+    config: Config, start: Start, parallel: Parallel, goodput: GoodputLog
+) -> tuple[RunLog, str, str | None]:
     """Open the files that the run writes, and print the header of this start. Collective. All ranks raise the same
     errors.
+
+    Args:
+        goodput: the log that this function opens in the folder.
+
+    Returns:
+        The log; the run's id, which its checkpoints and starts.jsonl also have; and on the main rank the hang that
+        ended the previous start (gsa_train.reliability.hang_watchdog), if any.
 
     Raises:
         WandbRefused: the W&B run cannot be opened; existing files of the folder are unchanged.
         RunFolderError: a file cannot be written or read, as on a full disk.
     """
-    folder, goodput = run_dir(config), GoodputLog(clock)
+    folder = run_dir(config)
     sinks = console = hang = None
     place: tuple[str, ...] = ()
-    shared: list[str | None] = [None, None, None]
-    run_id = [""]
-    silent = _silent_ranks(parallel)
-    if parallel.is_main:
+    me = f"rank {parallel.rank} on {socket.gethostname()}"
+    # ranks that ended the previous start without a message
+    silent = [each for each in gathered(me if ended_in_silence() else None) if each is not None]
+
+    def open_all() -> tuple[str, str | None]:
+        nonlocal sinks, console, hang, place
+        wandb = _open_wandb(config, start)
+        place = wandb.place() if wandb else ()
+        run_id = (start.same_run and start.state and start.state.run_id) or new_run_id()
         try:
-            wandb = _open_wandb(config, start)
-        except WandbRefused as error:
-            shared[1] = str(error)
-        else:
-            place = wandb.place() if wandb else ()
-            saved_id = start.state.run_id if start.same_run and start.state else ""
-            run_id = [saved_id or new_run_id()]
-            try:
-                before = _lines_before(folder, start)
-                sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id[0])
-                is_complete = start.step == sum(phase.steps for phase in config.phases)
-                goodput.open(folder, start.step, *before, is_complete)
-                for line in before[1]:
-                    console.message(lost_in_words(line, silent))
-                if before[0]:
-                    console.message(goodput.in_words())
-                shared[0] = sinks.wandb_run_id
-            except OSError as error:
-                shared[2] = (
-                    f"the run folder {folder} cannot be opened: {error}; make room on its disk, or mend what is said, "
-                    "and start the same command again: nothing of the run is lost"
-                )
-    dist.broadcast_object_list(shared, src=0)
-    dist.broadcast_object_list(run_id, src=0)
-    if shared[1] is not None:
-        raise WandbRefused(shared[1])
-    if shared[2] is not None:
-        raise RunFolderError(shared[2])
-    log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
-    return RunFolder(folder / "checkpoints", log, hang, run_id[0], goodput)
+            # Read before `_open_files` moves goodput.jsonl away, as if no checkpoint of this run is loaded.
+            before = read_lines(folder) if start.same_run or start.same_job else []
+            lost = lost_line(folder, before)
+            sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id)
+            is_complete = start.step == sum(phase.steps for phase in config.phases)
+            goodput.open(folder, start.step, before, lost, is_complete)
+            for line in lost:
+                console.message(lost_in_words(line, silent))
+            if before:
+                console.message(goodput.in_words())
+        except OSError as error:
+            raise RunFolderError(
+                f"the run folder {folder} cannot be opened: {error}; make room on its disk, or mend what is said, and "
+                "start the same command again: nothing of the run is lost"
+            ) from error
+        return run_id, sinks.wandb_run_id
 
-
-def _silent_ranks(parallel: Parallel) -> list[str]:
-    """Returns rank and host of each process that ended the previous start without a message. Collective."""
-    found: list[str | None] = [None] * parallel.world_size
-    mine = f"rank {parallel.rank} on {socket.gethostname()}" if ended_in_silence() else None
-    dist.all_gather_object(found, mine)
-    return [each for each in found if each is not None]
-
-
-def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
-    """Returns the lines of goodput.jsonl, and a `lost` line for the previous process if it wrote no `end` line. Both
-    lists are empty if this start continues neither a run nor a job. Call this before `_open_files`, which moves
-    goodput.jsonl away if no checkpoint of this run is loaded."""
-    if not (start.same_run or start.same_job):
-        return [], []
-    lines = read_lines(folder)
-    return lines, lost_line(folder, lines)
+    run_id, wandb_run_id = on_main(open_all, WandbRefused, RunFolderError)
+    log = RunLog(sinks, console, wandb_run_id, place, writes_late=parallel.device.type == "cuda")
+    return log, run_id, hang
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
@@ -156,7 +129,8 @@ def _open_files(
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)
     is_complete = start.step == total_steps
-    went_back = continues and _go_back_to_older(start.checkpoint)  # before metrics drop later records
+    # A restart before the next save would otherwise resume from a newer checkpoint.
+    went_back = continues and start.checkpoint is not None and go_back_to(start.checkpoint)
     starts = read_starts(folder)
     hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
     sinks = open_sinks(
@@ -199,17 +173,6 @@ def _open_files(
     if is_complete:
         console.message("this run is complete: no step is left, only the end is written again")
     return sinks, console, hang
-
-
-def _go_back_to_older(checkpoint: Path | None) -> bool:
-    """Set aside checkpoints that are newer than the one to resume from (--resume-from or `latest`). Otherwise a
-    restart before the next save would resume from a newer checkpoint. Returns True if there were any."""
-    if checkpoint is None:
-        return False
-    if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
-        return False
-    go_back_to(checkpoint)
-    return True
 
 
 def _keep_summary(folder: Path) -> None:

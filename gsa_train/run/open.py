@@ -14,6 +14,7 @@ from gsa_train.config import Config
 from gsa_train.data.batches import shared_validation_sets
 from gsa_train.data.tokenizer import companions_of, load_tokenizer
 from gsa_train.distributed.parallel import Parallel, collective_timeout
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -22,6 +23,7 @@ from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.reliability.hang_limit import step_limit, watch_compilation
 from gsa_train.reliability.hang_watchdog import HangWatchdog
+from gsa_train.reliability.monitor.monitor import state_of
 from gsa_train.reliability.stop_signals import LAUNCHER_GONE, StopRequest
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run.folder import open_run_folder
@@ -59,78 +61,7 @@ def open_run(
     clock.begin("readers")
     weights_from = None
     if start.checkpoint is None and config.checkpoint.initial_weights:
-        weights_from = find_initial_weights(config, parallel)
-    data = open_data(config, arguments, start, parallel, watchdog, weights_from)
-    clock.begin("model")
-    model = build_model(config, parallel)
-    if weights_from is not None:
-        load_initial_weights(config, weights_from, model, data.tokenizer, parallel)
-    while True:
-        try:
-            phase_optimizer = open_phase(
-                config, model, start, ranges[start.phase_index], parallel, clock, weights_from
-            )
-            break
-        except DamagedCheckpoint as damage:
-            start = choose_again(start, str(damage), config, ranges, parallel)
-            data.batches.close()
-            data.batches = open_batches(config, arguments, start, data.tokenizer, parallel)
-
-    clock.begin("folder")
-    opened = open_run_folder(config, start, parallel, clock)
-    check_folder_is_shared(folder, opened.run_id, parallel)
-    watchdog.on_beat = opened.goodput.beat
-    if opened.log.sinks is not None:
-        watchdog.on_hang = opened.log.sinks.tell_of_hang
-    request.folder_is_gone = lambda: opened.log.folder_was_gone
-    services = Services(
-        log=opened.log,
-        saver=CheckpointSaver(
-            opened.checkpoints,
-            config.checkpoint,
-            parallel,
-            durable_step=start.step if start.same_run else None,
-            small_files={data.tokenizer.file_name: data.tokenizer.file, **companions_of(config).files()},
-        ),
-        watchdog=watchdog,
-        profiler=profiler,
-        stop_vote=StopVote(request, collective_timeout(config.parallel)),
-        goodput=opened.goodput,
-    )
-    run = Run(
-        config=config,
-        parallel=parallel,
-        model=model,
-        data=data,
-        services=services,
-        start=start,
-        state=state_at(start),
-        run_id=opened.run_id,
-        skipped_steps=frozenset(config.train.iterations_to_skip),
-        phase_optimizer=phase_optimizer,
-    )
-    for each in data.validation_sets:
-        run.services.log.message(describe(each))
-    report_damaged(run)
-    if opened.hang is not None:
-        event = {"event": "restart_after_hang", "step": start.step, "phase": start.saved_phase}
-        run.services.log.log({**event, "reason": opened.hang})
-    return run
-
-
-def open_data(
-    config: Config,
-    arguments: Arguments,
-    start: Start,
-    parallel: Parallel,
-    watchdog: HangWatchdog,
-    weights_from: Path | None,
-) -> Data:
-    """Open tokenizer, validation sets and the training text at the run's position. Collective.
-
-    Args:
-        weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose position in the text may be used.
-    """
+        weights_from = find_initial_weights(config)
     # A heartbeat follows each part. Reads have their own, longer time limits.
     tokenizer = load_tokenizer(config)
     watchdog.heartbeat(start.step, "starting")
@@ -141,16 +72,72 @@ def open_data(
     begins_at = initial_data_state(config, weights_from)
     batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
     watchdog.heartbeat(start.step, "starting")
-    return Data(batches, validation_sets, tokenizer, tasks)
+    clock.begin("model")
+    model = build_model(config, parallel)
+    if weights_from is not None:
+        load_initial_weights(config, weights_from, model, tokenizer, parallel)
+    while True:
+        try:
+            phase_optimizer = open_phase(
+                config, model, start, ranges[start.phase_index], parallel, clock, weights_from
+            )
+            break
+        except DamagedCheckpoint as damage:
+            start = choose_again(start, str(damage), config, ranges, parallel)
+            batches.close()
+            batches = open_batches(config, arguments, start, tokenizer, parallel)
+
+    clock.begin("folder")
+    goodput = GoodputLog(clock)
+    log, run_id, hang = open_run_folder(config, start, parallel, goodput)
+    check_folder_is_shared(folder, run_id, parallel)
+    watchdog.on_beat = goodput.beat
+    if log.sinks is not None:
+        watchdog.on_hang = log.sinks.tell_of_hang
+        request.folder_is_gone = log.sinks.folder_was_gone
+    services = Services(
+        log=log,
+        saver=CheckpointSaver(
+            folder / "checkpoints",
+            config.checkpoint,
+            parallel,
+            durable_step=start.step if start.same_run else None,
+            small_files={tokenizer.file_name: tokenizer.file, **companions_of(config).files()},
+        ),
+        watchdog=watchdog,
+        profiler=profiler,
+        stop_vote=StopVote(request, collective_timeout(config.parallel)),
+        goodput=goodput,
+    )
+    run = Run(
+        config=config,
+        parallel=parallel,
+        model=model,
+        data=Data(batches, validation_sets, tokenizer, tasks),
+        services=services,
+        start=start,
+        state=state_at(start),
+        run_id=run_id,
+        phase_optimizer=phase_optimizer,
+    )
+    for each in validation_sets:
+        log.message(describe(each))
+    place = {"step": start.step, "phase": start.state.phase_name if start.state else ""}
+    for name, fault in start.damaged:
+        found = {"checkpoint_name": name, "checkpoint_error": fault}
+        log.log({"event": "checkpoint_damaged", **place, **found})
+    if hang is not None:
+        log.log({"event": "restart_after_hang", **place, "reason": hang})
+    return run
 
 
 def state_at(start: Start) -> TrainState:
     """Returns the training state at a start."""
-    state = TrainState(start.step, start.tokens, monitor=start.monitor)
-    if start.state is not None:
-        state.validation_due, state.tasks_due = start.state.validation_due, start.state.tasks_due
-        state.task_clock = TaskClock(**start.state.task_clock)
-    return state
+    saved = start.state
+    if saved is None:
+        return TrainState()
+    clock, monitor = TaskClock(**saved.task_clock), state_of(saved.monitor)
+    return TrainState(saved.step, saved.tokens, saved.validation_due, saved.tasks_due, clock, monitor)
 
 
 def open_phase(
@@ -207,10 +194,3 @@ def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Paral
         fault = not_finite(model, phase_optimizer, parallel)
     if fault is not None:
         raise DamagedCheckpoint(fault)
-
-
-def report_damaged(run: Run) -> None:
-    """Write the damaged checkpoints that this start skipped to the metrics."""
-    for name, fault in run.start.damaged:
-        event = {"event": "checkpoint_damaged", "step": run.start.step, "phase": run.start.saved_phase}
-        run.services.log.log({**event, "checkpoint_name": name, "checkpoint_error": fault})

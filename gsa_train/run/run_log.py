@@ -31,7 +31,7 @@ class RunLog:
         """Write the pending records, then this one."""
         self.write_late()
         if self.sinks is not None:
-            self.sinks.log(_stamped(record))
+            self.sinks.log({**record, "time": time.time()})
         if self.console is not None:
             self.console.show(record)
 
@@ -46,12 +46,6 @@ class RunLog:
         while self.late:
             self.late.pop(0)()
 
-    @property
-    def folder_was_gone(self) -> bool:
-        """Returns True on the main rank if the run folder was removed or moved. Creates the folder's metrics files
-        again."""
-        return self.sinks is not None and self.sinks.folder_was_gone
-
     def message(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)
@@ -61,7 +55,3 @@ class RunLog:
         if self.sinks is not None and self.console is not None:
             self.console.close()
             self.sinks.close(exit_code)
-
-
-def _stamped(record: dict[str, Any]) -> dict[str, Any]:
-    return {**record, "time": time.time()}

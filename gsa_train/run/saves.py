@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
-from gsa_train.checkpoint.load import RunState, gather_rng
+from gsa_train.checkpoint.load import RunState, local_rng
 from gsa_train.checkpoint.save import SaveResult
 from gsa_train.config import config_to_yaml
+from gsa_train.distributed.objects import gathered
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.reliability.monitor.monitor import NotFinite
@@ -40,7 +41,7 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
             wandb_run_id=run.services.log.wandb_run_id,
             config_yaml=config_to_yaml(run.config),
             layout=run.parallel.layout,
-            rng=gather_rng(run.parallel),
+            rng=gathered(local_rng()),
             validation_due=state.validation_due,
             tasks_due=state.tasks_due,
             task_clock=asdict(state.task_clock.of_main_rank(run.parallel.device)),

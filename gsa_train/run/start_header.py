@@ -10,6 +10,7 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.batch_ramp import batch_in_words, tokens_before
 from gsa_train.model.flops import count_parameters
 from gsa_train.planning.choices import choices_of
+from gsa_train.run_folder.paths import run_dir
 
 LABEL_WIDTH = 12
 TRAINED = {"all": "all weights", "base": "all but the indexer", "indexer": "the indexer alone"}
@@ -18,9 +19,8 @@ TRAINED = {"all": "all weights", "base": "all but the indexer", "indexer": "the 
 def first_line(config: Config, arguments: Arguments) -> str:
     """Returns the line that is printed before torch is imported, because the import takes seconds."""
     ranks = "1 rank" if arguments.world_size == 1 else f"{arguments.world_size} ranks"
-    folder = Path(config.run.dir) / config.run.name
     return (
-        f"{config.run.name}: training by {arguments.config_path} on {ranks}, run folder {folder}; "
+        f"{config.run.name}: training by {arguments.config_path} on {ranks}, run folder {run_dir(config)}; "
         "loading torch and megatron-core ..."
     )
 

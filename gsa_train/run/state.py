@@ -76,8 +76,6 @@ class Run:
     state: TrainState
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""
-    skipped_steps: frozenset[int] = frozenset()
-    """Steps, counted from 1, whose batches are read and skipped."""
     phase_optimizer: PhaseOptimizer | None = None
     """Optimizer of the current phase. Between phases this must be the only reference, so that it can be freed."""
     newest_validation: tuple[int, dict[str, Any]] | None = None

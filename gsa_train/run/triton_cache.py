@@ -51,7 +51,7 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
 
     def _move(self, error: OSError) -> None:
         """Write further files of this kernel to a temporary folder of this process."""
-        folder = _of_this_process()
+        folder = Path(_of_this_process().name)
         logger.warning("compiled kernels cannot be kept (%s): they are in %s for this process", error, folder)
         self.cache_dir = str(folder / self.key)
         self.lock_path = str(folder / self.key / "lock")
@@ -59,9 +59,5 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
 
 
 @functools.cache
-def _held() -> tempfile.TemporaryDirectory[str]:
+def _of_this_process() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="gsa_triton_")
-
-
-def _of_this_process() -> Path:
-    return Path(_held().name)

@@ -9,7 +9,6 @@ base, YaRN or key budget. It may also add gates and an indexer to a dense model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from gsa_train.config.gates import FORM, POSITIONS
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
-from gsa_train.run_folder.resume import ResumeError, named_checkpoint
+from gsa_train.run_folder.resume import ResumeError, named_checkpoint, other_fields
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ WITHOUT_WEIGHTS = ("output_transform",)
 """Fields of `gsa` that count for every checkpoint."""
 
 
-def find_initial_weights(config: Config, parallel: Parallel) -> Path:
+def find_initial_weights(config: Config) -> Path:
     """Returns the checkpoint of `checkpoint.initial_weights`. Call it only once, because the folder may later have a
     newer checkpoint. Collective.
 
@@ -86,7 +85,7 @@ def find_initial_weights(config: Config, parallel: Parallel) -> Path:
         ResumeError: the folder has no complete checkpoint.
     """
     folder = Path(config.checkpoint.initial_weights)
-    return named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
+    return named_checkpoint(f"{FIELD} = {folder}", folder)
 
 
 def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
@@ -140,10 +139,13 @@ def load_initial_weights(
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
     continues = config.checkpoint.initial_state == "continue"
+    meaning = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
+    if any(part in name for name in saved for part in NEW):
+        meaning["gsa"] += MEANING["gsa"]
     problems = [
         *(_other_state(config, state) if continues else ()),
-        *_other_meaning(config, state, set(saved)),  # first, as these often cause the other problems
-        *(_differing(config, state, SIZES) if others else ()),
+        *other_fields(config, state, meaning),  # first, as these often cause the other problems
+        *(other_fields(config, state, SIZES) if others else ()),
         *(
             f"{name}: not in the checkpoint"
             for name in fresh
@@ -170,18 +172,10 @@ def load_initial_optimizer(
     config: Config, checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
     """Load the checkpoint's optimizer state and fp32 weights, or with `checkpoint.initial_state=fresh` the fp32 weights
-    alone. Collective."""
-    if config.checkpoint.initial_state == "fresh":
-        load_initial_main_weights(checkpoint, model, phase_optimizer, parallel)
+    alone. The bf16 weights lack updates that are smaller than their precision. Collective."""
+    if config.checkpoint.initial_state == "continue":
+        load_checkpoint(checkpoint, model, phase_optimizer, parallel, with_optimizer=True)
         return
-    load_checkpoint(checkpoint, model, phase_optimizer, parallel, with_optimizer=True)
-
-
-def load_initial_main_weights(
-    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
-) -> None:
-    """Load the optimizer's fp32 weights of the first phase's parameters, if the checkpoint has them. The bf16
-    weights lack updates that are smaller than their precision. Collective."""
     others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
     if others and parallel.is_main:
         logger.warning(
@@ -206,25 +200,4 @@ def _other_state(config: Config, state: RunState) -> list[str]:
         lines.append(
             f"train.optimizer = {config.train.optimizer} here, {optimizer} in the checkpoint; {remedy}"
         )
-    return lines
-
-
-def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
-    fields = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
-    if any(part in name for name in saved_names for part in NEW):
-        fields["gsa"] += MEANING["gsa"]
-    return _differing(config, state, fields)
-
-
-def _differing(config: Config, state: RunState, fields: Mapping[str, tuple[str, ...]]) -> list[str]:
-    saved = saved_sections(state.config_yaml)
-    lines = []
-    for section, names in fields.items():
-        part = getattr(config, section)
-        for name in names:
-            value = getattr(part, name)
-            # A field that the checkpoint lacks is newer than it. The checkpoint's model had today's default.
-            before = saved.get(section, {}).get(name, getattr(type(part)(), name))
-            if before != value:
-                lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")
     return lines

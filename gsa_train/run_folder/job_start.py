@@ -7,11 +7,8 @@ import os
 import time
 import zlib
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from gsa_train.distributed.parallel import Parallel
+from gsa_train.distributed.objects import gathered
 from gsa_train.files import write_atomically
 from gsa_train.reliability.last_words import SUBMISSION as SUBMISSION
 from gsa_train.reliability.stop_signals import job_start_time
@@ -34,14 +31,13 @@ def note_job_start(run_folder: Path) -> None:
     write_atomically(run_folder / JOB_START, f"{lines}{_checksum(lines)}\n")
 
 
-def is_restart(run_folder: Path, parallel: Parallel) -> bool:
+def is_restart(run_folder: Path) -> bool:
     """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder.
     Collective. Within one Slurm submission, every start after the first is a restart. Otherwise the launcher's
     restart count decides, because a user may start two runs in one job."""
     by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
     own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, own)  # ask all ranks, because the restart count of a new node starts at 0
+    found = gathered(own)  # ask all ranks, because the restart count of a new node starts at 0
     opened_by, opened_at = found[0][:2]
     if opened_by != job_id():
         return False
@@ -61,11 +57,8 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
     if not path.is_file():
         return None, 0.0
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        if len(lines) != 4 or lines[3]:
-            raise ValueError("it has not three whole lines")
-        job, at, checksum = lines[:3]
-        if _checksum(f"{job}\n{at}\n") != checksum:
+        job, at, checksum, rest = path.read_text(encoding="utf-8").split("\n")
+        if rest or _checksum(f"{job}\n{at}\n") != checksum:
             raise ValueError("its checksum does not match its content")
         return job, float(at)
     except ValueError as error:  # includes UnicodeDecodeError

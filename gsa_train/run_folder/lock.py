@@ -15,13 +15,11 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import torch.distributed as dist
-
-from gsa_train.distributed.parallel import Parallel
+from gsa_train.distributed.objects import on_main
 from gsa_train.files import NO_LOCKS, own_file
-from gsa_train.run_folder.file_names import LOCK as FILE
+from gsa_train.run_folder.paths import LOCK as FILE
 
 PATIENCE_SECONDS = 10.0
 """Longest wait for a holder on this host, whose ranks notice within five seconds that torchrun has ended."""
@@ -39,8 +37,8 @@ class RunLock:
     """Locks the folder on the main rank until its process ends. Read the folder, above all the step to resume
     from, only with the lock held, because another run may otherwise write to it."""
 
-    def __init__(self, folder: Path, parallel: Parallel) -> None:
-        self._folder, self._parallel = folder, parallel
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file: IO[str] | None = None
         self._made_folder = self._made_file = False
         self._made_parents: list[Path] = []
@@ -51,29 +49,26 @@ class RunLock:
         Raises:
             RunFolderError: the lock cannot be taken. Raised on all ranks.
         """
-        fault: list[Any] = [None]
-        if self._parallel.is_main and self._file is None:
-            made = not self._folder.is_dir()
-            self._made_parents = [each for each in self._folder.parents if not each.exists()]
-            try:
-                self._file = _lock(self._folder / FILE)
-                # If two starts create the folder at once, the second start finds the holder that the first has
-                # written.
-                self._made_file = not _holder(self._file)
-                self._made_folder = made and self._made_file and os.listdir(self._folder) == [FILE]
-                self._file.truncate(0)
-                self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                self._file.flush()
-            except RunFolderError as error:
-                fault = [str(error)]
-            except OSError as error:
-                self.take_back()
-                fault = [
-                    f"the run folder {self._folder} cannot be written: {error}; mend that, or set run.dir and run.name"
-                ]
-        dist.broadcast_object_list(fault, src=0)
-        if fault[0] is not None:
-            raise RunFolderError(fault[0])
+        on_main(self._take, RunFolderError)
+
+    def _take(self) -> None:
+        if self._file is not None:
+            return
+        made = not self._folder.is_dir()
+        self._made_parents = [each for each in self._folder.parents if not each.exists()]
+        try:
+            self._file = _lock(self._folder / FILE)
+            # If two starts create the folder at once, the second start finds the holder that the first has written.
+            self._made_file = not _holder(self._file)
+            self._made_folder = made and self._made_file and os.listdir(self._folder) == [FILE]
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+        except OSError as error:
+            self.take_back()
+            raise RunFolderError(
+                f"the run folder {self._folder} cannot be written: {error}; mend that, or set run.dir and run.name"
+            ) from error
 
     def take_back(self) -> None:
         """Release the lock of a refused start. Remove folder and lock file if this start created them."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gsa_data.stream import StateMismatch
@@ -16,13 +17,13 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
-from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
+from gsa_train.checkpoint.load import RunState, read_run_state, set_local_rng
 from gsa_train.config import Config, TrainConfig, saved_sections
 from gsa_train.config.other_names import REMOVED, REMOVED_AFTER
 from gsa_train.data.batches import TrainBatches
+from gsa_train.distributed.objects import on_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.phases import PhaseRange
-from gsa_train.reliability.monitor.monitor import MonitorState, state_of
 from gsa_train.run_folder.job_start import is_restart
 from gsa_train.run_folder.paths import run_dir
 from gsa_train.run_folder.spike_stop import refuse_same_spike
@@ -61,32 +62,21 @@ class Start:
     def step(self) -> int:
         return self.state.step if self.state else 0
 
-    @property
-    def tokens(self) -> int:
-        return self.state.tokens if self.state else 0
-
-    @property
-    def saved_phase(self) -> str:
-        """Returns the name of the phase in which the checkpoint was written; empty at step 0."""
-        return self.state.phase_name if self.state else ""
-
-    @property
-    def monitor(self) -> MonitorState:
-        return state_of(self.state.monitor) if self.state else MonitorState()
-
-    @property
-    def data_state(self) -> dict[str, Any] | None:
-        return self.state.data if self.state else None
-
     def restore_rng(self, parallel: Parallel) -> None:
         """Restore the random-number generators if the checkpoint has a state for every rank. Otherwise log a
         warning."""
         assert self.state is not None
-        if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
-            what = "the checkpoint is of another kind of device"
-            before, now = ("x".join(map(str, each)) for each in (self.state.layout, parallel.layout))
-            if before != now:
-                what = f"the checkpoint's layout was tensor x pipeline x data x context = {before}, now it is {now}"
+        before, now = ("x".join(map(str, each)) for each in (self.state.layout, parallel.layout))
+        if before != now:
+            what = (
+                f"the checkpoint's layout was tensor x pipeline x data x context = {before}, now it is {now}"
+            )
+        elif len(self.state.rng[parallel.rank]["cuda"]) != len(torch.cuda.get_rng_state()):
+            what = "the checkpoint is of another kind of device"  # a run on CPUs saved a CPU state
+        else:
+            set_local_rng(self.state.rng[parallel.rank])
+            return
+        if parallel.is_main:
             logger.warning("%s: random-number generators start from run.seed", what)
 
 
@@ -117,12 +107,10 @@ def choose_start(
         put_back(own / "checkpoints")
     dist.barrier()
     resume_from = arguments.resume_from
-    restarted = is_restart(own, parallel)
+    restarted = is_restart(own)
     if restarted:
         arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False, resume_after_stop=False)
-        has_own: list[Any] = [bool(resume_candidates(own / "checkpoints")) if parallel.is_main else None]
-        dist.broadcast_object_list(has_own, src=0)
-        if has_own[0]:
+        if on_main(lambda: bool(resume_candidates(own / "checkpoints"))):
             resume_from = None
     refuse_same_spike(own, config, arguments, parallel)
     if arguments.no_resume:
@@ -131,15 +119,12 @@ def choose_start(
     damaged: list[tuple[str, str]] = []
     checkpoint: Path | None
     if resume_from:
-        checkpoint = named_checkpoint(f"--resume-from {resume_from}", Path(resume_from), parallel)
+        checkpoint = named_checkpoint(f"--resume-from {resume_from}", Path(resume_from))
         fault = find_damage(checkpoint, parallel, checksums, tensors_later=tensors_later)
         if fault is not None:
             raise _refused_by_name(checkpoint, fault)
     else:
-        run_id = run_id_of(own) if parallel.is_main else ""
-        checkpoint, damaged = _newest_intact(
-            own / "checkpoints", parallel, checksums, run_id, tensors_later=tensors_later
-        )
+        checkpoint, damaged = _newest_intact(own, parallel, checksums, tensors_later=tensors_later)
     if checkpoint is None:
         return Start(same_job=restarted)
     start = start_from(checkpoint, config, ranges, damaged)
@@ -163,10 +148,8 @@ def choose_again(
     assert start.checkpoint is not None
     if start.by_name:
         raise _refused_by_name(start.checkpoint, fault)
-    own = run_dir(config)
-    run_id = run_id_of(own) if parallel.is_main else ""
     known = [*start.damaged, (start.checkpoint.name, fault)]
-    checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, True, run_id, known)
+    checkpoint, damaged = _newest_intact(run_dir(config), parallel, True, known)
     assert checkpoint is not None  # without an intact checkpoint, `_newest_intact` raises
     return start_from(checkpoint, config, ranges, damaged)
 
@@ -207,37 +190,35 @@ def start_from(
     )
 
 
-def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
+def named_checkpoint(option: str, folder: Path) -> Path:
     """Returns the checkpoint that rank 0 finds in a user's folder. Other ranks may see a newer checkpoint. Collective.
 
     Raises:
         ResumeError: the folder has no complete checkpoint. Raised on all ranks.
     """
-    shared: list[Any] = [
-        None,
-        f"{option}: no complete checkpoint there; give a step_* folder, or a run folder",
-    ]
-    if parallel.is_main:
+
+    def find() -> Path:
         try:
-            shared[0] = find_checkpoint(folder)
+            checkpoint = find_checkpoint(folder)
         except OSError as error:
-            shared[1] = f"{option}: {error}"
-    dist.broadcast_object_list(shared, src=0)
-    checkpoint: Path | None = shared[0]
-    if checkpoint is None:
-        raise ResumeError(shared[1])
-    return checkpoint
+            raise ResumeError(f"{option}: {error}") from error
+        if checkpoint is None:
+            raise ResumeError(
+                f"{option}: no complete checkpoint there; give a step_* folder, or a run folder"
+            )
+        return checkpoint
+
+    return on_main(find, ResumeError)
 
 
 def _newest_intact(
-    checkpoints: Path,
+    own: Path,
     parallel: Parallel,
     checksums: bool,
-    run_id: str,
     known: Sequence[tuple[str, str]] = (),
     tensors_later: bool = False,
 ) -> tuple[Path | None, list[tuple[str, str]]]:
-    """Returns the newest intact checkpoint of the run folder, and (name, fault) of newer damaged ones. Collective.
+    """Returns the newest intact checkpoint of a run folder, and (name, fault) of newer damaged ones. Collective.
 
     Args:
         known: (name, fault) of checkpoints already found damaged, newest first.
@@ -245,42 +226,23 @@ def _newest_intact(
     Raises:
         ResumeError: all checkpoints are damaged; a start at step 0 then requires --no-resume.
     """
-    shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
-    dist.broadcast_object_list(shared, src=0)
+    checkpoints, damaged = own / "checkpoints", list(known)
+    run_id = run_id_of(own) if parallel.is_main else ""
     names = [name for name, _ in known]
-    others = [each for each in shared[0] if each.name not in names]
-    candidate, found = first_intact(others, parallel, checksums, run_id, tensors_later)
-    damaged = [*known, *found]
-    if candidate is None and damaged:
+    for candidate in on_main(lambda: resume_candidates(checkpoints)):
+        if candidate.name not in names:
+            fault = find_damage(candidate, parallel, checksums, run_id, tensors_later)
+            if fault is None:
+                return candidate, damaged
+            damaged.append((candidate.name, fault))
+    if damaged:
         raise ResumeError(
             f"{checkpoints} has no intact checkpoint to resume from:\n"
             + "\n".join(f"  {name}: {fault}" for name, fault in damaged)
             + f"\nRepair one of them, name another in {checkpoints / 'latest'}, or start again at step 0 with "
             "--no-resume (which keeps all of this in previous/)."
         )
-    return candidate, damaged
-
-
-def first_intact(
-    candidates: Sequence[Path],
-    parallel: Parallel,
-    checksums: bool,
-    run_id: str = "",
-    tensors_later: bool = False,
-) -> tuple[Path | None, list[tuple[str, str]]]:
-    """Returns the first intact candidate, and (name, fault) of the damaged ones before it. Collective.
-
-    Args:
-        run_id: id of the run that wrote them, needed on the main rank; "" accepts any run.
-        tensors_later: see `choose_start`.
-    """
-    damaged: list[tuple[str, str]] = []
-    for candidate in candidates:
-        fault = find_damage(candidate, parallel, checksums, run_id, tensors_later)
-        if fault is None:
-            return candidate, damaged
-        damaged.append((candidate.name, fault))
-    return None, damaged
+    return None, []
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
@@ -317,18 +279,17 @@ def open_batches(
         ResumeError: the checkpoint's position belongs to other text or another tokenizer.
         DataFault: the text cannot be opened.
     """
-    if begins_at is not None:
-        try:
-            return TrainBatches(config, parallel, tokenizer, begins_at)
-        except StateMismatch as error:
+    position = start.state.data if start.state else begins_at
+    accepts = begins_at is None and arguments.accept_new_data
+    try:
+        return TrainBatches(config, parallel, tokenizer, position, accepts)
+    except StateMismatch as error:
+        if begins_at is not None:
             field = "initial_text" if config.checkpoint.initial_state == "fresh" else "initial_state"
             raise ResumeError(
                 f"checkpoint.{field} = continue: {config.checkpoint.initial_weights} cannot go on with this "
                 f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.{field}=fresh."
             ) from error
-    try:
-        return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)
-    except StateMismatch as error:
         remedy = (
             "\nTo go on at this step from the beginning of the config's text, add --accept-new-data."
             if error.other_data and not arguments.accept_new_data
@@ -347,17 +308,13 @@ balancing."""
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
-    """Raise ResumeError if a field differs that changes the weights or their use. A field that the checkpoint lacks is
-    newer than the checkpoint, and had its default value."""
+    """Raise ResumeError if a field differs that changes the weights or their use."""
     saved = saved_sections(state.config_yaml)
-    lines = []
-    for section, may_change in MAY_CHANGE.items():
-        kind = type(getattr(config, section))
-        now, younger = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(kind())
-        for name, value in now.items():
-            before = saved.get(section, {}).get(name, younger[name])
-            if before != value and name not in may_change:
-                lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
+    names = {
+        section: [name for name in vars(getattr(config, section)) if name not in may_change]
+        for section, may_change in MAY_CHANGE.items()
+    }
+    lines = [f"  {line}" for line in other_fields(config, state, names)]
     for field, values in REMOVED.items():
         section, name = field.split(".")
         if section not in MAY_CHANGE:
@@ -370,6 +327,20 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
             f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nSet these fields as they were, or "
             "start a new run (another run.name, or --no-resume)."
         )
+
+
+def other_fields(config: Config, state: RunState, fields: Mapping[str, Iterable[str]]) -> list[str]:
+    """Returns a line for each of these fields, by section, that differs from the checkpoint's config. A field that the
+    checkpoint lacks is newer than the checkpoint, and had today's default value."""
+    saved, lines = saved_sections(state.config_yaml), []
+    for section, names in fields.items():
+        part = getattr(config, section)
+        now, younger = dataclasses.asdict(part), dataclasses.asdict(type(part)())
+        for name in names:
+            before = saved.get(section, {}).get(name, younger[name])
+            if before != now[name]:
+                lines.append(f"{section}.{name} = {now[name]} here, {before} in the checkpoint")
+    return lines
 
 
 def _stays(state: RunState, ranges: list[PhaseRange]) -> bool:

@@ -6,12 +6,12 @@ import dataclasses
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from gsa_train.config import Config
 from gsa_train.config.load import as_written, flat_fields
+from gsa_train.distributed.objects import first_said, from_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.starts import run_id_of
@@ -33,9 +33,7 @@ def check_same_config(config: Config) -> None:
     """Raise OtherConfig on all ranks if a rank's config differs from rank 0's. Collective in the world group, because
     the other groups depend on the config."""
     mine = dict(flat_fields(dataclasses.asdict(config)))
-    shared: list[Any] = [mine]
-    dist.broadcast_object_list(shared, src=0)
-    main: dict[str, Any] = shared[0]
+    main = from_main(mine)
     differ = [
         f"{field} = {as_written(mine.get(field))}, on rank 0 {as_written(main.get(field))}"
         for field in {**main, **mine}
@@ -44,7 +42,7 @@ def check_same_config(config: Config) -> None:
     more = f" and {len(differ) - MOST_NAMED} more" if differ[MOST_NAMED:] else ""
     named = "; ".join(differ[:MOST_NAMED]) + more
     line = f"rank {dist.get_rank()} on {socket.gethostname()} has another config: {named}"
-    if (found := _first(line if differ else None)) is not None:
+    if (found := first_said(line if differ else None)) is not None:
         raise OtherConfig(f"{found}. Give all nodes the same config file and key=value.")
 
 
@@ -59,14 +57,7 @@ def check_folder_is_shared(folder: Path, run_id: str, parallel: Parallel) -> Non
         time.sleep(0.5)
     host = socket.gethostname()
     line = f"rank {parallel.rank} on {host} does not see the run folder of rank 0, {folder.absolute()}"
-    if (found := _first(None if is_seen else line)) is not None:
+    if (found := first_said(None if is_seen else line)) is not None:
         raise RunFolderError(
             f"{found}: each rank writes its part of a checkpoint there. Set run.dir to a folder that all nodes share."
         )
-
-
-def _first(line: str | None) -> str | None:
-    """Returns the line of the first rank that has one. Collective."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, line)
-    return next((each for each in found if each is not None), None)

@@ -7,16 +7,14 @@ run. It would train the same batches from the same checkpoint and meet the same 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from gsa_train.arguments import Arguments
 from gsa_train.config import Config
+from gsa_train.distributed.objects import from_main
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.files import read_checked, write_checked
 from gsa_train.reliability.monitor.monitor import MonitorStop
-from gsa_train.run_folder.file_names import MONITOR_STOP as FILE
+from gsa_train.run_folder.paths import MONITOR_STOP as FILE
 
 KEYS = ("first_step", "last_step", "saved_step", "reason")
 
@@ -46,14 +44,13 @@ def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, paral
     """
     path = run_dir / FILE
     goes_on = arguments.resume_after_stop or arguments.no_resume or arguments.resume_from
-    shared: list[Any] = [None, None]
+    stop = damage = None
     if parallel.is_main and path.exists():
         try:
-            shared[0] = read_checked(path, KEYS)
+            stop = read_checked(path, KEYS)
         except ValueError as error:
-            shared[1] = error
-    dist.broadcast_object_list(shared, src=0)
-    stop, damage = shared
+            damage = str(error)
+    stop, damage = from_main((stop, damage))
     if damage is not None and not goes_on:
         raise SpikeAhead(
             f"the monitor stopped this run, and {path}, which says where, is damaged ({damage}): see the log for the "

@@ -13,12 +13,14 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from gsa_train.files import append_line
 from gsa_train.metrics.record_checks import is_step, is_time
+from gsa_train.metrics.record_format import read_lines
 from gsa_train.metrics.wandb_sink import without_credentials
 
 logger = logging.getLogger(__name__)
@@ -37,9 +39,7 @@ def new_run_id() -> str:
 
 def run_id_of(run_dir: Path) -> str:
     """Returns the run id of the folder's newest start that has an intact id, or "" without any."""
-    ids = [
-        start.get("run_id") or "" for start in _read_starts(run_dir / STARTS)[0]
-    ]  # `read_starts` reports damaged lines
+    ids = [start.get("run_id") or "" for start in read_starts(run_dir, warns=False)]
     intact = [each for each in ids if f"{zlib.crc32(each[:12].encode()):08x}" == each[12:]]
     return intact[-1] if intact else ""
 
@@ -74,36 +74,22 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return shlex.join(without_credentials([*starter, *words]))
 
 
-def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read_starts(run_dir: Path, needed: Sequence[str] = (), warns: bool = True) -> list[dict[str, Any]]:
     """Returns the starts in order, or an empty list for runs of versions that recorded none.
 
     Damaged lines are left out with a warning. A last line that a kill or a full disk cut off causes no warning.
 
     Args:
         needed: keys that each start must have, in addition to `unix_seconds`.
+        warns: False for a second read of the file.
     """
-    starts, damaged = _read_starts(run_dir / STARTS, needed)
-    if damaged:
-        logger.warning("%s: %s; left out", run_dir / STARTS, damaged)
-    return starts
-
-
-def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    starts, wrong = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            start = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            wrong += [f"start {number} is not JSON ({error})"] if line and number < len(lines) else []
-            continue
-        fault = _fault_of_start(start, needed)
-        if fault:
-            wrong.append(f"start {number} {fault}")
-        else:
-            starts.append(start)
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return starts, f"{wrong[0]}{more}" if wrong else ""
+    path = run_dir / STARTS
+    if not path.is_file():
+        return []
+    lines, damaged = read_lines(path, partial(_fault_of_start, needed=needed), "start")
+    if damaged and warns:
+        logger.warning("%s: %s; left out", path, damaged)
+    return [start for _, start in lines]
 
 
 def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
@@ -121,9 +107,7 @@ def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
 def source_commit(source: Path) -> str | None:
     """Returns the commit of the running source, with `+` at the end if files were changed after the commit, or None.
     The commit comes from commit.txt of a frozen source, else from GSA_COMMIT of the environment, else from git."""
-    frozen = (
-        source.parent / "commit.txt"
-    )  # launch/slurm/submit.py: the commit, and a line for each changed file
+    frozen = source.parent / "commit.txt"  # of submit.py: the commit, and a line for each changed file
     if source.name == "source" and frozen.is_file():
         commit, *changed = frozen.read_text(encoding="utf-8").splitlines()
         return commit + "+" * bool(changed)

@@ -38,18 +38,13 @@ def prepare_tasks(
     found: dict[str, PreparedTask] = {}
     for number, task in enumerate(tasks):
         try:
-            prepared = _prepare(task, tokenizer, max_tokens, max_questions or None)
-            if prepared.name in found:
-                raise ValueError(f"{task}: a task {prepared.name} exists already; rename its folder or file")
+            read = read_requests(task, max_questions or None)
+            requests = encode_requests(read.requests, tokenizer, max_tokens, task)
+            if read.name in found:
+                raise ValueError(f"{task}: a task {read.name} exists already; rename its folder or file")
         except ValueError as error:
             raise TaskError(f"evaluate.tasks.{number} = {error}") from error
         except OSError as error:
             raise TaskError(f"evaluate.tasks.{number} = {task}: {error}") from error
-        found[prepared.name] = prepared
+        found[read.name] = PreparedTask(read.name, requests, partial(score, read), len(read.questions))
     return list(found.values())
-
-
-def _prepare(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
-    read = read_requests(task, limit)
-    requests = encode_requests(read.requests, tokenizer, max_tokens, task)
-    return PreparedTask(read.name, requests, partial(score, read), len(read.questions))

@@ -18,7 +18,7 @@ from gsa_train.config import Config
 from gsa_train.data.batches import MicroBatch, replay_training_blocks, to_micro_batch
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.metrics.panels import PICTURES
-from gsa_train.metrics.record import Reduced, attention_metrics, reduce_step
+from gsa_train.metrics.record import Reduced, attention_metrics, send_step
 from gsa_train.model.mcore.build import Model
 from gsa_train.step import evaluation_step
 
@@ -72,9 +72,8 @@ def evaluate(
                 for source, text in each.by_source.items()
             }
             for score in SCORES:
-                record[f"{prefix}_{score}_by_source"] = {
-                    source: scores[score] for source, scores in by_source.items()
-                }
+                of_sources = {source: scores[score] for source, scores in by_source.items()}
+                record[f"{prefix}_{score}_by_source"] = of_sources
     return record
 
 
@@ -113,7 +112,7 @@ def _score(
         before_each()
         part = micro_batches[first : first + most]
         loss_sum += evaluation_step(model, part, config, parallel, measures)[0]
-    return reduce_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)
+    return send_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)()
 
 
 def _scores(loss: float, text: ScoredText) -> dict[str, float | None]:

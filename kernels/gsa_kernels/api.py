@@ -170,9 +170,7 @@ def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection
     """
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
-    if selection is None or selection.packed_mask is None:
-        return False
-    return takes(q, k)
+    return selection is not None and selection.packed_mask is not None and takes(q, k)
 
 
 def sampled_lse(

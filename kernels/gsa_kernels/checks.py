@@ -1,8 +1,10 @@
 """Checks arguments of all operations. Each check raises ValueError with the argument, its value and a remedy."""
 
+from collections.abc import Mapping
+
 import torch
 
-from gsa_kernels.limits import INDEXER_ACTIVATIONS
+from gsa_kernels.limits import HEAD_SIZES, INDEXER_ACTIVATIONS, INDEXER_HEAD_SIZES, ROW_PRODUCT_COLUMNS
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 """Input dtypes of the Triton kernels. fp16 would need loss scaling in training, which does not exist here."""
@@ -37,7 +39,7 @@ def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int |
         raise ValueError(f"{name} has shape {shape}; pass {layout} = [{wanted}]")
 
 
-def check_dtype_and_device(name: str, like: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
+def check_dtype_and_device(name: str, like: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Check that all tensors have the dtype and device of `like`, the argument `name`."""
     for other, tensor in tensors.items():
         if tensor is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
@@ -45,6 +47,51 @@ def check_dtype_and_device(name: str, like: torch.Tensor, tensors: dict[str, tor
                 f"{other} is {tensor.dtype} on {tensor.device} and {name} {like.dtype} on {like.device}; pass one "
                 "dtype on one device"
             )
+
+
+def check_layout(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Check dtype and device, and that the tensor is contiguous."""
+    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; pass {dtype} on {device}, "
+            "contiguous"
+        )
+
+
+def check_unit_strides(tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Check that the elements of the last dimension are adjacent in memory."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+            raise ValueError(
+                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
+            )
+
+
+def check_head_counts(heads: int, kv_heads: int) -> None:
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
+
+
+def check_head_size(dim: int) -> None:
+    if dim not in HEAD_SIZES:
+        raise ValueError(f"the head size is {dim}; pass one of {HEAD_SIZES}")
+
+
+def check_indexer_sizes(heads: int, dim: int, supported_heads: range) -> None:
+    if heads not in supported_heads:
+        raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {supported_heads[-1]}")
+    if dim not in INDEXER_HEAD_SIZES:
+        raise ValueError(
+            f"indexer.queries has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
+        )
+
+
+def check_product_columns(columns: int) -> None:
+    if columns not in ROW_PRODUCT_COLUMNS:
+        raise ValueError(
+            f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
+            f"{ROW_PRODUCT_COLUMNS.step}"
+        )
 
 
 def check_mask(name: str, mask: torch.Tensor, batch: int, rows: int, num_keys: int) -> None:
@@ -112,14 +159,10 @@ def count_queries(query_start: int, num_keys: int) -> int:
 
 
 def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return beta as a tensor of one element on the device, with its gradient."""
-    if not isinstance(inverse_temperature, torch.Tensor):
-        return torch.full((), inverse_temperature, dtype=torch.float32, device=device)
-    if inverse_temperature.numel() != 1:
-        raise ValueError(
-            f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
-        )
-    return inverse_temperature
+    """Return an indexer's beta as a tensor of one element on the device, with its gradient."""
+    if isinstance(inverse_temperature, torch.Tensor):
+        return inverse_temperature
+    return torch.full((), inverse_temperature, dtype=torch.float32, device=device)
 
 
 def check_differentiated_once() -> None:

@@ -226,15 +226,9 @@ class GatedSparseAttention(nn.Module):
         self, heads: Heads, selection: Selection | None, geometry: Geometry
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute equations 10 to 12, and the log-sum-exp, which the indexer loss needs for its target."""
-        return sparse_attention(
-            heads.q,
-            heads.k,
-            heads.v,
-            selection,
-            geometry,
-            heads.gate_logits,
-            implementation=self.config.implementation_on(heads.q.device),
-        )
+        q, k, v, gate = heads.q, heads.k, heads.v, heads.gate_logits
+        implementation = self.config.implementation_on(q.device)
+        return sparse_attention(q, k, v, selection, geometry, gate, implementation=implementation)
 
     @torch.no_grad()
     def update_variance_ema(self) -> None:

@@ -71,7 +71,6 @@ def new_cache(
     return GSACache(decode, indexer_keys)
 
 
-@torch.no_grad()
 def attend_with_cache(
     cache: GSACache,
     heads: Heads,
@@ -96,18 +95,16 @@ def attend_with_cache(
     _append(cache, heads, indexer)
     if attention == "sparse" and num_new == 1:
         out = _decode(cache, heads, indexer, config, variance_ema)
-        attended = _decoded_keys(cache, config) if need_weights else None
+        attended = None
+        if need_weights:
+            held, length = cache.decode, cache.length
+            attended = decoded_keys(held.selection, held.lengths, config.local_window, length)[:, None]
     else:
         geometry, selection = _select(cache, indexer, config, variance_ema, attention)
         k, v = cache.decode.k[:, : cache.length], cache.decode.v[:, : cache.length]
+        implementation = config.implementation_on(k.device)
         out, _ = sparse_attention(
-            heads.q,
-            k,
-            v,
-            selection,
-            geometry,
-            heads.gate_logits,
-            implementation=config.implementation_on(k.device),
+            heads.q, k, v, selection, geometry, heads.gate_logits, implementation=implementation
         )
         attended = attended_keys(selection, geometry, heads.q, k) if need_weights else None
     if attended is None:
@@ -171,18 +168,7 @@ def _select(
     start = cache.length - indexer.queries.shape[1]
     if attention == "dense":
         return Geometry(query_start=start), None
-    geometry = config.geometry(None, start)
+    geometry, implementation = config.geometry(None, start), config.implementation_on(indexer.keys.device)
     with_all_keys = replace(indexer, keys=cache.indexer_keys[:, : cache.length])
-    return geometry, select(
-        with_all_keys,
-        config.rule,
-        variance_ema,
-        geometry,
-        implementation=config.implementation_on(indexer.keys.device),
-    )
-
-
-def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:
-    """Return the keys to which the cache's last token attended when it was decoded: bool [B, 1, Lk]."""
-    held = cache.decode
-    return decoded_keys(held.selection, held.lengths, config.local_window, cache.length)[:, None]
+    chosen = select(with_all_keys, config.rule, variance_ema, geometry, implementation=implementation)
+    return geometry, chosen

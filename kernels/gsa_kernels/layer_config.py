@@ -96,8 +96,6 @@ class GSAConfig:
             raise ValueError(
                 f"k_base is {self.k_base} with k_min {self.k_min} and k_max {self.k_max}; pass k_min <= k_base <= k_max"
             )
-        if self.adaptive_k not in ("inverse", "direct", "off"):
-            raise ValueError(f"adaptive_k is {self.adaptive_k!r}; pass 'inverse', 'direct' or 'off'")
         _ = self.rule, self.geometry(None)  # their own checks
         if not 0 <= self.variance_ema_decay < 1:
             raise ValueError(f"variance_ema_decay is {self.variance_ema_decay}; pass 0 <= decay < 1")

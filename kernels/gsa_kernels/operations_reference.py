@@ -14,7 +14,7 @@ from gsa_kernels.attention import reference as attention
 from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.reference import best_of_groups, indexer_scores
+from gsa_kernels.indexer.reference import best_of_groups, scores_of
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
 from gsa_kernels.limits import TILE_QUERIES, Kernel
 from gsa_kernels.loss.reference import indexer_kl, renormalise_target
@@ -37,7 +37,7 @@ def select(
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
-    scores = _scores(indexer)
+    scores = scores_of(indexer)
     ranked = best_of_groups(scores, causal, geometry.key_group_size)
     _, variance = score_moments(ranked, causal)
     budget = adaptive_budget(variance, variance_ema, causal.sum(-1), **asdict(rule))
@@ -192,11 +192,7 @@ def attended_keys(
     return mask_from_key_lists(selection.key_lists)
 
 
-def kl_of_rows(
-    indexer: Indexer,
-    probs: torch.Tensor,
-    attended: torch.Tensor,
-) -> torch.Tensor:
+def kl_of_rows(indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Compute KL(p_t || softmax of beta * I[t, :] over the attended keys) of each query, [B, L] (eqs. 14, 15).
 
     Args:
@@ -204,24 +200,9 @@ def kl_of_rows(
         attended: bool [B or 1, L, Lk], `attended_keys`
     """
     target = renormalise_target(probs, attended)
-    return indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
-
-
-def _scores(indexer: Indexer) -> torch.Tensor:
-    """Compute the scores I of each row for all keys, causal or not: [B, L, Lk]."""
-    return indexer_scores(
-        indexer.queries,
-        indexer.keys,
-        indexer.head_weight_logits,
-        score_bias=indexer.score_bias,
-        weight_bias=indexer.head_weight_bias,
-        activation=indexer.activation,
-    )
-
-
-def _temperature(indexer: Indexer) -> float | torch.Tensor:
     beta = indexer.inverse_temperature
-    return beta.reshape(()) if isinstance(beta, torch.Tensor) else beta
+    beta = beta.reshape(()) if isinstance(beta, torch.Tensor) else beta
+    return indexer_kl(scores_of(indexer), target, attended, beta)
 
 
 def _taken_rows(

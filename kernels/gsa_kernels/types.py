@@ -77,6 +77,11 @@ class BudgetRule:
         check_budget_rule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Return k_base, k_min, k_max and dense_below, the arguments of the kernels that compute budgets."""
+        return self.k_base, self.k_min, self.k_max, self.dense_below
+
+    @property
     def most_keys(self) -> int:
         return max(self.k_max, self.dense_below - 1)
 

@@ -1,7 +1,7 @@
 """Records the processor or GPU, torch and Triton, on which the bits of results depend."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -20,20 +20,15 @@ def cpu_fingerprint() -> dict[str, str]:
 def gpu_fingerprint() -> dict[str, str]:
     """Describe the GPU's architecture and number of multiprocessors, which determine kernels and tiles. The GPU's name
     is left out, because an H100 gave the same bits as an H200."""
+    import triton  # the results of CPUs need none
+
     device = torch.cuda.get_device_properties()
     return {
         "gpu": f"sm_{device.major}{device.minor}, {device.multi_processor_count} multiprocessors",
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "triton": _version("triton"),
+        "triton": triton.__version__,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "--"
 
 
 def _processor() -> str:

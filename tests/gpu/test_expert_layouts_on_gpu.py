@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from gsa_train.distributed.cuda_connections import VARIABLE
-from helpers.layouts_on_gpu import Subject, layouts_that_fit
+from helpers.layouts_on_gpu import layouts_that_fit
 from helpers.runs import REPOSITORY
 from helpers.tiers import needs_devices
 
@@ -18,7 +18,7 @@ pytestmark = needs_devices(RANKS)
 
 
 def test_two_ranks_train_what_one_trains(tmp_path: Path) -> None:
-    layouts = set(layouts_that_fit(RANKS, Subject(experts=True)))
+    layouts = set(layouts_that_fit(RANKS, experts=True))
     assert len(layouts) == 10, "the others need four ranks: make layouts-gpu"
     report = tmp_path / "layouts.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]

@@ -1,6 +1,7 @@
 """Tests saves on CUDA devices, which copy the state during the next step. The update waits for the copies on the
 device, and the host does not wait. In another test, one of two ranks cannot report that its save has ended."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from gsa_train.checkpoint.finite import _all_finite
 from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.checkpoint.staging import Group, Staging
+from gsa_train.checkpoint.staging import Group, begin_copies
 from gsa_train.config import CheckpointConfig
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.checkpoints import run_state
@@ -37,12 +38,11 @@ def test_what_is_not_finite_is_seen_among_the_largest_values(dtype: torch.dtype,
 def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     tensors = [torch.rand(1 << 22, device="cuda") for _ in range(8)]
     expected = [tensor.cpu() for tensor in tensors]
-    staging = Staging(HostMemory())
     torch.empty_like(tensors[0]).fill_(7.0)  # loads its kernel, for which the host would wait
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)  # simulates work of the previous step; the copies come after it
     group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
-    copies = staging.begin([group])
+    copies = begin_copies([group], HostMemory(), ThreadPoolExecutor(1))
     assert not copies._filled.query()
     copies.hold_update()
     for tensor in tensors:
@@ -55,7 +55,6 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     torch.cuda.synchronize()
     assert all((tensor == 7.0).all() for tensor in tensors)
     assert copies.held_seconds() >= 0
-    staging.close()
 
 
 @pytest.mark.parametrize("waits", [True, False])

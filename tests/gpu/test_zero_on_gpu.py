@@ -54,7 +54,7 @@ def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]],
     for step in range(4):
         training = Training(model, optimizer, config, parallel, detector)
         result = train_step(training, random_batches(config, step), 1e-3, step)
-        changed = optimizer.update_norm(result.verdict.applied, parallel)
+        changed = optimizer.update_norm(result.verdict.applied)
         loss = result.loss_sum / result.loss_tokens
         records.append((loss.item(), result.grad_norm.item(), changed.item()))
     count = sum(each.numel() for each in model.gpt.parameters() if each.requires_grad)

@@ -137,9 +137,7 @@ phases.0.keep_optimizer=true -> phases.0.keep_optimizer = true | no phase preced
 phases.1.keep_optimizer=true -> phases.1.keep_optimizer = true | phase trains indexer, this phase all
 evaluate.tasks=[./a, arc_easy] -> evaluate.tasks.1 = arc_easy | no request file | launch/evaluate.py
 evaluate.tasks_every_steps=5 -> evaluate.tasks_every_steps = 5 | there are no evaluate.tasks
-evaluate.tasks=[./a] ; evaluate.tasks_every_steps=-1 -> evaluate.tasks_every_steps = -1 | negative
 evaluate.tasks_max_time_percent=0 -> evaluate.tasks_max_time_percent = 0.0 | no share
-monitor.recheck_every_steps=-1 -> monitor.recheck_every_steps = -1 | negative
 monitor.recheck_every_steps=10 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
     monitor.recheck_every_steps | gsa.dense_attention = cudnn | bit for bit | auto
 monitor.recheck_every_steps=10 ; parallel.strategy=deepspeed ->
@@ -161,8 +159,6 @@ phases.1.name=warmup -> phases = warmup | 2 phases
 phases.1.name='' -> phases.1.name = '' | empty
 parallel.expert=2 -> parallel.expert = 2 | there is no expert to split, for moe.experts = 0
 phases.1.name="\e[2J" -> phases.1.name = | has characters that are not visible
-phases.1.name="a\u202eb" -> phases.1.name = | has characters that are not visible
-phases.1.steps=0 -> phases.1.steps = 0 | below 1
 phases.1.lr=0 ; phases.1.min_lr=0 -> phases.1.lr = 0.0 | not positive
 phases.1.min_lr=1 -> phases.1.min_lr = 1.0 | above phases.1.lr
 phases.1.warmup_steps=10 -> phases.1.warmup_steps = 10 | phases.1.steps = 10
@@ -185,7 +181,6 @@ train.global_batch_size=4000000 ->
     train.global_batch_size = 4000000 | tokens per step | count sequences, not tokens: at most
 phases.1.lr=1e300 -> phases.1.lr = 1e+300: more than fp32 holds; give a smaller number
 parallel.timeout_minutes=1e10 -> parallel.timeout_minutes = 10000000000.0: longer | give 1e+09 or less
-parallel.hang_limit_seconds=-1 -> parallel.hang_limit_seconds = -1.0: negative | give 0 or more
 data.read_timeout_seconds=98 ->
     data.read_timeout_seconds = 98 | data.read_retries = 5 | fails after 603.5 s, when parallel.timeout
 data.read_retries=999999999999999 -> data.read_timeout_seconds = 60 | fails after 1.2e+17 s

@@ -130,5 +130,5 @@ def model_with_weights_of(folder: Path, config: Config, tokenizer: Tokenizer | N
     config = dataclasses.replace(config, checkpoint=checkpoint)
     model = tiny_model(config)
     tokenizer = tokenizer or Tokenizer(config.data.tokenizer, config.data.eos_token or None)
-    load_initial_weights(config, find_initial_weights(config, single_rank()), model, tokenizer, single_rank())
+    load_initial_weights(config, find_initial_weights(config), model, tokenizer, single_rank())
     return model

@@ -1,9 +1,11 @@
 """Damages files, and tabulates what happens when a run starts with a damaged file."""
 
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def flip(place: float) -> Damage:
@@ -23,13 +25,6 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def put(other: Path) -> Damage:
-    def change(path: Path) -> None:
-        path.write_bytes(other.read_bytes())
-
-    return change
-
-
 DAMAGES: dict[str, Damage] = {
     "bit in head": flip(0.0), "bit in middle": flip(0.5), "bit in tail": flip(1.0), "cut": cut,
     "emptied": empty, "deleted": Path.unlink,
@@ -39,7 +34,7 @@ DAMAGES: dict[str, Damage] = {
 def damages_of(path: Path, others: dict[str, Path]) -> dict[str, Damage]:
     """Return damages for any file, and exchanges with `others`, which maps an exchange's name to the replacement."""
     exchanges = {
-        f"exchanged: {name}": put(other)
+        f"exchanged: {name}": partial(shutil.copyfile, other)
         for name, other in others.items()
         if other.is_file() and other.read_bytes() != path.read_bytes()
     }

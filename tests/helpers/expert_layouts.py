@@ -99,34 +99,28 @@ BOUNDARIES = {"expert": {"expert": 2}, "tensor x expert": {**TENSOR_2_EXPERT_2, 
 NIGHTLY_BOUNDARIES = {"expert"}
 
 
-class Balances:
-    """Holds the final balance of a model's routers, by layer."""
-
-    def __init__(self) -> None:
-        self.models: list[Model] = []
-
-    def gather(self) -> dict[str, list[list[float]]]:
-        (model,) = self.models
-        mine = {
-            str(layer.layer_number): [held.tolist() for held in layer.mlp.router.balance()]
-            for chunk in model.chunks
-            for layer in chunk.decoder.layers
-            if isinstance(layer.mlp, MixtureOfExperts)
-        }
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        found: dict[str, list[list[float]]] = {}
-        for each in every:
-            for layer, held in each.items():
-                assert found.setdefault(layer, held) == held, "the same on all ranks that have the layer"
-        return found
+def gather_balances(model: Model) -> dict[str, list[list[float]]]:
+    """Return the final balance of a model's routers, by layer."""
+    mine = {
+        str(layer.layer_number): [held.tolist() for held in layer.mlp.router.balance()]
+        for chunk in model.chunks
+        for layer in chunk.decoder.layers
+        if isinstance(layer.mlp, MixtureOfExperts)
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    found: dict[str, list[list[float]]] = {}
+    for each in every:
+        for layer, held in each.items():
+            assert found.setdefault(layer, held) == held, "the same on all ranks that have the layer"
+    return found
 
 
 def train(config: Config, parallel: Parallel, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Run `train_case`, and append the routers' balances."""
-    balances = Balances()
-    records = train_case(config, parallel, steps, prepare=balances.models.append, tasks=True)
-    return [*records, balances.gather()]
+    models: list[Model] = []
+    records = train_case(config, parallel, steps, prepare=models.append, tasks=True)
+    return [*records, gather_balances(*models)]
 
 
 @contextmanager

@@ -55,9 +55,8 @@ def one_step(
         gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
         train={"seq_len_tokens": 24, "global_batch_size": 2, "recompute": recompute},
     )
-    config = replace(
-        config, train=replace(config.train, qk_clip=2.0)
-    )  # no sensible threshold, but it scales heads
+    # This threshold is not sensible, but it scales heads.
+    config = replace(config, train=replace(config.train, qk_clip=2.0))
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:

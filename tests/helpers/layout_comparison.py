@@ -104,9 +104,8 @@ def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
         of_layers = [*(found[end - 1] for end in accumulate(case.steps)), found[-1]]
         assert all(len(record["indexer_kl"]) == layers for record in of_layers)  # from every stage and chunk
     if case.sections is SELECTED:
-        assert (
-            max(expected[-1]["recall"] + expected[-1]["overlap_heads"]) < 0.9
-        )  # keys are left out in every layer
+        # Keys are left out in every layer.
+        assert max(expected[-1]["recall"] + expected[-1]["overlap_heads"]) < 0.9
         assert_same(found, expected, relative=1e-5, but=COUNTS)
     else:
         assert_same(found, expected, relative=1e-5, but=TIES)

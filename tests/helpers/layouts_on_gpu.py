@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -115,12 +114,6 @@ EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 Series = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Subject:
-    experts: bool = False
-    """Whether feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
-
-
 BASELINE = "one rank"
 ONE_RANK = {
     BASELINE: (False, 1, 1),
@@ -133,8 +126,9 @@ ONE_RANK = {
 More than one part needs separate gradients, and therefore no fused operations. Layouts are compared with BASELINE."""
 
 
-def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject) -> Config:
-    """Return a config of width 256, 8 layers (four stages of two chunks), 512 tokens, and small budgets."""
+def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) -> Config:
+    """Return a config of width 256, 8 layers (four stages of two chunks), 512 tokens, and small budgets. With `experts`
+    feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
     sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
     gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
@@ -150,7 +144,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         "train": {**lengths, "grad_clip": 1.0, "precision": "bf16", **train},
         "logging": {"wandb": "disabled"},  # nothing is logged, so W&B need not be installed
     }
-    if subject.experts:
+    if experts:
         widths = {"expert_ffn_hidden_size": 176, "shared_expert_ffn_hidden_size": 176}
         sections["moe"] = {"experts": 8, "top_k": 2, **widths}
     return with_sections(CONFIG, sections, phases)
@@ -234,14 +228,14 @@ def largest(values: Sequence[float]) -> float:
     return math.inf if any(math.isnan(value) for value in values) else max(values)
 
 
-def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
+def layouts_that_fit(world_size: int, experts: bool) -> dict[str, Config]:
     """Return the layouts whose sizes divide the world and whose libraries are installed.
 
     Raises:
         ValueError: none fits; the message gives the reason for each.
     """
-    layouts = EXPERT_LAYOUTS if subject.experts else LAYOUTS
-    configs = {name: config_of(parallel, train, subject) for name, (parallel, train) in layouts.items()}
+    layouts = EXPERT_LAYOUTS if experts else LAYOUTS
+    configs = {name: config_of(parallel, train, experts) for name, (parallel, train) in layouts.items()}
     problems = {
         name: check_config(config, world_size) + check_packages(config) for name, config in configs.items()
     }
@@ -252,12 +246,12 @@ def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
     return fitting
 
 
-def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject) -> dict[str, Series]:
+def run_one_rank(rank: int, world_size: int, steps: int, experts: bool) -> dict[str, Series]:
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
         backwards, sequences, parts = ONE_RANK[name]
         train = {"micro_batch_size": sequences, **({"fused_ops": "none"} if parts > 1 else {})}
-        config = config_of({}, train, subject)
+        config = config_of({}, train, experts)
         prepare = partial(in_parts, parts=parts) if parts > 1 else None
         with alone() as parallel:
             done[name] = numbers(
@@ -277,17 +271,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     steps = arguments.steps
-    subject = Subject(arguments.experts)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:
-        configs = layouts_that_fit(world_size, subject)
+        configs = layouts_that_fit(world_size, arguments.experts)
     except ValueError as error:
         parser.error(str(error))
     if unknown := set(arguments.only) - set(configs):
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 
-    mine = run_one_rank(rank, world_size, steps, subject)
+    mine = run_one_rank(rank, world_size, steps, arguments.experts)
     one_rank: dict[str, Series] = {}
     rows = {}
     for name, config in configs.items():

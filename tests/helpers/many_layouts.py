@@ -26,7 +26,7 @@ from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config.checks import check_config
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from gsa_train.metrics.record import Measured, reduce_step
+from gsa_train.metrics.record import Measured, send_step
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.model.probes import query_sample
 from gsa_train.optimizer import mcore as optim
@@ -40,6 +40,7 @@ from gsa_train.validation.requests import Request
 from gsa_train.validation.tasks import log_likelihoods
 from helpers.called_again import CalledAtOnce
 from helpers.checkpoints import run_state, write_checkpoint
+from helpers.damage import flip
 from helpers.layout_cases import (
     ALL_KEYS,
     BASE,
@@ -119,7 +120,7 @@ def train_case(
     batches = share(1000, config, parallel)
     loss_sum, loss_tokens = evaluation_step(model, batches, config, parallel, measures=True)
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
-    reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
+    reduced = send_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)()
     validation = {"loss": reduced.loss, **as_numbers(reduced.layers)}
     if not tasks:
         return [*records, validation]
@@ -154,14 +155,14 @@ def take_step(
     result = train_step(training, batches, lr, step, measures=measures)
     measured = Measured(causal_keys=result.causal_keys, z_loss_sum=result.z_loss_sum) if measures else None
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
-    reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
+    reduced = send_step(stats, result.loss_sum, tokens, measured, parallel)()
     return {
         "loss": reduced.loss,
         **({"causal_keys": reduced.causal_keys} if measures else {}),
         **({"z_loss": reduced.z_loss} if reduced.z_loss is not None else {}),
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
-        "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
+        "update_norm": optimizer.update_norm(result.verdict.applied).item(),
         **as_numbers(reduced.layers),
     }
 
@@ -198,20 +199,17 @@ def go_on(
 
 def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
     """Load a checkpoint with a wrong bit; the good one must then replace everything that this load changed."""
-    damaged = good.parent / "damaged" / good.name
+    damaged, last = good.parent / "damaged" / good.name, max(tensor_files(good))
     if parallel.is_main:
         shutil.copytree(good, damaged)
-        path = damaged / sorted(tensor_files(good))[-1]
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip(0.5)(damaged / last)
     dist.barrier()
     said = "nothing"
     try:
         load_checkpoint(damaged, model, optimizer, parallel, True, unchecked=tensor_files(damaged))
     except DamagedCheckpoint as damage:
         said = str(damage)
-    assert f"{sorted(tensor_files(good))[-1]} has checksum" in said, said
+    assert f"{last} has checksum" in said, said
 
 
 def cross_boundary(

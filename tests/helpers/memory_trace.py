@@ -194,11 +194,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (mcore_config, "uses_fused_ops", lambda config, device: config.train.fused_ops != "none"),
             (build, "attention_implementation", _implementation),
             (build, "initialize_weights", lambda chunk, config, parallel: None),
-            (
-                torch.nn.Module,
-                "_apply",
-                lambda self, fn, recurse=True: self,
-            ),  # Everything is on the device, in its precision.
+            # Everything is on the device, in its precision.
+            (torch.nn.Module, "_apply", lambda self, fn, recurse=True: self),
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
             (torch.nn.functional, "rms_norm", lambda x, size, weight, eps: _FusedRMSNorm.apply(x, weight)),
             # The operation is in place, as in cuBLAS.
@@ -221,8 +218,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             # Reductions are in place. Later work has more room and reads their results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),
             (optim, "megatron_finalize_model_grads", lambda *args, **kwargs: None),
-            (optim, "reduce_grad_norm", lambda *args: (None, None)),
-            (optim, "clipped_step", lambda *args: None),
+            (optim.MegatronPhaseOptimizer, "reduce_grad_norm", lambda *args: (None, None)),
+            (optim.MegatronPhaseOptimizer, "clipped_step", lambda *args: None),
             (step, "update_variance_emas", lambda *args: None),
             (step, "update_routers", lambda *args: None),
             (token_exchange, "expert_counts", _even_counts),

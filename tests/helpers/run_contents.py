@@ -1,4 +1,4 @@
-"""Lists and damages the contents of a run folder."""
+"""Lists the contents of a run folder."""
 
 from pathlib import Path
 
@@ -7,9 +7,3 @@ def contents(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return size and time of each file except the lock."""
     stats = {path: path.stat() for path in folder.rglob("*") if path.name != "lock"}
     return {path: (each.st_size, each.st_mtime_ns) for path, each in stats.items()}
-
-
-def cut(checkpoint: Path) -> None:
-    """Truncate a file to half, as a full disk does."""
-    path = checkpoint / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -161,8 +161,12 @@ def shared_mask(model: Model) -> torch.Tensor:
 
 def read_stats(model: Model) -> dict[str, list[float]]:
     """Return the layers' statistics since the last reset, by name and layer; NaN for a layer without."""
-    nothing = torch.zeros(0, dtype=torch.float64)
-    return as_numbers(model.runtime.stats.reduce(nothing, [], [])[0])
+    return as_numbers(model.runtime.stats.read())
+
+
+def averages(model: Model) -> list[float]:
+    """Return V̄ of each layer with an indexer."""
+    return [tracker.ema.item() for tracker in model.variance_trackers]
 
 
 def as_numbers(layers: dict[str, list[float | None]]) -> dict[str, list[float]]:

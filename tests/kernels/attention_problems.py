@@ -55,11 +55,8 @@ def reference(inputs, mask, grad):
     """Attend in fp64."""
 
     def attend(q, k, v, gate):
-        out = sparse_attention(q, k, v, mask).out
-        keys = k.detach().repeat_interleave(q.shape[2] // k.shape[2], 2)
-        logits = torch.einsum("bqhd,bkhd->bhqk", q.detach(), keys) * q.shape[-1] ** -0.5
-        lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1)
-        return (out if gate is None else out * torch.sigmoid(gate)), lse
+        found = sparse_attention(q, k, v, mask, return_lse=True)
+        return (found.out if gate is None else found.out * torch.sigmoid(gate)), found.lse
 
     return differentiated(attend, [None if x is None else x.double() for x in inputs], grad.double())
 

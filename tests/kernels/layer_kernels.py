@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from poison import poisoned
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -9,13 +10,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Fill new buffers with NaN, which reveals elements that are never written."""
-    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
-
-
-def poison(tensor):
-    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
 def relative_error(found, expected):

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 
+def poisoned(create: Any) -> Any:
+    def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor: torch.Tensor = create(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
+
+    return created
+
+
 def poison_buffers(
     monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, make: tuple[str, ...] = ("empty",)
 ) -> None:
     """Replace `torch.empty`, or the torch functions in `make`, in these modules."""
-
-    def poisoned(create: Any) -> Any:
-        def created(*args: Any, **kwargs: Any) -> torch.Tensor:
-            tensor: torch.Tensor = create(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-        return created
-
     fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     for name in make:
         setattr(fake, name, poisoned(getattr(torch, name)))

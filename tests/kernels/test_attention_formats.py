@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_problems import check, differentiated, make_inputs, random_mask
 from kernel_devices import GPU
+from poison import poisoned
 
 from gsa_kernels.attention import triton_backward_keys
 from gsa_kernels.attention.gathered import gathered_attention
@@ -61,16 +62,9 @@ def test_strides_do_not_matter(device, form):
 
 @every_format
 def test_everything_is_written(device, form, monkeypatch):
-    """All buffers begin as NaN or -1, which must not reach a result. Entries after the end of a list are not read."""
+    """All buffers begin as NaN or a large integer, which must not reach a result. Entries after the end of a list are
+    not read."""
     torch.manual_seed(6)
-
-    def poisoned(allocate):
-        def wrapped(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
-
-        return wrapped
-
     inputs = make_inputs(2, 75, 4, 2, 32, torch.bfloat16, device)
     mask, grad = make_mask(form, 2, 75, device), torch.randn_like(inputs[0])
     monkeypatch.setattr(triton_backward_keys, "count_key_parts", lambda *_: 2)

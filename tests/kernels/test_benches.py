@@ -52,9 +52,7 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     import bench_long
 
     monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
-    options = ["--out", str(tmp_path), "--lengths", "40", "--ratios", "2"]
-    monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
-    assert bench_long.main() == 0
+    assert call(monkeypatch, bench_long, "--out", tmp_path, "--lengths", "40", "--ratios", "2") == 0
     rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
     check, _, _, token, token_selected, _, groups = rows
     assert check["relative_error"] < 1e-4

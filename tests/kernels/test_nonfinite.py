@@ -114,17 +114,9 @@ def check_valid(geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -
 
 
 def loss(given: Problem, selection: Any, implementation: api.Implementation = "triton") -> Any:
-    lse = api.sparse_attention(
-        given.q, given.k, given.v, selection, given.geometry, implementation="reference"
-    )[1]
-    return api.indexer_loss(
-        given.indexer, given.q, given.k, lse, selection, given.geometry, implementation=implementation
-    )
-
-
-@cache
-def dense_loss(case: Case) -> torch.Tensor:
-    return loss(problem(case), None)[1]
+    q, k, geometry = given.q, given.k, given.geometry
+    lse = api.sparse_attention(q, k, given.v, selection, geometry, implementation="reference")[1]
+    return api.indexer_loss(given.indexer, q, k, lse, selection, geometry, implementation=implementation)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -132,7 +124,7 @@ def dense_loss(case: Case) -> torch.Tensor:
 def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: str) -> None:
     """In the warm-up every row attends to all keys before it."""
     case = Case(dense=True, documents=DOCUMENTS, activation=activation)
-    bad, old = spoiled(case, place, math.nan), dense_loss(case)
+    bad, old = spoiled(case, place, math.nan), loss(problem(case), None)[1]
     total, kl = loss(bad, None)
     wanted = loss(bad, None, "reference")[1]
     assert wanted.isnan().any()

@@ -6,15 +6,6 @@ import torch
 from gsa_kernels import reference as ops
 
 
-def make_qkv(
-    length: int, heads: int = 4, kv_heads: int = 2, dim: int = 4, dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    sizes = ((2, length, heads, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim))
-    q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
-    return q, k, v
-
-
 def random_selection(length: int, share: float = 0.4) -> torch.Tensor:
     chosen = torch.rand(2, length, length, generator=torch.Generator().manual_seed(1)) < share
     return (chosen | torch.eye(length, dtype=torch.bool)) & ops.causal_mask(length)
@@ -25,7 +16,8 @@ def random_selection(length: int, share: float = 0.4) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
-    q, k, v = (x.requires_grad_() for x in make_qkv(17))
+    torch.manual_seed(17)
+    q, k, v = (torch.randn(2, 17, n, 4, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     mask = random_selection(17)
     mask[:, [0, 5, 16]] = False
     result = ops.sparse_attention(q, k, v, mask, recall_among=ops.causal_mask(17), return_probs=True)

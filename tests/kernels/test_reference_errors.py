@@ -10,6 +10,7 @@ from gsa_kernels import reference as ops
 BOOL = torch.ones(1, 4, 4, dtype=torch.bool)
 ROWS = torch.rand(1, 4, 4)
 Q, KV = torch.rand(1, 4, 4, 2), torch.rand(1, 4, 2, 2)
+INDEXER = (torch.rand(1, 4, 2, 3), torch.rand(1, 4, 3), torch.rand(1, 4, 2))
 LIMITS = {"k_base": 4, "k_min": 2, "k_max": 8}
 
 
@@ -28,21 +29,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "k_idx has shape",
     ),
     "relu biases": (
-        lambda: ops.indexer_scores(
-            torch.rand(1, 4, 2, 3),
-            torch.rand(1, 4, 3),
-            torch.rand(1, 4, 2),
-            score_bias=torch.zeros(2),
-            activation="relu",
-        ),
+        lambda: ops.indexer_scores(*INDEXER, score_bias=torch.zeros(2), activation="relu"),
         "score_bias is given with activation 'relu'",
     ),
-    "activation": (
-        lambda: ops.indexer_scores(
-            torch.rand(1, 4, 2, 3), torch.rand(1, 4, 3), torch.rand(1, 4, 2), activation="gelu"
-        ),
-        "activation is 'gelu'",
-    ),
+    "activation": (lambda: ops.indexer_scores(*INDEXER, activation="gelu"), "activation is 'gelu'"),
     "integer scores": (lambda: ops.score_moments(ROWS.long(), BOOL), "scores has dtype torch.int64"),
     "float mask": (lambda: ops.score_moments(ROWS, ROWS), "causal has dtype torch.float32"),
     "mask shape": (lambda: ops.score_moments(ROWS, BOOL[0]), r"causal has shape \(4, 4\)"),

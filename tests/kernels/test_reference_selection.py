@@ -138,8 +138,6 @@ def test_top_k_with_ties(length: int, levels: int) -> None:
     ):
         selected = ops.select_top_k(scores, visible, budget)
         assert torch.equal(selected, ranked_by_python(scores, visible, budget))
-        expected_count = torch.minimum(visible.sum(-1), budget.expand(2, -1))
-        assert torch.equal(selected.sum(-1), expected_count)
 
 
 def test_zero_of_either_sign_is_a_tie() -> None:

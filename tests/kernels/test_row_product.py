@@ -41,14 +41,10 @@ def operands(
     }
 
 
-def in_fp64(given: dict[str, Any]) -> torch.Tensor:
-    wide = {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
-    return reference.row_product(**wide)
-
-
 def check(given: dict[str, Any], tiling: Tiling | None) -> None:
     """Check fp32 to its rounding, and bf16 to the rounding of the result and of x times the norm."""
-    wanted = in_fp64(given)
+    wide = {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    wanted = reference.row_product(**wide)
     found = op.row_product(**given, launch=Launch(tiling))
     assert found.dtype == given["x"].dtype
     error = (found.double() - wanted).norm() / wanted.norm()

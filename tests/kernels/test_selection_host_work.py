@@ -33,18 +33,22 @@ class Operations(TorchDispatchMode):
         return result
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Record the names of kernels in place of running them."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    names: list[str] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *_, **__: names.append(kernel.fn.__name__))
+    return names
+
+
 @pytest.mark.parametrize(
     ("candidates_from", "operations", "launches"),
     [(None, 4, 14), (8192, 47, 40)],
     ids=["all scores", "candidates"],
 )
-def test_counts_of_a_selection(candidates_from, operations, launches, monkeypatch):
-    from triton.runtime.interpreter import InterpretedFunction
-
-    launched: list[str] = []
-    monkeypatch.setattr(
-        InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__)
-    )
+def test_counts_of_a_selection(candidates_from, operations, launches, launched):
     ema, of_all = torch.ones((), device="meta"), indexer(LENGTH)
     with Operations() as counted:
         select_keys(of_all, RULE, ema, candidates_from=candidates_from)
@@ -64,15 +68,9 @@ def empty(*shape: int) -> torch.Tensor:
     [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 8, 15), (32768, (16, 4, 128), RULE, 9, 100)],
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
-def test_counts_of_a_layer(length, heads, budget, operations, launches, monkeypatch):
+def test_counts_of_a_layer(length, heads, budget, operations, launches, launched):
     """The host only launches kernels for selection, attention and loss. Otherwise short kernels would end
     before the host launches the next ones."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    launched: list[str] = []
-    monkeypatch.setattr(
-        InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__)
-    )
     count, kv_count, size = heads
     geometry = Geometry(local_window=64)
     q, gate = (empty(1, length, count, size) for _ in range(2))

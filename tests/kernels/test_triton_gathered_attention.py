@@ -272,8 +272,8 @@ def test_errors(device):
         ({"scratch_bytes": 0}, "scratch_bytes is 0"),
         (changed(length=41), "41 tokens"),
         (changed(counts=lists.counts[:, :1]), "lists.counts has shape"),
-        (changed(keys=lists.keys.long()), "lists.keys has dtype"),
-        (changed(starts=lists.starts.to("meta")), "one device"),
+        (changed(keys=lists.keys.long()), "lists.keys is torch.int64"),
+        (changed(starts=lists.starts.to("meta")), "lists.starts is torch.int64 on meta"),
         (changed(words=lists.words[::2]), "contiguous"),
     ]
     for change, message in bad:

@@ -41,8 +41,6 @@ from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gsa_kernels.selection import triton_select_long
-
     poison_buffers(monkeypatch, op, score_chunks, triton_select_long)
 
 

@@ -10,7 +10,8 @@ import pytest
 from gsa_train import train
 from gsa_train.process.exit_codes import REFUSED
 from gsa_train.reliability.stop_signals import StopRequest
-from helpers.run_contents import contents, cut
+from helpers.damage import cut
+from helpers.run_contents import contents
 from helpers.runs import CONFIG, REPOSITORY, Run
 from helpers.single_rank import single_rank
 
@@ -21,9 +22,8 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    monkeypatch.setattr(
-        train, "init_parallel", lambda *of_config: single_rank()
-    )  # These are this process's, for all tests.
+    # The groups are this process's, for all tests.
+    monkeypatch.setattr(train, "init_parallel", lambda *of_config: single_rank())
     # The watchdog's thread outlives a rejected start.
     monkeypatch.setattr("gsa_train.run.open.HangWatchdog", lambda *limits: _NoWatchdog())
     for method in ("watch", "listen"):  # signals are pytest's
@@ -70,7 +70,7 @@ def test_a_refused_new_run_leaves_no_trace(old_run: Run, refusal: Refusal, tmp_p
     [
         ("incomplete", "gsa.indexer_dim=16", "step_00000015: no complete checkpoint there"),
         ("damaged", "gsa.indexer_dim=16", "step_00000015 is damaged: __0_0.distcp has"),
-        ("", "gsa.indexer_dim=32", "gsa.indexer_dim = 32: the checkpoint has 16"),
+        ("", "gsa.indexer_dim=32", "gsa.indexer_dim = 32 here, 16 in the checkpoint"),
         ("", "phases.0.steps=12", "began at step 10; in the config phase 1 is sparse and begins at step 12"),
         ("", "phases.1.train=base", "phases.1.train = base, which its optimizer does not fit"),
         ("", "data.seed=3", "cannot go on with this data"),
@@ -83,7 +83,7 @@ def test_a_refused_resume_leaves_no_trace(old_run, refusal, fault, override, exp
     if fault == "incomplete":
         (checkpoint / "metadata.json").unlink()
     elif fault == "damaged":
-        cut(checkpoint)
+        cut(checkpoint / "__0_0.distcp")
     options = ("--resume-from", str(checkpoint), override)
     before = contents(old_run.folder)
     for name in ("new", old_run.folder.name):

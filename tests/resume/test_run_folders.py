@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gsa_train.run_folder.starts import read_starts
-from helpers.run_contents import contents, cut
+from helpers.damage import cut
+from helpers.run_contents import contents
 from helpers.runs import QUICK, REPOSITORY, STEPS, Run, finished, kill, start, train
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,7 @@ def test_a_refused_resume_of_two_ranks_leaves_no_trace(old_run, tmp_path):
 
 
 def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_run):
-    cut(old_run.checkpoints / "step_00000020")
+    cut(old_run.checkpoints / "step_00000020" / "__0_0.distcp")
     unfinished = old_run.checkpoints / ".tmp_step_00000025"
     unfinished.mkdir()
     before = contents(old_run.folder)

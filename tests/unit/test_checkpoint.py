@@ -144,8 +144,8 @@ def write_files(checkpoints: Path, step: int, keep_last: int = 2) -> None:
     unfinished = final.with_name(f".tmp_{final.name}")
     unfinished.mkdir()
     names = ("__0_0.distcp", "common.pt", "metadata.json")
-    files = {name: checkpoint_files.write_durably(unfinished / name, name.encode()) for name in names}
-    checkpoint_files.write_manifest(unfinished, checkpoint_files.Manifest(files, "run", "", 8))
+    files = {name: checkpoint_files.write_recorded(unfinished / name, name.encode()) for name in names}
+    checkpoint_files.write_manifest(unfinished, checkpoint_files.Manifest("run", "", 8, files))
     checkpoint_files.publish(unfinished, final)
     assert checkpoint_files.prune(checkpoints, keep_last, newest=final) == []
 

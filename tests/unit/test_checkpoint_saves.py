@@ -124,7 +124,7 @@ def test_the_copies_of_a_save_that_another_rank_cannot_make_are_dropped(make_sav
     """The dropped copies have ended when the next save may use their memory."""
     saver, errors = make_saver(), iter([None, "rank 1: no copy in host memory"])
     with monkeypatch.context() as patch:
-        patch.setattr(saver, "_agree", lambda error: next(errors))
+        patch.setattr(save, "first_said", lambda error, group: next(errors))
         (result,) = saver.begin(run_state(1), *trained)
     assert result.error == "rank 1: no copy in host memory"
     assert names_in(result.folder.parent) == set()

@@ -51,12 +51,13 @@ SIZES = """
     gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens
     train.micro_batch_size train.global_batch_size train.recompute_num_layers data.num_lanes
     data.prefetch_blocks data.packing_pool_documents evaluate.max_blocks checkpoint.every_steps
-    checkpoint.keep_last checkpoint.retry_after_steps logging.every_steps
+    checkpoint.keep_last checkpoint.retry_after_steps logging.every_steps phases.1.steps
 """
 NOT_NEGATIVE = """
     monitor.loss_min_rise_nats monitor.recheck_every_steps gsa.dense_below checkpoint.keep_every_steps
     phases.1.min_lr phases.1.warmup_steps phases.1.kl_coeff train.weight_decay evaluate.every_steps
-    checkpoint.save_retries run.seed run.time_limit_minutes run.slurm_margin_minutes
+    checkpoint.save_retries run.seed run.time_limit_minutes run.slurm_margin_minutes evaluate.tasks_every_steps
+    parallel.hang_limit_seconds
 """
 POSITIVE = """
     model.rotary_percent phases.1.indexer_lr_mult phases.1.gate_lr_mult train.adam_epsilon
@@ -101,7 +102,7 @@ def test_a_refused_config_has_one_line(moe_base: Path, overrides: list[str], fra
 def with_graphs(overrides: list[str]) -> list[str]:
     """Return the problems with CUDA graphs of a shipped config with these overrides."""
     config = load_config(GSA, ["train.cuda_graphs=on", *overrides], need_data=False)
-    return check_graphs(config, replicas=8)
+    return list(check_graphs(config, replicas=8))
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), with_ids(GRAPH_RULES))
@@ -155,7 +156,7 @@ def test_what_is_allowed(base: Path, moe_base: Path) -> None:
     for row in ["", *ALLOWED_WITH_GRAPHS.strip().splitlines()]:
         words = [each for word in row.split() for each in SHORT.get(word, [word])]
         assert with_graphs(words) == [], row
-    assert check_graphs(load_config(GSA, ["parallel.tensor=2"], need_data=False), 8) == []
+    assert list(check_graphs(load_config(GSA, ["parallel.tensor=2"], need_data=False), 8)) == []
     yarn = load_config(moe_base, SHORT["YARN"], world_size=1, need_data=False).model.rope_scaling
     assert (yarn.rope_type, yarn.factor) == ("yarn", 4.0)
 
@@ -213,7 +214,7 @@ def test_a_share_is_rounded_down_to_channels(base: Path, size: int, share: float
 def test_the_remedy_for_a_share_is_right_for_each_size() -> None:
     for size in range(2, 258):
         for share in (0.001, 0.3, 0.58, 0.77, 0.999):
-            model = ModelConfig(head_dim=size, rotary_percent=share)
-            for line in check_rotary(model):
+            for line in check_rotary(Config(model=ModelConfig(head_dim=size, rotary_percent=share))):
                 remedy = float(line.partition("; give ")[2].partition(",")[0])
-                assert check_rotary(ModelConfig(head_dim=size, rotary_percent=remedy)) == [], line
+                model = ModelConfig(head_dim=size, rotary_percent=remedy)
+                assert list(check_rotary(Config(model=model))) == [], line

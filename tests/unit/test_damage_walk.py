@@ -14,6 +14,7 @@ import pytest
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.files import MANIFEST, step_of
 from gsa_train.config import Config
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_ranges
@@ -45,14 +46,14 @@ def config_of(runs: Path) -> Config:
 def write_run(runs: Path) -> Path:
     """Write a run with checkpoints at steps 2 and 4."""
     config, folder = config_of(runs), runs / "run"
-    opened = open_run_folder(config, Start(), single_rank(), RunClock())
-    opened.log.close(0)
+    log, run_id, _ = open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))
+    log.close(0)
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     for step in STEPS:
         monitor = dataclasses.asdict(MonitorState())
-        fields = {"run_id": opened.run_id, "monitor": monitor}
-        write_checkpoint(opened.checkpoints, step, model, optimizer, config, **fields)
+        fields = {"run_id": run_id, "monitor": monitor}
+        write_checkpoint(folder / "checkpoints", step, model, optimizer, config, **fields)
     lines = [json.dumps({"step": step, "phase": "sparse", "loss": 4.5 + step / 7}) for step in range(1, 5)]
     for name in ("metrics.jsonl", "metrics_rewound.jsonl"):
         (folder / name).write_text("\n".join(lines) + "\n")
@@ -74,14 +75,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def start_in(folder: Path) -> Start:
     """Start with everything that is read before the model is made."""
     config = config_of(folder.parent)
-    lock = RunLock(folder, single_rank())
+    lock = RunLock(folder)
     lock.take()
     try:
         arguments = Arguments("", (), None, False, False, False, False, 1)
         start = choose_start(config, arguments, phase_ranges(config.phases), single_rank())
         with contextlib.redirect_stdout(io.StringIO()):
-            opened = open_run_folder(config, start, single_rank(), RunClock())
-        opened.log.close(0)
+            log, _, _ = open_run_folder(config, start, single_rank(), GoodputLog(RunClock()))
+        log.close(0)
     finally:
         lock.close()
     return start

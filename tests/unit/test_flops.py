@@ -135,27 +135,6 @@ RUNS = [
 ]
 
 
-def test_dropped_choices_cost_nothing():
-    phase = PhaseConfig(attention="dense", train="base")
-    whole = flops_per_token(MODEL, GSA, EXPERTS, phase, LENGTH)
-    fewer = flops_per_token(MODEL, GSA, EXPERTS, phase, LENGTH, dropped_share=0.25)
-    routed = 3 * 2 * 2 * EXPERTS.top_k * 3 * MODEL.hidden_size * EXPERTS.expert_ffn_hidden_size
-    assert whole.experts - fewer.experts == pytest.approx(0.25 * routed)
-    assert whole.total - fewer.total == pytest.approx(0.25 * routed)
-
-
-def test_a_measured_selection_replaces_the_assumed_one():
-    phase = PhaseConfig(attention="sparse", train="all")
-    assumed = flops_per_token(MODEL, GSA, DENSE, phase, LENGTH)
-    selected = mean_selected_keys(GSA, ONE_DOCUMENT.tolist())
-    same = flops_per_token(MODEL, GSA, DENSE, phase, LENGTH, mean_selected=selected)
-    half = flops_per_token(MODEL, GSA, DENSE, phase, LENGTH, mean_selected=selected / 2)
-    assert same == assumed
-    assert half.attention == pytest.approx(assumed.attention / 2)
-    assert half.kl_target == pytest.approx(assumed.kl_target / 2)
-    assert half.dense_equivalent == assumed.dense_equivalent
-
-
 SAMPLED = [(6 * STRETCH_ROWS, 0.3333), (2 * STRETCH_ROWS, 0.25), (STRETCH_ROWS, 0.5)]
 
 
@@ -181,10 +160,7 @@ def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, fraction, a
     assert dataclasses.replace(count, **unchanged) == dataclasses.replace(full, **unchanged)
 
 
-def test_mean_keys():
-    assert causal_mean_keys(4) == (1 + 2 + 3 + 4) / 4
-    windowed = dataclasses.replace(GSA, k_base=1, local_window=2)
-    assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
+def test_queries_with_few_keys_select_all_of_them():
     few = dataclasses.replace(GSA, dense_below=8)
     assert mean_selected_keys(few, ONE_DOCUMENT[:, :9].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 5 + 5) / 9
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from gsa_train.metrics.goodput import run_clock
 from gsa_train.metrics.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
-from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.goodput_log import GoodputLog, GoodputNotes
 from gsa_train.metrics.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
 from gsa_train.metrics.goodput.run_clock import RunClock, process_began
 from gsa_train.metrics.goodput.words import NAMES, start_up_in_words
@@ -245,9 +246,13 @@ def test_a_start_says_once_what_it_took_by_part() -> None:
     said = start_up_in_words(seconds)
     assert said.startswith("start-up 18s: import 4.2s, process groups 0.0s, health of devices 0.0s, reading")
     assert said.endswith("; then the first step 1.5s")
-    log = GoodputLog(RunClock())
-    assert str(log.start_up_in_words()).startswith("start-up ")
-    assert log.start_up_in_words() is None
+    messages: list[str] = []
+    notes = GoodputNotes(GoodputLog(RunClock()), messages.append, float, 1.5)
+    for _ in range(2):
+        notes.begin_phase(SPARSE, 0)
+        notes.after_step(Mock(trains=True, step=1))
+    (message,) = messages
+    assert message.startswith("start-up ")
 
 
 def test_a_file_that_is_gone_costs_no_step(tmp_path: Path) -> None:
@@ -296,16 +301,17 @@ def test_damaged_lines_are_left_out_and_the_next_start_writes_after_them(tmp_pat
 def test_which_start_at_step_0_goes_on_with_the_account(again, starts, tmp_path, capsys):
     logging = {"wandb": "disabled", "tensorboard": False}
     config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
-    first = open_run_folder(config, Start(), single_rank(), RunClock())
-    first.goodput.clock.begin("training")
-    first.goodput.note(3, "sparse")
-    first.goodput.close()
-    first.log.close(1)
-    opened = open_run_folder(config, again, single_rank(), RunClock())
-    assert len(opened.goodput.account().starts) == starts
+    first, second = GoodputLog(RunClock()), GoodputLog(RunClock())
+    log, _, _ = open_run_folder(config, Start(), single_rank(), first)
+    first.clock.begin("training")
+    first.note(3, "sparse")
+    first.close()
+    log.close(1)
+    log, _, _ = open_run_folder(config, again, single_rank(), second)
+    assert len(second.account().starts) == starts
     assert ("goodput: this run has lost " in capsys.readouterr().out) is (starts > 1)
     account = read_account(tmp_path / "run")
     assert [each.step for each in account.starts] == [0] * starts
     assert account.productive_seconds == 0
-    opened.goodput.close()
-    opened.log.close(0)
+    second.close()
+    log.close(0)

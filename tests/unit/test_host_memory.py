@@ -82,7 +82,7 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
     tensors = [torch.rand(300_000) for _ in range(3)]
     memory.reserve([tensor.nbytes for tensor in tensors])
     memory.pinned_like(tensors)
-    assert memory.block_bytes == 6 * MIB
+    assert sum(block.numel() for block in memory._blocks) == 6 * MIB
     memory.reserve([tensor.nbytes for tensor in tensors])
     into_the_rest_of_a_block = [*tensors, torch.rand(100_000)]
     for save in (tensors, tensors[:1], tensors, into_the_rest_of_a_block):
@@ -91,7 +91,7 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
     memory.pinned_like([*tensors, torch.rand(600_000)])
     assert len(made) == 4
     memory.release()
-    assert memory.block_bytes == 0
+    assert sum(block.numel() for block in memory._blocks) == 0
     memory.close()
 
 
@@ -103,7 +103,7 @@ def test_a_save_that_comes_early_waits_for_no_pause(monkeypatch: pytest.MonkeyPa
     for each in (memory, other):
         each.reserve([800_000] * 3)
     memory.pinned_like([torch.rand(200_000)] * 3)
-    assert memory.block_bytes == 3 * MIB
+    assert sum(block.numel() for block in memory._blocks) == 3 * MIB
     other.close()
 
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import errno
-import json
 import resource
 import shutil
+from contextlib import closing
 from unittest.mock import Mock
 
 import pytest
@@ -42,7 +42,7 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
     wandb_run = Mock(id="abc")
     wandb = WandbSink(wandb_run, tmp_path, Alerts(1.5))
     path = tmp_path / "metrics.jsonl"
-    with Sinks(tmp_path, TensorBoardSink(tmp_path / "tensorboard", None), wandb) as sinks:
+    with closing(Sinks(tmp_path, TensorBoardSink(tmp_path / "tensorboard", None), wandb)) as sinks:
         for step in (1, 2):
             sinks.log(step_record(step))
         before = path.read_bytes()
@@ -93,7 +93,7 @@ class ReluctantFile:
 @pytest.fixture
 def reluctant(tmp_path):
     """Return a metrics file, and the file below it, which accepts only what a test allows."""
-    file = MetricsFile(tmp_path / "metrics.jsonl", json.dumps, most_waiting_bytes=4 * 30)
+    file = MetricsFile(tmp_path / "metrics.jsonl", most_waiting_bytes=4 * 30)
     file._file = ReluctantFile(file._file, room=0)
     return file, file._file
 
@@ -139,7 +139,7 @@ def test_beyond_the_bound_the_oldest_lines_are_lost_and_named(tmp_path, reluctan
 
 
 def test_a_run_starts_and_goes_on_where_no_record_can_be_written(tmp_path, caplog):
-    with files_end_at(0), Sinks(tmp_path, None, None) as sinks:
+    with files_end_at(0), closing(Sinks(tmp_path, None, None)) as sinks:
         for step in (1, 2):
             sinks.log(step_record(step))
     first, last = caplog.messages
@@ -168,7 +168,7 @@ def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how)
     sinks = open_run(folder)
     for step in (1, 2):
         sinks.log(step_record(step))
-    assert not sinks.folder_was_gone
+    assert not sinks.folder_was_gone()
     if how == "removed":
         shutil.rmtree(folder)
     elif how == "moved":
@@ -182,7 +182,7 @@ def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how)
     assert steps_of(folder) == [1, 2, 3, 4]
     message = "metrics.jsonl was removed, moved or replaced during the run: it is written again"
     assert caplog.text.count(message) == 1
-    assert sinks.folder_was_gone is (how in ("removed", "moved"))
+    assert sinks.folder_was_gone() is (how in ("removed", "moved"))
     if how == "removed":
         shutil.rmtree(folder)
     sinks.close()

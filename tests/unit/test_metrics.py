@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gsa_train.data.batches import mean_causal_keys, to_micro_batch
-from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
+from gsa_train.metrics.record import Interval, Measured, data_totals, send_step, step_record
 from gsa_train.model.flops import flops_per_token
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
@@ -46,9 +46,8 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(phase, gsa, size):
     interval = Interval(steps=2, tokens=3000, seconds=1.5, wait_seconds=0.0)
     measured = Measured(interval, data_totals=data_totals({}, config.data), causal_keys=result.causal_keys)
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
-    reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
-    logged = LoggedStep(1, phase, {"base": 0.0}, grad_norm=1.0, tokens=64)
-    record = step_record(logged, reduced, interval, config, parallel, "fp32")
+    reduced = send_step(stats, result.loss_sum, tokens, measured, parallel)()
+    record = step_record(reduced, interval, phase, config, parallel, "fp32")
 
     visible = record["causal_keys"]
     assert visible == pytest.approx(float(mean_causal_keys(batches)))
@@ -65,7 +64,7 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(phase, gsa, size):
 def test_a_validation_has_no_mean_of_visible_keys() -> None:
     stats = tiny_model(tiny_config(gsa=STANDARD, phases=[DENSE])).runtime.stats
     measured = Measured(data_totals={"a": 3}, data_checksum=5)
-    reduced = reduce_step(stats, torch.ones(()), 2.0, measured, single_rank())
+    reduced = send_step(stats, torch.ones(()), 2.0, measured, single_rank())()
     assert (reduced.loss, reduced.causal_keys) == (0.5, None)
     assert (reduced.data_totals, reduced.data_checksum) == ({"a": 3}, 5)
     assert len(reduced.work_seconds) == 1

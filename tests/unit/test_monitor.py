@@ -10,6 +10,7 @@ import torch
 
 from gsa_train.arguments import Arguments
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.reliability.monitor.layer_watch import LayerWatch
@@ -186,7 +187,7 @@ def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_p
     start(without)
     assert (tmp_path / "run" / FILE).exists()  # until the run folder is opened
     chosen = choose_start(without, NEW, phase_ranges(without.phases), single_rank())
-    open_run_folder(without, chosen, single_rank(), RunClock()).log.close(0)
+    open_run_folder(without, chosen, single_rank(), GoodputLog(RunClock()))[0].close(0)
     assert not (tmp_path / "run" / FILE).exists()
     start(stopped)
 

@@ -12,7 +12,6 @@ import torch
 from gsa_train.config import PhaseConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer, lr_multipliers
-from gsa_train.optimizer.norms import update_norm
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -157,9 +156,9 @@ def test_the_update_norm_matches_the_change_in_the_weights(name: str, precision:
         before = weights()
         result = take_step(model, optimizer, random_batches(config, seed), config, LR)
         changes = [(new - old).square().sum() for new, old in zip(weights(), before, strict=True)]
-        norm = update_norm(optimizer.optimizer, optimizer.kind, result.verdict.applied, single_rank())
+        norm = optimizer.update_norm(result.verdict.applied)
         assert norm.item() == pytest.approx(torch.stack(changes).sum().sqrt().item(), rel=1e-4)
-        assert update_norm(optimizer.optimizer, optimizer.kind, torch.tensor(False), single_rank()) == 0
+        assert optimizer.update_norm(torch.tensor(False)) == 0
 
 
 # --- from phase to phase ----------------------------------------------------------------------------------

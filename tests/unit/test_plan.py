@@ -20,8 +20,9 @@ RANGES = phase_ranges(PHASES)
 
 def plan(step: int, skipped: set[int] | None = None, before: int = 0, save_is_due: bool = False) -> StepPlan:
     phase_range = next(each for each in RANGES if each.start < step <= each.end)
-    rest = {"skipped_steps": skipped or set(), "steps_before_start": before, "save_is_due": save_is_due}
-    return plan_step(step, phase_range, CONFIG, **rest)
+    train = dataclasses.replace(CONFIG.train, iterations_to_skip=sorted(skipped or ()))
+    config = dataclasses.replace(CONFIG, train=train)
+    return plan_step(step, phase_range, config, steps_before_start=before, save_is_due=save_is_due)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from gsa_train.profiling.step_breakdown import THE_END, Breakdown, Interval, breakdown
 from gsa_train.profiling.table import profile_table
-from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals
+from gsa_train.profiling.trace_events import BACKWARD, STEP
 
 MAIN, AUTOGRAD = 1, 2
 """Thread numbers of the profiler. Launches outside of operations get the main thread's."""
@@ -119,11 +119,6 @@ def test_time_on_the_device() -> None:
     assert waits[0][:2] == ["idle", "until"]
     assert waits[1] == ["add", "other", "0.5", "0.25", "25.0%"]
     assert sum(float(line[-2]) for line in waits[1:]) == pytest.approx(EXPECTED["idle"] / 2, abs=0.006)
-
-
-def test_what_no_host_event_tells_is_other() -> None:
-    events = tree([named(f"{STEP}*", 0, 10), kernel("gemm", 2, 5, 1)])
-    assert device_intervals(events) == [Interval("gemm", "other", 2, 5, 7)]
 
 
 # --- each instant of a device's time counts once -------------------------------------------------------------

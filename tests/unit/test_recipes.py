@@ -127,7 +127,6 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "        parsed = [parse_row(row, None, limit) for row in rows]\n",
             )
         ],
-        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".txt", ')],
     },
     "data format, other packing": {
         "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".jsonl.bz2", ')],
@@ -138,11 +137,10 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 '    if relpath.endswith(".bz2"):\n        return bz2.decompress(packed), ""\n',
             ),
         ],
-        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".jsonl.bz2", ')],
     },
     "derived metric": {
         "gsa_train/metrics/record.py": [
-            ('        "tokens": logged.tokens,', '        "perplexity": math.exp(reduced.loss),\n')
+            ('        "loss": reduced.loss,', '        "perplexity": math.exp(reduced.loss),\n')
         ]
     },
     "number from the device": {
@@ -150,16 +148,14 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ('    update_norm: torch.Tensor | None\n    """0-d fp32', "    squared: torch.Tensor\n"),
             ("        update_norm,\n        computed.z_loss_sum", "        computed.grad_norm**2,\n"),
         ],
-        "gsa_train/trainer.py": [
-            ("result.update_norm,", "result.squared, "),
-            ('"update_norm": numbers', '"squared": numbers.squared, '),
-        ],
+        "gsa_train/trainer.py": [("result.update_norm,", "result.squared, ")],
         "gsa_train/metrics/record.py": [
             ("    update_norm: torch.Tensor | None = None", "    squared: torch.Tensor | None = None\n"),
             ("    update_norm: float", "    squared: float | None\n"),
             ("measured.update_norm]", "measured.squared, "),
             ("update_norm) = sent()", "squared, "),
             ("            update_norm=None if", "            squared=squared,\n"),
+            ('        "update_norm": reduced', '        "squared": reduced.squared,\n'),
         ],
     },
     "service": {

@@ -35,14 +35,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
 )
 def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expected, tmp_path, environment):
-    parallel = single_rank()
+    single_rank()
     if opened_by is not None:
         environment.setenv("TORCHELASTIC_RUN_ID", opened_by)
         note_job_start(tmp_path)
         environment.delenv("TORCHELASTIC_RUN_ID")
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert is_restart(tmp_path, parallel) is expected
+    assert is_restart(tmp_path) is expected
     names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
     assert job_id() == next((variables[name] for name in names if name in variables), "")
 
@@ -51,14 +51,15 @@ def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expecte
 def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environment):
     """Without --rdzv-id the jobs of torchrun on several nodes have no distinct ids. A first start opened the run folder
     at second 100. A later start is a restart of the same job if torchrun began before second 100 on any node."""
+    single_rank()
     for name, value in NAMELESS.items():
         environment.setenv(name, value)
     environment.setattr(job_start, "time", SimpleNamespace(time=lambda: 100.0))
     note_job_start(tmp_path)
     environment.setattr(job_start, "job_start_time", lambda: started[0])
 
-    def gather(found: list, own: tuple) -> None:
+    def gather(found: list, own: tuple, group: None) -> None:
         found[:] = [own, (*own[:4], started[1])]
 
     environment.setattr(dist, "all_gather_object", gather)
-    assert is_restart(tmp_path, single_rank()) is (min(started) < 100)
+    assert is_restart(tmp_path) is (min(started) < 100)

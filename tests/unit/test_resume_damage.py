@@ -11,6 +11,7 @@ import pytest
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.config import Config
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.optimizer.mcore import build_optimizer
@@ -19,7 +20,7 @@ from gsa_train.run.folder import open_run_folder
 from gsa_train.run_folder.job_start import SUBMISSION, note_job_start
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from helpers.checkpoints import write_checkpoint
-from helpers.run_contents import cut
+from helpers.damage import cut
 from helpers.saving import names_in
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
@@ -55,7 +56,7 @@ def start_of(config: Config, **arguments: Any) -> Start:
 
 def go_on(config: Config, **arguments: Any) -> Start:
     start = start_of(config, **arguments)
-    open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, start, single_rank(), GoodputLog(RunClock()))[0].close(0)
     return start
 
 
@@ -108,7 +109,7 @@ def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
 
 def test_where_all_are_damaged_nothing_starts_at_step_0_unasked(config: Config) -> None:
     for step in STEPS:
-        cut(checkpoints_of(config) / f"step_{step:08d}")
+        cut(checkpoints_of(config) / f"step_{step:08d}" / "__0_0.distcp")
     before = names_in(checkpoints_of(config))
     said = r"(?s)no intact checkpoint .*\n  step_00000006: .*--no-resume"
     with pytest.raises(ResumeError, match=said) as error:

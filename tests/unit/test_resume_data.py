@@ -9,14 +9,14 @@ from unittest.mock import Mock
 import pytest
 import sentencepiece
 
-from gsa_data import listing, source_weights
+from gsa_data import source_weights
 from gsa_data.faults import DataFault, Reading
 from gsa_data.stream import whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet
 from gsa_train.config import Config, DataConfig
 from gsa_train.config.checks import LARGEST_SOURCE_WEIGHT
-from gsa_train.config.file_checks import DATA_FORMATS, longest_read_seconds
+from gsa_train.config.file_checks import longest_read_seconds
 from gsa_train.data import batches
 from gsa_train.data.batches import TrainBatches, fingerprints, read_validation_sets, shared_validation_sets
 from gsa_train.data.tokenizer import load_tokenizer
@@ -210,13 +210,11 @@ def test_a_start_warns_once_of_lost_newlines(tmp_path, config, tokenizer, caplog
 
 
 def test_names_that_the_config_repeats() -> None:
-    assert listing.FORMATS + listing.OTHER_FORMATS == DATA_FORMATS
     assert source_weights.MAX_WEIGHT == LARGEST_SOURCE_WEIGHT
     for retries in (0, 5, 12):
         reading = Reading(retries=retries, timeout_seconds=7.0)
         data = DataConfig(read_retries=retries, read_timeout_seconds=7.0)
         assert longest_read_seconds(data) == reading.longest_wait_seconds
-    assert Reading().longest_wait_seconds == longest_read_seconds(DataConfig())
 
 
 @pytest.mark.parametrize(("workers", "is_said"), [(2, False), (3, True)])

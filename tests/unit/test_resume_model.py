@@ -33,13 +33,10 @@ YARN = {"rope_scaling": RopeScalingConfig("yarn", 4.0, 64)}
 @pytest.mark.parametrize(
     ("saved", "changes", "said"),
     [
-        (CONFIG, {"gsa": {"key_group_size": 16, "k_min": 16}}, r"gsa\.key_group_size = 16: .* has 1"),
-        (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4: the checkpoint has 2"),
+        (CONFIG, {"gsa": {"key_group_size": 16, "k_min": 16}}, r"gsa\.key_group_size = 16 here, 1 in"),
+        (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4 here, 2 in the checkpoint"),
         (CONFIG, {"model": YARN}, r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"),
-        (EXPERTS, {"moe": {"top_k": 4}}, r"moe\.top_k = 4: the checkpoint has"),
-        (EXPERTS, {"moe": {"routed_scale": 2.0}}, r"moe\.routed_scale = 2\.0: the checkpoint has"),
-        (EXPERTS, {"moe": {"balancing": "none"}}, r"moe\.balancing = none: the checkpoint has"),
-        (EXPERTS, {"moe": {"experts": 0}}, r"moe\.experts = 0: the checkpoint has"),
+        (EXPERTS, {"moe": {"experts": 0}}, r"moe\.experts = 0 here, .* in the checkpoint"),
     ],
 )
 def test_another_meaning_of_the_weights_is_refused(saved: Config, changes: dict[str, Any], said: str) -> None:
@@ -65,7 +62,7 @@ def test_a_field_that_the_checkpoint_does_not_have_stood_at_its_default() -> Non
         (changed(CONFIG, gsa={"local_window": 3}), "gsa.local_window = 3"),
         (EXPERTS, "moe.experts = 8"),
     ):
-        with pytest.raises(ResumeError, match=f"{said}: the checkpoint has 0"):
+        with pytest.raises(ResumeError, match=f"{said} here, 0 in the checkpoint"):
             resume(other, yaml.safe_dump(saved))
 
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
@@ -38,6 +39,11 @@ sys.stdin.read()
 """Another process's run."""
 
 
+@pytest.fixture(autouse=True)
+def world() -> None:
+    single_rank()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     logging = {"wandb": "disabled", "tensorboard": False}
@@ -54,7 +60,7 @@ def open_at(step: int, config: Config, validation_due: bool = False) -> None:
     checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
     state = dataclasses.replace(run_state(step, config), validation_due=validation_due)
     start = Start(checkpoint, state, same_run=True)
-    open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, start, single_rank(), GoodputLog(RunClock()))[0].close(0)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
     command = [sys.executable, "-c", HOLD, str(tmp_path / FILE)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "held\n"
-    lock = RunLock(tmp_path, single_rank())
+    lock = RunLock(tmp_path)
     with pytest.raises(
         RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on .* delete"
     ):
@@ -97,11 +103,11 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
 def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"file/run cannot be written: .*set run\.dir"):
-        RunLock(tmp_path / "file" / "run", single_rank()).take()
+        RunLock(tmp_path / "file" / "run").take()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("")
     for name in ("run", "mine"):
-        lock = RunLock(tmp_path / name, single_rank())
+        lock = RunLock(tmp_path / name)
         lock.take()
         assert (tmp_path / name / FILE).exists()
         lock.take_back()
@@ -185,7 +191,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
         path.hardlink_to(target)
     else:
         path.symlink_to(target)
-    lock = RunLock(run, single_rank())
+    lock = RunLock(run)
     appended = name in ("starts.jsonl", "goodput.jsonl", "metrics.jsonl") and leads == "symbolic"
     locked = name == FILE and "tmp" not in leads
     if appended or locked:
@@ -205,7 +211,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tm
 def test_a_pipe_in_place_of_a_file_is_named_at_once(run_dir: Path) -> None:
     os.mkfifo(run_dir / FILE)
     with pytest.raises(RunFolderError, match=r"it is not a plain file, .* remove it .*/lock"):
-        RunLock(run_dir, single_rank()).take()
+        RunLock(run_dir).take()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
@@ -214,12 +220,12 @@ def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, ru
     run, disk = run_dir, tmp_path / "disk"
     (disk / "lost+found").mkdir(parents=True)
     (run / name).symlink_to(disk)
-    open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))[0].close(0)
     assert (run / name).resolve() == disk
     assert "stays one" not in caplog.text
     (run / "checkpoints" / "step_00000002").mkdir()
 
-    open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
+    open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))[0].close(0)
     assert (run / name).resolve() == disk
     assert not (run / "checkpoints" / "step_00000002").exists()
     assert len(list((run / "previous").glob("*/checkpoints/step_00000002"))) == 1
@@ -235,7 +241,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
     with pytest.raises(
         RunFolderError, match=r"link to .*unmounted, where no folder is; mount .*/checkpoints"
     ):
-        open_run_folder(config, Start(), single_rank(), RunClock())
+        open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
@@ -252,7 +258,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
 
     open_lock = run_lock._open
     monkeypatch.setattr(run_lock, "_open", open_and_lose)
-    lock = RunLock(tmp_path / "run", single_rank())
+    lock = RunLock(tmp_path / "run")
     lock.take()
     assert opened == [path, path]
     assert path.read_text().startswith("process ")
@@ -261,7 +267,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
 
 def test_a_refused_start_removes_no_folder_in_which_another_has_trained(tmp_path, monkeypatch):
     """The two starts check for the folder before one of them makes it."""
-    first, second = (RunLock(tmp_path / "run", single_rank()) for _ in range(2))
+    first, second = (RunLock(tmp_path / "run") for _ in range(2))
 
     def open_late(path: Path) -> IO[str]:
         monkeypatch.undo()
@@ -295,6 +301,5 @@ def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
     assert source_commit(tmp_path) is None
     monkeypatch.setenv("GSA_COMMIT", "def")
     assert source_commit(tmp_path / "source") == commit
-    assert (
-        source_commit(Path(__file__).parents[2]) == source_commit(tmp_path) == "def"
-    )  # a checkout may be newer than its git
+    # A checkout may be newer than its git.
+    assert source_commit(Path(__file__).parents[2]) == source_commit(tmp_path) == "def"

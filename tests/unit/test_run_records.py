@@ -13,10 +13,28 @@ from gsa_eval.run_records import KINDS
 from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
 from gsa_train.metrics.goodput.ledger import read_account
 from helpers.checkpoints import CONFIG, run_state
-from helpers.report_runs import SPIKE, START, write_run
 
 ODD = ["x", "NaN", "\ud800", -1, 1.5, True, 10**400, 1e300, [], [1, [2]], {}, {"a": [1]}, {"a": {"b": 1}}]
 """Values of other types, and beyond the limits of files."""
+PHASES = ((30, "warm-up"), (60, "sparse"))
+START = {"layout": "2 ranks on cpu", "device": "x86", "host": "node7", "commit": "abc123", "torch": "2.13"}
+SPIKE = {"event": "spike", "phase": "sparse", "signal": "loss", "value": 9.0, "threshold": 7.5}
+
+
+def write_run(folder, *events, every=10, starts=(0,)):
+    folder.mkdir(parents=True)
+    records = []
+    for step in range(every, 61, every):
+        phase = next(name for end, name in PHASES if step <= end)
+        record = {"step": step, "phase": phase, "loss": 8.0 - step / 20, "tokens": 1000 * step}
+        record |= {"lrs": {"base": 1e-3}, "layer_recall": [0.25, None if step < 20 else 0.5]}
+        record |= {"head_first_token_attention": [[0.1, 0.5], [step / 100, "NaN"]]}
+        records.append(record)
+    records += events
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "config.yaml").write_text("run:\n  name: <script>alert(1)</script>\n")
+    lines = [json.dumps({"unix_seconds": 1e9 + step, "step": step, **START}) for step in starts]
+    (folder / "starts.jsonl").write_text("\n".join(lines) + "\n" + '{"unix_sec')
 
 
 def write_all_that_is_read(folder):
@@ -146,8 +164,12 @@ def test_no_damaged_record_keeps_a_card_from_being_written(tmp_path, name, kinds
     [
         ("metrics.jsonl", "phase", r"metrics\.jsonl: record 3 of 10 has no phase; left out"),
         ("metrics.jsonl", "step", r"metrics\.jsonl: record 3 of 10 is not an object with a step; left out"),
-        ("starts.jsonl", "layout", r"starts\.jsonl: start 3 has no layout; left out"),
-        ("starts.jsonl", "unix_seconds", r"starts\.jsonl: start 3 is not an object with unix_seconds; left"),
+        ("starts.jsonl", "layout", r"starts\.jsonl: start 3 of 3 has no layout; left out"),
+        (
+            "starts.jsonl",
+            "unix_seconds",
+            r"starts\.jsonl: start 3 of 3 is not an object with unix_seconds; left",
+        ),
         ("goodput.jsonl", "kind", r"goodput\.jsonl: record 2 of 2 is not what lines of its kind are; left"),
         ("metrics_rewound.jsonl", "signal", r"record 1 of 1 is of event spike without signal; left out"),
     ],

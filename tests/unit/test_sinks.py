@@ -5,6 +5,7 @@ import math
 import random
 import re
 import struct
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +15,6 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.panels import BEST, PANELS, SECTIONS, tag_of
 from gsa_train.metrics.record_format import go_back, read_records, to_scalars, validation_prefixes
-from gsa_train.metrics.sinks import open_sinks
 from gsa_train.run.run_log import RunLog
 from helpers.run_logs import (
     numbers_of_event_files,  # noqa: F401 - pytest finds it here
@@ -32,7 +32,7 @@ def test_floats_read_back_bit_equal(tmp_path):
     values = [struct.unpack("d", generator.randbytes(8))[0] for _ in range(500)]
     values = [value for value in values if math.isfinite(value)]
     values += [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3]
-    with open_run(tmp_path) as sinks:
+    with closing(open_run(tmp_path)) as sinks:
         sinks.log(step_record(1, layer_recall=values, lrs={"base": 0.1 + 0.2}, tokens=2**60))
     (record,) = read_strictly(tmp_path / "metrics.jsonl")
     assert [v.hex() for v in record["layer_recall"]] == [v.hex() for v in values]
@@ -41,7 +41,7 @@ def test_floats_read_back_bit_equal(tmp_path):
 
 
 def test_non_finite_numbers_are_visible_and_legal_json(tmp_path):
-    with open_run(tmp_path) as sinks:
+    with closing(open_run(tmp_path)) as sinks:
         record = step_record(1, loss=math.nan, grad_norm=math.inf, layer_recall=[0.5, -math.inf, None])
         sinks.log(record | {"phase": "NaN"})  # a phase of this name keeps it
     (record,) = read_strictly(tmp_path / "metrics.jsonl")
@@ -54,7 +54,7 @@ def test_non_finite_numbers_are_visible_and_legal_json(tmp_path):
 
 
 def test_resume_drops_what_will_run_again(tmp_path):
-    with open_run(tmp_path) as sinks:
+    with closing(open_run(tmp_path)) as sinks:
         for step in range(1, 8):
             sinks.log(step_record(step))
         sinks.log({"event": "validation", "step": 4, "phase": "sparse", "validation_loss": 2.0})
@@ -72,13 +72,13 @@ def test_resume_drops_what_will_run_again(tmp_path):
 
 @pytest.mark.parametrize("tail", ['{"step": 4, "loss": 0.1', '{"step": 4, "loss": 0.1\n', "\x00\x00\x00"])
 def test_half_written_last_line_is_dropped(tmp_path, tail):
-    with open_run(tmp_path) as sinks:
+    with closing(open_run(tmp_path)) as sinks:
         for step in (1, 2, 3):
             sinks.log(step_record(step))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(tail)
     assert steps_of(tmp_path) == [1, 2, 3]
-    with open_run(tmp_path, resume_step=3) as sinks:
+    with closing(open_run(tmp_path, resume_step=3)) as sinks:
         sinks.log(step_record(4))
     assert [record["step"] for record in read_strictly(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -91,8 +91,7 @@ def test_damaged_records_are_named_and_kept_and_the_others_go_on(tmp_path, caplo
     assert [record["step"] for record in read_records(path)] == [1, 3]
     assert re.search(r"metrics\.jsonl: record 2 of 3 is not .*; left out", caplog.text)
     for _ in range(2):  # the second resume finds nothing
-        with open_run(tmp_path, resume_step=3):
-            pass
+        open_run(tmp_path, resume_step=3).close()
     assert steps_of(tmp_path) == [1, 3]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
     assert caplog.text.count("kept as metrics.jsonl.damaged") == 1
@@ -101,7 +100,7 @@ def test_damaged_records_are_named_and_kept_and_the_others_go_on(tmp_path, caplo
 def test_a_file_from_which_nothing_is_dropped_is_not_written_again(tmp_path):
     """The file may have hundreds of MB, and all ranks wait for it."""
     path = tmp_path / "metrics.jsonl"
-    with open_run(tmp_path) as sinks:
+    with closing(open_run(tmp_path)) as sinks:
         for step in (10, 20):
             sinks.log(step_record(step))
     before = path.stat().st_ino
@@ -119,15 +118,13 @@ def test_a_file_from_which_nothing_is_dropped_is_not_written_again(tmp_path):
 def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
     logging = LoggingConfig(tensorboard=True, wandb="disabled")
     for loss in (1.0, 2.0, 3.0):
-        with open_run(tmp_path, logging=logging) as sinks:
+        with closing(open_run(tmp_path, logging=logging)) as sinks:
             sinks.log(step_record(1, loss=loss))
             sinks.finish({"loss": loss})
         fault = tmp_path / "faults" / "20260101-000000" / "report.txt"
         fault.parent.mkdir(parents=True)
         fault.write_text(f"hang of {loss}")
-        (tmp_path / "evaluations" / "last").mkdir(
-            parents=True
-        )  # of weights that the next start does not have
+        (tmp_path / "evaluations" / "last").mkdir(parents=True)  # of weights that the next start lacks
     assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3.0]
     previous = sorted((tmp_path / "previous").iterdir())
     assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]
@@ -164,7 +161,7 @@ def test_names_of_validation_sets(tmp_path):
     assert validation_prefixes(record) == {"validation": "validation"}
     record |= {"validation_set": "NaN", "validation_a_loss": 1.0, "validation_a_perplexity": 2.0}
     record |= {"validation_a_loss_by_source": {"C4": math.nan}, "validation_b_loss": 1.0}
-    with open_run(tmp_path) as sinks:
+    with closing(open_run(tmp_path)) as sinks:
         sinks.log(record)
     (read,) = read_records(tmp_path / "metrics.jsonl")
     assert validation_prefixes(read) == {"validation": "NaN", "validation_a": "a", "validation_b": "b"}
@@ -173,7 +170,7 @@ def test_names_of_validation_sets(tmp_path):
 
 
 def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
-    with open_run(tmp_path, logging=LoggingConfig(tensorboard=True, wandb="disabled")) as sinks:
+    with closing(open_run(tmp_path, logging=LoggingConfig(tensorboard=True, wandb="disabled"))) as sinks:
         sinks.log(step_record(1, loss=1.0, lrs={"base": 1.0}))
     events = tensorboard_of(tmp_path)
     (tensor,) = events.Tensors("custom_scalars__config__")
@@ -188,14 +185,14 @@ def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
 
 def test_steps_that_run_again_move_to_a_file_of_their_own_and_are_shown_once(tmp_path):
     logging = LoggingConfig(tensorboard=True, wandb="disabled")
-    with open_run(tmp_path, logging=logging) as sinks:
+    with closing(open_run(tmp_path, logging=logging)) as sinks:
         for step in range(1, 7):
             sinks.log(step_record(step, loss=1.0, layer_recall=[0.25, 0.5]))
-    with open_run(tmp_path, resume_step=3, logging=logging) as sinks:
+    with closing(open_run(tmp_path, resume_step=3, logging=logging)) as sinks:
         for step in (4, 5, 6):
             sinks.log(step_record(step, loss=2.0, layer_recall=[0.25, 0.5]))
         sinks.log({"event": "spike", "step": 6, "phase": "sparse", "signal": "NaN", "value": math.nan})
-    with open_run(tmp_path, resume_step=5, logging=logging, keeps_later=True) as sinks:
+    with closing(open_run(tmp_path, resume_step=5, logging=logging, keeps_later=True)) as sinks:
         sinks.log(step_record(6, loss=9.0, layer_recall=[0.25, 0.5]))
     records = read_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
@@ -209,11 +206,9 @@ def test_steps_that_run_again_move_to_a_file_of_their_own_and_are_shown_once(tmp
 
 # --- late records ------------------------------------------------------------------------------------------
 
-LOGGING = LoggingConfig(tensorboard=False, wandb="disabled")
-
 
 def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tmp_path: Path) -> None:
-    log = RunLog(open_sinks(LOGGING, tmp_path, ["sparse"], None, wandb=None), Mock(), None, writes_late=True)
+    log = RunLog(open_run(tmp_path), Mock(), None, writes_late=True)
 
     def log_late(step: int) -> None:
         def make_and_log() -> None:
@@ -242,15 +237,6 @@ def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tm
     log_late(5)
     log.close(0)
     assert logged() == [*expected, (5, None), (5, "warning")]
-
-
-def test_where_nothing_is_written_late_records_are_made_all_the_same():
-    made = []
-    log = RunLog(None, None, None, writes_late=True)
-    log.log_late(lambda: made.append(1))
-    assert made == []
-    log.write_late()
-    assert made == [1]
 
 
 def test_the_list_of_panels_is_one():

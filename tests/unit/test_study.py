@@ -14,7 +14,7 @@ import yaml
 
 from gsa_study.commands.study import main
 from gsa_study.jobs import Job, jobs_of
-from gsa_study.plan import Ended, judge, next_job
+from gsa_study.plan import judge, next_job
 from gsa_study.states import (
     FAILURES,
     JobState,
@@ -54,16 +54,6 @@ def test_the_arm_overrides_the_command_line_which_overrides_the_study_and_the_ba
     for word in ("gsa.k_base=12", "phases.0.lr=1e-5", "phases=[]"):
         with pytest.raises(ConfigError, match=r"= .*: arm one sets it; leave it out"):
             load_study(path, [word], need_data=False)
-
-
-def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
-    ruler = {"ruler": [512, 1024], "ruler_samples": 20}
-    needle = {"name": "needle", "arms": ["two"], **ruler, "validation": True}
-    study = load(tmp_path, seeds=[1], evaluations=[needle])
-    (job,) = (job for job in jobs_of(study) if job.kind == "evaluate")
-    assert job.run.arm == "two"
-    words = "--ruler 512,1024 --ruler-samples 20 --validation"
-    assert " ".join(job.command).endswith(words)
 
 
 def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
@@ -129,24 +119,26 @@ def test_the_command_refuses_a_mistake_in_one_line(tmp_path, monkeypatch, capsys
     assert "did you mean seeds?" in capsys.readouterr().err
 
 
-DENSE_AND_SPARSE = [
-    {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
-    {"name": "sparse"},
-]
-
-
-def test_evaluations_take_each_length(tmp_path: Path) -> None:
+def test_evaluations_take_each_length_and_may_be_of_some_arms(tmp_path: Path) -> None:
     far = {"data": {"books": "/tmp"}, "context_lengths": [64, 128]}
     far |= {"name": "far", "settings": ["gsa.adaptive_k=off"]}
-    jobs = jobs_of(load(tmp_path, arms=DENSE_AND_SPARSE, seeds=[1], evaluations=[far]))
+    needle = {
+        "name": "needle",
+        "arms": ["two"],
+        "ruler": [512, 1024],
+        "ruler_samples": 20,
+        "validation": True,
+    }
+    jobs = jobs_of(load(tmp_path, seeds=[1], evaluations=[far, needle]))
     assert [(job.run.arm, job.kind, job.name) for job in jobs] == [
-        ("dense", "train", ""),
-        *(("dense", "evaluate", f"far-L{length}") for length in (64, 128)),
-        ("sparse", "train", ""),
-        *(("sparse", "evaluate", f"far-L{length}") for length in (64, 128)),
+        ("one", "train", ""),
+        *(("one", "evaluate", f"far-L{length}") for length in (64, 128)),
+        ("two", "train", ""),
+        *(("two", "evaluate", name) for name in ("far-L64", "far-L128", "needle")),
     ]
     words = "--name far-L128 --data books=/tmp --context-length 128 gsa.adaptive_k=off"
-    assert " ".join(jobs[-1].command).endswith(words)
+    assert " ".join(jobs[2].command).endswith(words)
+    assert " ".join(jobs[-1].command).endswith("--ruler 512,1024 --ruler-samples 20 --validation")
 
 
 # ---- planning
@@ -171,7 +163,11 @@ def test_jobs_start_in_order_where_devices_are_free_and_training_is_over(runs: S
     assert next_job([narrow], [], None) == narrow
 
 
-ENDED = Ended(code=1, complete=False, progressed=False, stopping=False)
+ENDED = {
+    "code": 1,
+    "error": "",
+    **dict.fromkeys(("complete", "progressed", "stopping", "monitor_stop"), False),
+}
 
 
 @pytest.mark.parametrize(
@@ -194,9 +190,9 @@ ENDED = Ended(code=1, complete=False, progressed=False, stopping=False)
     ],
 )
 def test_how_a_job_ended_decides_what_follows(changes: Mapping[str, Any], what: str, reason: str) -> None:
-    verdict = judge(dataclasses.replace(ENDED, **changes))
-    assert verdict.what == what
-    assert reason in verdict.reason
+    found, why = judge(**{**ENDED, **changes})
+    assert found == what
+    assert reason in why
 
 
 # ---- states

@@ -141,7 +141,7 @@ def test_every_number_of_the_report_has_run_config_and_commit(compared, monkeypa
     assert line == f"one,2,validation,val_loss,at the end,9.0,{folder},{folder}/config.yaml,0123456789abcdef"
     arms = (out / "arms.csv").read_text()
     assert f"one,validation,val_loss,at the end,2,8.5,{math.sqrt(0.5)!r},0" in arms
-    assert run_rows(read_results(compared, {}))[4][1] == "after step 6 of 10"
+    assert run_rows(read_results(compared, {}), out)[4][1] == "after step 6 of 10"
 
 
 def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:

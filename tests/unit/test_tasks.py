@@ -17,6 +17,7 @@ import torch
 
 from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
+from gsa_train import trainer
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config
@@ -27,7 +28,7 @@ from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.mcore.build import Model
 from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.reliability.hang_watchdog import ACTIVITIES
-from gsa_train.run.validate import Tasks
+from gsa_train.run.validate import validate_tasks
 from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
 from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
@@ -200,7 +201,7 @@ def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
 def test_an_error_in_tasks_costs_no_step(places, undisturbed, tmp_path, monkeypatch):
     """A step that also saves does so before its tasks."""
     with monkeypatch.context() as patched:
-        patched.setattr(Tasks, "on_tasks", Mock(side_effect=RuntimeError("no such continuation")))
+        patched.setattr(trainer, "validate_tasks", Mock(side_effect=RuntimeError("no such continuation")))
         with pytest.raises(RuntimeError, match="no such continuation"):
             trained(tmp_path, places, save_every_steps=2)
     saved = find_checkpoint(tmp_path)
@@ -257,14 +258,14 @@ def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path
     config = tiny_config(run={"dir": str(tmp_path), "name": "r"}, evaluate=evaluate)
     run = tiny_run(config, model, step=3)
     for _ in range(2):
-        Tasks(run).on_tasks(3, "sparse", lambda: None)
+        validate_tasks(run, "sparse", lambda: None)
     assert len(calls) == 1
     for scored, expected in ((False, 2), (True, 2)):
         lines = [{"step": 3, "phase": "sparse", "event": "tasks"}] * scored
         (tmp_path / "r").mkdir(exist_ok=True)
         (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         again = tiny_run(config, model, step=3, start=Mock(spec=Start, step=3))
-        Tasks(again).on_tasks(3, "sparse", lambda: None)
+        validate_tasks(again, "sparse", lambda: None)
         assert len(calls) == expected
 
 

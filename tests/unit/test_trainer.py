@@ -100,7 +100,7 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypa
     config = tiny_config([first, second], logging={"every_steps": 1000}, train=skipped)
     model = tiny_model(config, variance_ema=0.02)
     records: list[dict[str, Any]] = []
-    run = tiny_run(config, model, sinks=Mock(log=records.append), skipped_steps=frozenset([4]))
+    run = tiny_run(config, model, sinks=Mock(log=records.append))
     ticks = itertools.count(0.0, 1.0)
     monkeypatch.setattr(work_time, "time", Mock(perf_counter=lambda: next(ticks)))
     for phase_range in phase_ranges(config.phases):
@@ -188,13 +188,11 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(part, monkeypatch):
 
 def test_batches_left_out_are_told_of_also_after_a_range_that_a_start_before_has_left_out() -> None:
     phase = dataclasses.replace(SPARSE, steps=7)
-    config = tiny_config([phase])
+    config = tiny_config([phase], train={"iterations_to_skip": [2, 3, 4, 5, 7]})
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
-    skipped = frozenset([2, 3, 4, 5, 7])
-    sinks = Mock(log=records.append)
-    run = tiny_run(config, model, sinks=sinks, start=Mock(step=2), step=2, skipped_steps=skipped)
+    run = tiny_run(config, model, sinks=Mock(log=records.append), start=Mock(step=2), step=2)
     service = Mock(spec=Service)
     run.listening.append(service)
     run_phase(run, phase_ranges(config.phases)[0], optimizer)

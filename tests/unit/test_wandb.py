@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -51,14 +51,14 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
         places.append(wandb_sink.place())
         return open_sinks(logging, tmp_path, ["sparse"], resume_step, wandb_sink)
 
-    with open_run(None, None) as sinks:
+    with closing(open_run(None, None)) as sinks:
         run_id = sinks.wandb_run_id
         sinks.log(step_record(1, loss=math.nan, layer_recall=[0.5]))
         sinks.log(step_record(2))
     assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id}"))
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
-    with open_run(1, run_id) as sinks:
+    with closing(open_run(1, run_id)) as sinks:
         assert sinks.wandb_run_id == run_id
         sinks.log(step_record(2))  # runs again: not rejected, unlike a repeated W&B step
         sinks.log(event("checkpoint", 2, checkpoint_bytes=5))

@@ -76,9 +76,7 @@ def test_the_share_matches_the_text_as_it_is_packed() -> None:
     half = [to_micro_batch(each, EOS, False) for each in (blocks([17]), short)]
     assert "46%" in (dense_queries_warning(CONFIG, half) or "")  # 13 of 28 with two keys
     with_filler = to_micro_batch(blocks([12], filler=5), EOS, False)
-    assert (
-        dense_queries_warning(CONFIG, [with_filler]) is None
-    )  # 7 of 11; of all 16 it would be less than half
+    assert dense_queries_warning(CONFIG, [with_filler]) is None  # 7 of 11; of all 16: less than half
 
 
 def test_queries_that_attend_to_all_by_rule_count_as_dense() -> None:

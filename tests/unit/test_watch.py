@@ -23,7 +23,7 @@ from gsa_train.reliability.hang_watchdog import (
 TIMEOUT = 60.0
 
 
-def beat(number: int = 1, progress: int = 1, step: int = 7, activity: str = "training") -> Beat:
+def beat(step: int = 7, activity: str = "training", number: int = 1, progress: int = 1) -> Beat:
     return Beat(number, progress, step, ACTIVITIES.index(activity), "node", 100, TIMEOUT)
 
 
@@ -31,28 +31,24 @@ def named(fault: str) -> list[int]:
     return [int(line.split()[1]) for line in fault.splitlines() if line.endswith("<--")]
 
 
-def place(step: int = 7, activity: str = "training") -> Beat:
-    return beat(step=step, activity=activity)
-
-
 @pytest.mark.parametrize(
     ("ages", "expected"),
     [
-        ([Age(place(), 0, 59), Age(place(), 59, 10)], None),  # it goes on
+        ([Age(beat(), 0, 59), Age(beat(), 59, 10)], None),  # it goes on
         (
-            [Age(place(), 0, 61), Age(place(), 58, 60), Age(place(), 1, 61)],
+            [Age(beat(), 0, 61), Age(beat(), 58, 60), Age(beat(), 1, 61)],
             [1],
         ),  # no heartbeat; the others wait
-        ([Age(place(), 0, 61), Age(place(), 0, 61), Age(place(activity="reading text"), 0, 62)], [2]),
-        ([Age(place(), 0, 61), Age(place(6, "saving"), 0, 62), Age(place(), 0, 61)], [1]),
+        ([Age(beat(), 0, 61), Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 62)], [2]),
+        ([Age(beat(), 0, 61), Age(beat(6, "saving"), 0, 62), Age(beat(), 0, 61)], [1]),
         # The rank that waits longest began to wait before the other rank blocked.
-        ([Age(place(), 0, 61), Age(place(), 55, 57)], [1]),
-        ([Age(place(), 0, 61), Age(place(activity="saving"), 0, 40)], [1]),
-        ([Age(place(), 0, 61), Age(place(), 20, 61)], None),  # a late heartbeat is waited for
-        ([Age(place(), 0, 71), Age(place(), 30, 71)], [1]),
-        ([Age(place(), 0, 71), Age(beat(number=2), 0, 71)], [0, 1]),
-        ([Age(place(), 0, 90), Age(place(), 20, 90)], [0, 1]),  # for ever late
-        ([Age(place(), 0, 61), Age(place(), 0, 59)], [0, 1]),  # all at one place
+        ([Age(beat(), 0, 61), Age(beat(), 55, 57)], [1]),
+        ([Age(beat(), 0, 61), Age(beat(activity="saving"), 0, 40)], [1]),
+        ([Age(beat(), 0, 61), Age(beat(), 20, 61)], None),  # a late heartbeat is waited for
+        ([Age(beat(), 0, 71), Age(beat(), 30, 71)], [1]),
+        ([Age(beat(), 0, 71), Age(beat(number=2), 0, 71)], [0, 1]),
+        ([Age(beat(), 0, 90), Age(beat(), 20, 90)], [0, 1]),  # for ever late
+        ([Age(beat(), 0, 61), Age(beat(), 0, 59)], [0, 1]),  # all at one place
     ],
 )
 def test_which_ranks_are_named(ages: list[Age], expected: list[int] | None) -> None:
@@ -61,11 +57,11 @@ def test_which_ranks_are_named(ages: list[Age], expected: list[int] | None) -> N
 
 
 def test_a_process_without_heartbeat_is_said_to_be_gone() -> None:
-    fault = find_fault([Age(place(8), 0, 61), Age(place(8), 58, 60)], TIMEOUT)
+    fault = find_fault([Age(beat(8), 0, 61), Age(beat(8), 58, 60)], TIMEOUT)
     assert "rank 1 on node (process 100): training after step 8" in fault
     assert "frozen or gone" in fault.lower()
     assert ALL_SAFE not in fault
-    ages = [Age(place(8, "ending"), 0, 61), Age(place(8, "ending"), 58, 60)]
+    ages = [Age(beat(8, "ending"), 0, 61), Age(beat(8, "ending"), 58, 60)]
     assert find_fault(ages, TIMEOUT).endswith(f"<--\n  {ALL_SAFE}")
 
 

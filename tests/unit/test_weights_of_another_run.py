@@ -30,7 +30,7 @@ from gsa_train.run.state import Run
 from gsa_train.run_folder.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
-    load_initial_main_weights,
+    load_initial_optimizer,
 )
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.resume import ResumeError, Start, choose_start
@@ -143,7 +143,7 @@ def begun(checkpoint: Path, config: Config) -> dict[str, torch.Tensor]:
     """Return what the optimizer of the first phase begins with, and the model's other weights, flat."""
     model = start(checkpoint, config, NO_TOKENIZER)
     optimizer = build_optimizer(model, config.phases[0], config)
-    load_initial_main_weights(checkpoint, model, optimizer, single_rank())
+    load_initial_optimizer(config, checkpoint, model, optimizer, single_rank())
     found = main_weights(model, optimizer)
     assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
     close_optimizer(model, optimizer)

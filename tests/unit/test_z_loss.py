@@ -7,7 +7,7 @@ import torch
 
 from gsa_train.config import TrainConfig
 from gsa_train.losses import cross_entropy, training_losses
-from gsa_train.metrics.record import Measured, reduce_step
+from gsa_train.metrics.record import Measured, send_step
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
@@ -59,7 +59,7 @@ def test_a_step_trains_with_the_z_loss_and_logs_it_apart() -> None:
     (gradient,) = torch.autograd.grad(z_loss, [weight])
     torch.testing.assert_close(gradients[name] - without[name], gradient, rtol=1e-4, atol=1e-6)
     measured = Measured(causal_keys=found.causal_keys, z_loss_sum=found.z_loss_sum)
-    reduced = reduce_step(model.runtime.stats, found.loss_sum, found.loss_tokens, measured, single_rank())
+    reduced = send_step(model.runtime.stats, found.loss_sum, found.loss_tokens, measured, single_rank())()
     assert reduced.z_loss == pytest.approx(z_loss.item(), rel=1e-6)
     scored = [evaluation_step(tiny_model(each), batches, each, single_rank())[0] for each in (config, plain)]
     assert scored[0] == scored[1]

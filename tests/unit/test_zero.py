@@ -63,7 +63,7 @@ def train(config: Config, steps: int = 2) -> tuple[list[tuple[float, ...]], Mode
         optimizer = build_optimizer(model, phase, config)
         for step in range(number * steps, (number + 1) * steps):
             result = take_step(model, optimizer, random_batches(config, step), config, lr=3e-3, step=step)
-            changed = optimizer.update_norm(result.verdict.applied, single_rank())
+            changed = optimizer.update_norm(result.verdict.applied)
             loss = result.loss_sum / result.loss_tokens
             validation, _ = evaluation_step(model, random_batches(config, 100), config, single_rank())
             records.append((loss.item(), result.grad_norm.item(), changed.item(), validation.item()))
@@ -198,11 +198,11 @@ def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> N
             result = take_step(model, optimizer, random_batches(config, 1), config, lr=3e-3)
             poison.remove()
             assert not result.grad_norm.isfinite()
-            assert optimizer.update_norm(result.verdict.applied, single_rank()) == 0
+            assert optimizer.update_norm(result.verdict.applied) == 0
             with optimizer.whole_weights(changes=False):
                 assert all(torch.equal(weight, before[name]) for name, weight in named_weights(model).items())
         result = take_step(model, optimizer, random_batches(config, 2), config, lr=3e-3)
-        norms = (result.grad_norm, optimizer.update_norm(result.verdict.applied, single_rank()))
+        norms = (result.grad_norm, optimizer.update_norm(result.verdict.applied))
         held = [weakref.ref(each) for each in (optimizer._engine, optimizer._zero, optimizer._flat[0])]
         close_optimizer(model, optimizer)
         after.append((norms, named_weights(model)))

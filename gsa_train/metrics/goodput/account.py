@@ -47,8 +47,6 @@ class StartAccount:
     """Time until the fault that ended the start was detected."""
     ended: str = ""
     """Reason of the end; `lost` for a process that wrote no end; empty while the process runs."""
-    until: float = 0.0
-    """Unix seconds of the newest line, or of the last sign of life if a fault ended the start."""
     last_step: int = 0
     repeated_steps: int = 0
     """Number of steps of this and earlier starts that later starts had to repeat."""
@@ -101,11 +99,6 @@ class _Phase:
     """Time of the `steps` steps, which excludes first steps."""
     first_steps: list[_FirstStep] = field(default_factory=list)
 
-    @property
-    def usual(self) -> float:
-        """Returns the mean seconds of steps other than first steps, or 0 if none is known."""
-        return self.seconds / self.steps if self.steps else 0.0
-
 
 class Accounting:
     """Accumulates lines one by one, in constant time each."""
@@ -142,15 +135,15 @@ class Accounting:
                 self._lost[name if name in self._lost else "other"] += seconds
             if name in START_UP:
                 start.start_up_seconds += seconds
+        training, first = spent.get("training", 0.0), spent.get("first_step", 0.0)
         if kind == "lost":  # no checkpoint holds the work since the previous line
-            self._lost["repeated"] += spent.get("training", 0.0)
-            self._lost["first_step"] += spent.get("first_step", 0.0)
-        else:
-            self._count_steps(line, spent.get("training", 0.0), spent.get("first_step", 0.0))
-        if kind == "lost":
+            self._lost["repeated"] += training
+            self._lost["first_step"] += first
             start.detection_seconds = max(0.0, line["time"] - line["progress"])
             self._lost["detection"] += start.detection_seconds
-        start.last_step, start.until = line["step"], line["time"]
+        else:
+            self._count_steps(line, training, first)
+        start.last_step = line["step"]
         if kind in ("end", "lost"):
             start.ended = line.get("reason", kind)
         self._step, self._time = line["step"], line["time"]
@@ -158,8 +151,9 @@ class Accounting:
     def account(self) -> Account:
         lost, productive = dict(self._lost), self._productive
         for phase in self._phases.values():
+            mean = phase.seconds / phase.steps if phase.steps else 0.0
             for first in phase.first_steps:
-                usual = min(first.seconds, phase.usual)
+                usual = min(first.seconds, mean)
                 lost["first_step"] += first.seconds - usual
                 if first.kept:
                     productive += usual
@@ -167,9 +161,8 @@ class Accounting:
                     lost["repeated"] += usual
         wall = self._time - self._starts[0].began - self._pauses + self._set_back if self._starts else 0.0
         lost["other"] += wall - productive - sum(lost.values())  # time of missing lines
-        steps, seconds = (
-            sum(getattr(each, name) for each in self._phases.values()) for name in ("steps", "seconds")
-        )
+        steps = sum(phase.steps for phase in self._phases.values())
+        seconds = sum(phase.seconds for phase in self._phases.values())
         return Account(wall, productive, lost, self._starts, steps, seconds / steps if steps else None)
 
     def _begin(self, line: Line) -> None:

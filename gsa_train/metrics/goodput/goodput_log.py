@@ -16,7 +16,6 @@ from gsa_train.metrics.goodput.ledger import ALIVE, FILE, alive_bytes
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.goodput.words import in_one_line, start_up_in_words
 from gsa_train.metrics.metrics_file import MetricsFile
-from gsa_train.metrics.record_format import to_json
 from gsa_train.services import Service, StepPlan
 
 DIGITS = 4
@@ -35,7 +34,6 @@ class GoodputLog:
         self._alive: int | None = None
         self._alive_lock = threading.Lock()
         self._newest_beat = (0, clock.began)
-        self._start_up_is_said = False
         self._over = False
         """True if the process has written its end, or only repeats the end of a complete run."""
 
@@ -57,7 +55,7 @@ class GoodputLog:
             return
         path = folder / FILE
         has_moved = not path.exists()
-        self._file = MetricsFile(path, to_json)
+        self._file = MetricsFile(path)
         for line in [*(before if has_moved else []), *lost]:
             self._file.write(dict(line))
         (folder / ALIVE).unlink(missing_ok=True)  # keeps the target of a link
@@ -68,11 +66,6 @@ class GoodputLog:
     def note(self, step: int, phase: str) -> None:
         self.step = step
         self._note("steps", step, phase=phase)
-
-    def start_up_in_words(self) -> str | None:
-        """Returns the start-up times at the end of this process's first step, and None at later steps."""
-        said, self._start_up_is_said = self._start_up_is_said, True
-        return None if said else start_up_in_words(self.clock.read()[1])
 
     def end(self, reason: str) -> None:
         """Record that the process ends on purpose. Later activity does not belong to the run."""
@@ -111,12 +104,8 @@ class GoodputLog:
                 return
             self._newest_beat = step, progress
             progress, seconds = self.clock.read(until=progress)
-            content: dict[str, Any] = {
-                "began": self.clock.began,
-                "time": max(progress, self.clock.now()),
-                "progress": progress,
-            }
-            content |= {"step": step, "seconds": _rounded(seconds)}
+            times = {"began": self.clock.began, "time": max(progress, self.clock.now()), "progress": progress}
+            content = {**times, "step": step, "seconds": _rounded(seconds)}
             with contextlib.suppress(OSError):  # a stale file looks like a dead process's file
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
@@ -151,6 +140,7 @@ class GoodputNotes(Service):
     _phase: str = ""
     _is_first: bool = True
     """True until this process has trained a step of the phase. The first step compiles."""
+    _start_up_is_said: bool = False
     _first_wait_seconds: float | None = None
     """Time that the first step waited for text; None before the first step, and after a step is logged."""
 
@@ -184,10 +174,11 @@ class GoodputNotes(Service):
         if plan.trains and self._is_first:
             self._is_first = False
             self.goodput.note(plan.step, self._phase)
-            said = self.goodput.start_up_in_words()
+            _, seconds = self.goodput.clock.read()
             self.goodput.clock.begin("training")
-            if said is not None:
-                self.message(said)
+            if not self._start_up_is_said:
+                self.message(start_up_in_words(seconds))
+            self._start_up_is_said = True
 
     def on_save(self, step: int) -> None:
         self.goodput.note(step, self._phase)

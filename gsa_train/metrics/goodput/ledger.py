@@ -37,9 +37,7 @@ def read_lines(folder: Path) -> list[Line]:
     path = folder / FILE
     if not path.is_file():
         return []
-    lines: list[Line] = []
-    lines += read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
-    return lines
+    return [*read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")]
 
 
 def is_whole(line: Line) -> bool:

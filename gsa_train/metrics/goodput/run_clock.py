@@ -75,14 +75,12 @@ class RunClock:
         """Move seconds from training to the activities in `parts`. Only the training time since the last call can be
         moved."""
         now = self.now()
-        seconds = _until(self._spent, now)
-        left = seconds.get("training", 0.0) - self._shared_out
+        seconds = {"training": 0.0, **_until(self._spent, now)}
         for activity, wanted in parts.items():
-            moved = max(0.0, min(wanted, left))
-            left -= moved
-            seconds["training"] = seconds.get("training", 0.0) - moved
+            moved = max(0.0, min(wanted, seconds["training"] - self._shared_out))
+            seconds["training"] -= moved
             seconds[activity] = seconds.get(activity, 0.0) + moved
-        self._shared_out = seconds.get("training", 0.0)
+        self._shared_out = seconds["training"]
         self._spent = _Spent(seconds, self._spent.activity, now)
 
     def read(self, until: float | None = None) -> tuple[float, dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gsa_train.metrics.goodput.account import START_UP, Account, Line
 from gsa_train.metrics.progress import duration
@@ -76,60 +76,36 @@ def short(seconds: float) -> str:
     return f"{seconds:.1f}s" if abs(seconds) < 9.95 else duration(seconds)
 
 
-def rows_of_losses(account: Account) -> list[tuple[str, str, str]]:
-    """Returns (name, time, share of the wall time) rows, productive time first, without losses of zero."""
+def about_run(name: str, account: Account) -> str:
+    """Returns lines with the account of a run. Losses of zero are left out."""
     wall = account.wall_seconds or 1.0
     parts = {"productive": account.productive_seconds}
     parts |= {NAMES[name]: value for name, value in account.lost_seconds.items() if abs(value) >= 0.05}
-    return [(name, short(seconds), f"{seconds / wall:.2%}") for name, seconds in parts.items()]
-
-
-STARTS_HEAD = (
-    "start",
-    "after step",
-    "down before",
-    "start-up",
-    "ended",
-    "at step",
-    "fault until exit",
-    "steps done again",
-)
-
-
-def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(number),
-            f"{start.step:,}",
-            short(start.down_seconds),
-            short(start.start_up_seconds),
-            start.ended or "runs",
-            f"{start.last_step:,}",
-            short(start.detection_seconds),
-            str(start.repeated_steps),
-        )
+    shares = [(name, short(seconds), f"{seconds / wall:.2%}") for name, seconds in parts.items()]
+    starts = [
+        {
+            "start": str(number),
+            "after step": f"{start.step:,}",
+            "down before": short(start.down_seconds),
+            "start-up": short(start.start_up_seconds),
+            "ended": start.ended or "runs",
+            "at step": f"{start.last_step:,}",
+            "fault until exit": short(start.detection_seconds),
+            "steps done again": str(start.repeated_steps),
+        }
         for number, start in enumerate(account.starts, start=1)
     ]
-
-
-def about_run(name: str, account: Account) -> str:
-    """Returns lines with the account of a run."""
     lines = [
         f"{name}: ETTR {account.ettr:.2%} over {short(account.wall_seconds)} and {len(account.starts)} starts",
-        *table(("", "time", "share"), rows_of_losses(account)),
+        *table([("", "time", "share"), *shares]),
         "",
-        *table(STARTS_HEAD, rows_of_starts(account)),
+        *table([tuple(starts[0]), *(tuple(each.values()) for each in starts)]),
     ]
     return "\n".join(lines)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns lines with aligned columns, the first to the left and the others to the right."""
-    cells = [tuple(head), *map(tuple, rows)]
-    widths = [max(len(each[column]) for each in cells) for column in range(len(head))]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    rest = zip(row[1:], widths[1:], strict=True)
-    return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in rest)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join([f"{{:<{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])])
+    return [form.format(*row).rstrip() for row in rows]

@@ -20,6 +20,7 @@ from gsa_train.distributed.parallel import DeviceError, Parallel
 from gsa_train.losses import OBJECTIVES
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
+from gsa_train.model.flops import indexer_layers
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.mcore.config import GSATransformerConfig, to_mcore_config
 from gsa_train.model.mcore.init import initialize_weights
@@ -30,7 +31,7 @@ from gsa_train.model.mcore.spec import decoder_spec
 from gsa_train.model.moe.router import Router
 from gsa_train.model.probes.massive_activations import measure_activations
 from gsa_train.model.probes.stats import LayerStats
-from gsa_train.model.rotary import indexer_rotary, rotary_embedding
+from gsa_train.model.rotary import rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.work_time import WorkTime
 
@@ -80,18 +81,21 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
     check_graphs_on(config, parallel.device, implementation)
-    dense = (
-        dense_attention_name(config, mcore_config.params_dtype)
-        if implementation == "triton"
-        else implementation
-    )
+    dense: str = implementation
+    if implementation == "triton":
+        dense = dense_attention_name(config, mcore_config.params_dtype)
     logger.info("dense attention: %s (gsa.dense_attention = %s)", dense, config.gsa.dense_attention)
+    indexer_rotary = None
+    if (
+        config.gsa.indexer_rope
+    ):  # YaRN's attention factor is for softmax logits, so only its frequencies are used.
+        indexer_rotary = rotary_embedding(mcore_config, config.gsa.indexer_dim, parallel.groups)
     context = AttentionContext(
         runtime,
         implementation,
         dense,
         config.train.recompute == "selective",
-        indexer_rotary(mcore_config, parallel.groups),
+        indexer_rotary,
     )
     logger.info(
         "elementwise operations and loss: %s (train.fused_ops = %s)",
@@ -111,12 +115,15 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         logger.info("experts: %s (moe.experts_impl)", config.moe.experts_impl)
     numbers = range(config.parallel.virtual_pipeline)
     chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
+
+    def let_go_of_selection(*_: Any) -> None:
+        runtime.shared_selection = None  # Output layer and loss need the memory.
+
     for chunk in chunks:
-        chunk.decoder.register_forward_hook(_let_go_of_selection(runtime))
+        chunk.decoder.register_forward_hook(let_go_of_selection)
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     for layer in layers:
         layer.register_forward_hook(measure_activations(runtime), with_kwargs=True)
-    has_indexer = config.gsa.attention == "sparse"
     return Model(
         chunks=chunks,
         modules=[Float16Module(mcore_config, chunk) if mcore_config.bf16 else chunk for chunk in chunks],
@@ -124,7 +131,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         attentions=[layer.self_attention for layer in layers],
         routers=[layer.mlp.router for layer in layers if isinstance(layer.mlp, MixtureOfExperts)],
         runtime=runtime,
-        num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
+        num_indexers=indexer_layers(config.model, config.gsa),
         work_time=WorkTime(parallel.device),
         parallel=parallel,
     )
@@ -200,12 +207,3 @@ def check_graphs_on(config: Config, device: torch.device, implementation: Implem
             "train.cuda_graphs = true: graphs need the fused kernels, which do not support this config; change the "
             "fields that the warning above names, or set train.cuda_graphs to false"
         )
-
-
-def _let_go_of_selection(runtime: AttentionRuntime) -> Any:
-    """Forward hook: free the last selection, because output layer and loss need the memory."""
-
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        runtime.shared_selection = None
-
-    return hook

@@ -35,7 +35,11 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1 = _Weights(config, (num_local_experts, 2 * width, config.hidden_size), 0, stride=2)
         """The first half of the rows is the SwiGLU gate."""
         self.linear_fc2 = _Weights(config, (num_local_experts, config.hidden_size, width), 1, stride=1)
-        self.activation = _fused_swiglu() if config.fused_ops else weighted_swiglu
+        self.activation: Callable[..., torch.Tensor] = weighted_swiglu
+        if config.fused_ops:
+            from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu  # imports Triton
+
+            self.activation = fused_weighted_swiglu
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
@@ -136,9 +140,3 @@ def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[M, 2 F], [M] -> [M, F]"""
     gate, up = x.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up * weights[:, None]).to(x.dtype)
-
-
-def _fused_swiglu() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu  # imports Triton
-
-    return fused_weighted_swiglu

@@ -22,16 +22,12 @@ from gsa_train.model.mcore.expert_mark import is_of_expert, mark_as_expert
 
 def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield this rank's parameters with their global names (layers counted from 0)."""
-    layer_numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(gpt.decoder.layers)}
+
+    def with_global_number(found: re.Match[str]) -> str:
+        return f"decoder.layers.{gpt.decoder.layers[int(found[1])].layer_number - 1}."
+
     for name, parameter in gpt.named_parameters():
-        yield (
-            re.sub(
-                r"^decoder\.layers\.(\d+)\.",
-                lambda found: f"decoder.layers.{layer_numbers[found[1]]}.",
-                name,
-            ),
-            parameter,
-        )
+        yield re.sub(r"^decoder\.layers\.(\d+)\.", with_global_number, name), parameter
 
 
 @torch.no_grad()
@@ -47,9 +43,8 @@ def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> Non
             parameter.zero_()
         else:
             for whole_name, matrix in _matrices(name, parameter, config, parallel):
-                matrix.copy_(
-                    _local_part(_full_matrix(whole_name, matrix, config, parallel), matrix, parallel)
-                )
+                whole = _full_matrix(whole_name, matrix, config, parallel)
+                matrix.copy_(_local_part(whole, matrix, parallel))
 
 
 def _matrices(

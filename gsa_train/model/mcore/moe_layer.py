@@ -20,7 +20,6 @@ from gsa_train.model.context_parallel import gather_tokens, local_part
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.expert_mark import mark_as_expert
 from gsa_train.model.mcore.grouped_experts import GroupedExperts
-from gsa_train.model.mcore.linears import LinearLayers
 from gsa_train.model.moe.router import Router, RouterContext
 from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
 from gsa_train.model.runtime import AttentionRuntime
@@ -83,13 +82,10 @@ class MixtureOfExperts(MegatronModule):
         )
         for parameter in self.experts.parameters():
             mark_as_expert(parameter)
-        self.shared_experts = None
-        if moe.shared_expert_ffn_hidden_size > 0:
+        width, self.shared_experts = moe.shared_expert_ffn_hidden_size, None
+        if width > 0:
             of_shared = copy(config)
-            of_shared.ffn_hidden_size = (
-                moe.shared_expert_ffn_hidden_size
-            )  # MLP's second layer reads this value from the config.
-            width = of_shared.ffn_hidden_size
+            of_shared.ffn_hidden_size = width  # MLP's second layer reads this value from the config.
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
     def set_layer_number(self, number: int) -> None:
@@ -110,15 +106,6 @@ class MixtureOfExperts(MegatronModule):
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden)[0]
         return output, None
-
-
-def feed_forward_parts(linears: LinearLayers, activation: Any) -> MLPSubmodules:
-    """Return the modules of a dense layer.
-
-    Args:
-        activation: module; None: megatron-core's operations.
-    """
-    return MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row, activation_func=activation)
 
 
 def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts: MLPSubmodules) -> type:

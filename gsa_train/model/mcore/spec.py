@@ -8,7 +8,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.mcore.config import GSATransformerConfig
-from gsa_train.model.mcore.moe_layer import feed_forward_parts, mixture_class
+from gsa_train.model.mcore.moe_layer import mixture_class
 from gsa_train.model.mcore.named_parts import NamedTransformerLayer, SandwichTransformerLayer
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.model.moe.router import RouterContext
@@ -36,12 +36,11 @@ def decoder_spec(
         of_experts: router settings and numbers of the MoE layers (from 0); None without experts.
         chunk: number of the model chunk on an interleaved stage, from 0; None if the stage has one chunk.
     """
-    activation = None
+    parts = MLPSubmodules(linear_fc1=config.linears.column, linear_fc2=config.linears.row)
     if config.fused_ops:
         from gsa_train.model.mcore.swiglu import FusedSwiGLU  # imports Triton
 
-        activation = FusedSwiGLU
-    parts = feed_forward_parts(config.linears, activation)
+        parts.activation_func = FusedSwiGLU
     dense = mixture = _layer(config, context, ModuleSpec(module=MLP, submodules=parts))
     sparse_layers: Collection[int] = ()
     if of_experts is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.fused.swiglu.op import fused_swiglu
@@ -11,9 +10,6 @@ from gsa_kernels.fused.swiglu.op import fused_swiglu
 
 class FusedSwiGLU(MegatronModule):
     """Runs one kernel per direction, in the slot for Transformer Engine's activations."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[L, B, 2 F] -> [L, B, F]"""

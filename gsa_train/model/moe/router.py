@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,16 +12,9 @@ import torch.distributed as dist
 
 from gsa_train.config import MoEConfig
 from gsa_train.distributed.loss_injection import inject_loss
-from gsa_train.model.moe.routing import (
-    balance_loss,
-    choose_experts,
-    expert_capacity,
-    expert_counts,
-    moved_biases,
-    scores_of,
-    z_loss,
-)
-from gsa_train.model.moe.statistics import router_statistics
+from gsa_train.model.budget import PreciseBuffers
+from gsa_train.model.moe.routing import choose_experts, expert_counts
+from gsa_train.model.probes.stats import EXPERTS, Statistics, Vector
 from gsa_train.model.runtime import AttentionRuntime
 
 
@@ -49,7 +43,7 @@ class RouterContext:
     """Ranks that share a sequence."""
 
 
-class Router(torch.nn.Module):
+class Router(PreciseBuffers):
     """Scores all experts for each token and chooses the top k, in fp32. The experts' loads and biases change only in
     `update_routers`, after the optimizer step. All micro-batches of a step and their recomputation thus use the same
     values."""
@@ -90,17 +84,6 @@ class Router(torch.nn.Module):
         zero = torch.zeros(moe.experts, device=device)
         self.register_buffer("expert_bias", zero if moe.balancing == "aux_free" else None)
 
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Move buffers between devices but keep their precision: megatron-core casts a bf16 model's buffers."""
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            assert moved is not None
-            if moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
-
     def balance(self) -> list[torch.Tensor]:
         """Return the buffers that a step updates, equal on all ranks with this layer."""
         return [held for held in (self.loads, self.expert_bias) if held is not None]
@@ -111,7 +94,7 @@ class Router(torch.nn.Module):
         attention_pass = self.context.runtime.pass_of_this_forward()
         precise = torch.promote_types(hidden.dtype, torch.float32)
         logits = torch.nn.functional.linear(hidden.flatten(0, 1).to(precise), self.weight.to(precise))
-        scores = scores_of(logits, moe.router_score)
+        scores = logits.softmax(-1) if moe.router_score == "softmax" else logits.sigmoid()
         experts, weights = choose_experts(scores, self.expert_bias, moe.top_k, moe.routed_scale)
         if attention_pass.has_graph:
             self.counts += expert_counts(experts, moe.experts)
@@ -119,28 +102,54 @@ class Router(torch.nn.Module):
             weights = self._inject_losses(weights, scores, logits, scale)
         kept = self._kept(experts, hidden.shape[:2]) if moe.capacity_factor > 0 else None
         if attention_pass.measures:
-            measured = router_statistics(logits, scores, experts, kept, self.loads, self.expert_bias)
-            self.context.runtime.stats.record(self.layer, measured)
+            self._measure(logits, scores, experts, kept)
         return Routing(experts, weights, kept)
 
     def _inject_losses(
         self, weights: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """Add the gradients of losses that are summed over tokens to the gradient of the weights."""
         moe = self.moe
         if self.loads is not None and moe.balance_coeff > 0:
-            weights = inject_loss(weights, balance_loss(scores, self.loads), moe.balance_coeff * scale)
-        if moe.z_loss_coeff > 0:
-            weights = inject_loss(weights, z_loss(logits), moe.z_loss_coeff * scale)
+            # E sum_i f_i p_i with loads f, score shares p (arXiv 2501.11873, eq. 2)
+            balance = moe.experts * (_shares(scores).sum(0) * self.loads).sum()
+            weights = inject_loss(weights, balance, moe.balance_coeff * scale)
+        if moe.z_loss_coeff > 0:  # ST-MoE, arXiv 2202.08906, eq. 5
+            z_loss = logits.logsumexp(-1).square().sum()
+            weights = inject_loss(weights, z_loss, moe.z_loss_coeff * scale)
         return weights
+
+    @torch.no_grad()
+    def _measure(
+        self, logits: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor | None
+    ) -> None:
+        shares = _shares(scores)
+        means = {
+            "router_entropy": torch.special.entr(shares).sum(-1),
+            "router_z": logits.logsumexp(-1).square(),
+        }
+        if self.loads is not None:
+            means["router_balance"] = self.moe.experts * shares @ self.loads
+        if kept is not None:
+            means["dropped_share"] = ~kept
+        if self.expert_bias is not None:
+            means["expert_bias_range"] = self.expert_bias.max() - self.expert_bias.min()
+        of_experts = {EXPERTS: Vector(expert_counts(experts, self.moe.experts))}
+        self.context.runtime.stats.record(self.layer, Statistics(means, vectors=of_experts))
 
     def _kept(self, experts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return bool [T, k]: whether the choice fits the capacity. Only earlier tokens take capacity from a token."""
         moe, tokens = self.moe, shape[0] * self.context.ranks_of_sequence
-        capacity = expert_capacity(moe.capacity_factor, tokens, moe.top_k, moe.experts)
+        capacity = math.ceil(moe.capacity_factor * tokens * moe.top_k / moe.experts)
         chosen = torch.zeros(len(experts), moe.experts, dtype=torch.bool, device=experts.device)
         chosen = chosen.scatter_(1, experts, True)
         earlier = self.context.earlier_choices(chosen.unflatten(0, shape)).flatten(0, 1)
         return earlier.gather(1, experts) < capacity
+
+
+def _shares(scores: torch.Tensor) -> torch.Tensor:
+    """Divide each token's scores [T, E] by their sum."""
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 @torch.no_grad()
@@ -165,6 +174,8 @@ def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied:
         if moe.balancing == "global_batch":
             after = (counts.double() / counts.sum(-1, keepdim=True)).float()
         else:
-            after = moved_biases(before, counts, moe.bias_update_rate)
+            # arXiv 2408.15664, algorithm 1
+            short = (counts.double().mean(-1, keepdim=True) - counts).sign()
+            after = before + moe.bias_update_rate * short.to(before.dtype)
         torch._foreach_copy_(held, list(torch.where(applied, after, before).unbind()))
     torch._foreach_zero_([router.counts for router in routers])

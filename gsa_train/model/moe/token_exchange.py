@@ -82,16 +82,16 @@ class Exchange:
         return result
 
     def _there(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.sent is None:
+        if self.by_expert is None or self.by_rank is None:
             return rows
         arrived = _AllToAll.apply(rows, self.sent, self.received, self.ranks.group)
-        result: torch.Tensor = _Permute.apply(arrived, self.by_expert, self.by_rank)
+        result: torch.Tensor = _GatherRows.apply(arrived, self.by_expert, self.by_rank[:, None], False)
         return result
 
     def _back(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.sent is None:
+        if self.by_expert is None or self.by_rank is None:
             return rows
-        sorted_by_rank = _Permute.apply(rows, self.by_rank, self.by_expert)
+        sorted_by_rank = _GatherRows.apply(rows, self.by_rank, self.by_expert[:, None], False)
         result: torch.Tensor = _AllToAll.apply(sorted_by_rank, self.received, self.sent, self.ranks.group)
         return result
 
@@ -209,17 +209,6 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return grad.index_select(0, *ctx.saved_tensors), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
 
 
 class _AllToAll(torch.autograd.Function):

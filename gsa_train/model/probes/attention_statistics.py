@@ -82,7 +82,9 @@ def measure_attention(
     found = top_key_overlap(q, k, selected, few.causal, most_keys, tp_group)
     if implementation == "reference":
         statistics = sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
-        recall = _reference_recall(q, k, selected, few.causal) if sparse else found.recall_of_mean
+        recall: torch.Tensor | None = found.recall_of_mean
+        if sparse:
+            recall = sparse_attention(q, k, k, selected, recall_among=few.causal).recall
     else:
         other = few.causal_packed if sparse else chosen
         sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
@@ -90,6 +92,7 @@ def measure_attention(
         statistics = sink_statistics(by_position, few, first_head)
         log_ratio = by_position.logsumexp(2) - of_other
         recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    assert recall is not None
     leaves_out = (selected != few.causal).any(-1, keepdim=True)
     for name, values in (
         ("recall", recall),
@@ -98,15 +101,6 @@ def measure_attention(
     ):
         statistics.average(name, values, leaves_out)
     return statistics
-
-
-def _reference_recall(
-    q: torch.Tensor, k: torch.Tensor, selected: torch.Tensor, causal: torch.Tensor
-) -> torch.Tensor:
-    """[B, T, n_h]"""
-    recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
-    assert recall is not None
-    return recall
 
 
 class TopKeyOverlap(NamedTuple):
@@ -166,7 +160,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
         budget: k_t, int [B, L]
         variance: of each query's scores, fp32 [B, L]
     """
-    chooses = queries.leave_keys_out(budget)
+    chooses = budget < queries.visible
     members, in_groups = queries.by_position
     # Integer sums do not depend on the order. A scatter would serialize the additions.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)

@@ -18,12 +18,6 @@ LEAST_KEYS = 64
 share."""
 
 
-def position_groups(positions: torch.Tensor) -> torch.Tensor:
-    """Return the index of each position's group in POSITIONS: int64, same shape."""
-    firsts = 4 ** torch.arange(len(POSITIONS) - 1, device=positions.device)  # created on the device: no copy
-    return torch.bucketize(positions, firsts, right=True)
-
-
 @dataclass(frozen=True)
 class SparseQueries:
     """Holds the few queries (`QuerySample.sparse`) that are compared with all their keys."""
@@ -56,17 +50,6 @@ class SparseQueries:
         keys = torch.arange(self.num_keys, device=self.starts.device)
         causal = causal_mask(self.num_keys, query_positions=self.positions)
         return causal & (keys >= self.starts[..., None])
-
-    @cached_property
-    def causal_numbers(self) -> dict[torch.dtype, torch.Tensor]:
-        """Cache of `causal_as` by dtype."""
-        return {}
-
-    def causal_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return `causal` as ones and zeros, for matrix products."""
-        if dtype not in self.causal_numbers:
-            self.causal_numbers[dtype] = self.causal.to(dtype)
-        return self.causal_numbers[dtype]
 
     @cached_property
     def causal_packed(self) -> torch.Tensor:
@@ -121,14 +104,6 @@ class MeasuredQueries:
         """bool [B, L]: at least two causal keys."""
         return self.visible >= 2
 
-    def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
-        """bool [B, L]: the budget is below the number of causal keys.
-
-        Args:
-            budget: k_t, int [B, L]
-        """
-        return budget < self.visible
-
     @cached_property
     def number_with_choice(self) -> torch.Tensor:
         """0-d"""
@@ -137,8 +112,9 @@ class MeasuredQueries:
     @cached_property
     def by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Membership of the queries in each group of POSITIONS, bool [groups, B L], and group sizes, int64 [groups]."""
-        groups = position_groups(self.visible - 1).flatten()
-        members = groups == torch.arange(len(POSITIONS), device=groups.device)[:, None]
+        numbers = torch.arange(len(POSITIONS), device=self.visible.device)  # created on the device: no copy
+        groups = torch.bucketize(self.visible - 1, 4 ** numbers[:-1], right=True).flatten()
+        members = groups == numbers[:, None]
         return members, members.sum(1)
 
     @cached_property

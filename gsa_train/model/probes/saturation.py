@@ -39,7 +39,7 @@ def saturation_statistics(
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
         asked, scores = indexer.queries[:, rows], (indexer.score_bias, indexer.activation)
-        scored = (sparse.causal_as(asked.dtype), sparse.visible)
+        scored = (sparse.causal.to(asked.dtype), sparse.visible)
         share = saturated_share(asked, indexer.keys, *scores, scored)
         statistics.average("indexer_saturated", share, sparse.has_choice[..., None])
     return statistics

@@ -124,13 +124,7 @@ class Statistics:
         self.maxima[name], self.counted[name] = values, counted
 
 
-class StatsCopy(NamedTuple):
-    sums: torch.Tensor
-    own_counts: list[list[int]]
-    counts: torch.Tensor
-    extremes: torch.Tensor
-    vectors: torch.Tensor
-    places: torch.Tensor
+StatsCopy = tuple[list[torch.Tensor], list[list[int]]]
 
 
 class LayerStats:
@@ -167,6 +161,7 @@ class LayerStats:
         self._vectors = table(num_layers, 2, len(self._labels))
         self._places = table(num_layers, start=-1.0)
         self._deferred = DeferredReductions()
+        self._empty = self.copy()
 
     def record(self, layer: int, statistics: Statistics) -> None:
         for name, values in statistics.means.items():
@@ -235,9 +230,14 @@ class LayerStats:
         """Reduce the kept values into the tables. An early call avoids an idle device before a read."""
         for (what, *where), layers, tensors in self._deferred.take():
             if what == "means":
-                row, on_host = where
+                row, is_counted_by_host = where
                 values, counted, counts = tensors
-                self._add_means(row, on_host, layers, values, counted, counts)
+                numbers = values.double() if counted is None else torch.where(counted, values.double(), 0)
+                into, added = [self._sums[row, layer] for layer in layers], [*numbers.sum(1)]
+                if not is_counted_by_host:
+                    into += [self._counts[row, layer] for layer in layers]
+                    added += (counted if counts is None else counts).sum(1, dtype=torch.float64)
+                torch._foreach_add_(into, added)
             elif what == "vectors":
                 _, first, last = where
                 into = [self._vectors[layer, part, first:last] for part in range(2) for layer in layers]
@@ -254,73 +254,32 @@ class LayerStats:
             else:
                 _keep_largest([self._places[layer] for layer in layers], _places(*tensors))
 
-    def _add_means(
-        self,
-        row: int,
-        host_counts: bool,
-        layers: list[int],
-        values: torch.Tensor,
-        counted: torch.Tensor | None,
-        counts: torch.Tensor | None,
-    ) -> None:
-        """Add values [layers, elements]. Without `host_counts` the divisor is counts [layers, 1], or the number of
-        counted [layers, elements]."""
-        numbers = values.double()
-        if counted is not None:
-            numbers = torch.where(counted, numbers, 0)
-        into, added = [self._sums[row, layer] for layer in layers], [*numbers.sum(1)]
-        if not host_counts:
-            number = counted if counts is None else counts
-            assert number is not None
-            into += [self._counts[row, layer] for layer in layers]
-            added += number.sum(1, dtype=torch.float64)
-        torch._foreach_add_(into, added)
-
     def reset(self) -> None:
-        self._deferred = DeferredReductions()
-        self._sums.zero_()
-        self._own_counts = [[0] * len(row) for row in self._own_counts]
-        self._counts.zero_()
-        self._extremes.fill_(-math.inf)
-        self._vectors.zero_()
-        self._places.fill_(-1.0)
+        self.restore(self._empty)
 
     def copy(self) -> StatsCopy:
         """Copy the recorded values, for `restore`."""
         self.sum_up()
-        return StatsCopy(
-            self._sums.clone(),
-            [list(row) for row in self._own_counts],
-            self._counts.clone(),
-            self._extremes.clone(),
-            self._vectors.clone(),
-            self._places.clone(),
-        )
+        return [table.clone() for table in self._tables()], [list(row) for row in self._own_counts]
 
     def restore(self, copy: StatsCopy) -> None:
         """Discard the values recorded since the copy."""
+        tables, own_counts = copy
         self._deferred = DeferredReductions()
-        self._sums.copy_(copy.sums)
-        self._own_counts = [list(row) for row in copy.own_counts]
-        self._counts.copy_(copy.counts)
-        self._extremes.copy_(copy.extremes)
-        self._vectors.copy_(copy.vectors)
-        self._places.copy_(copy.places)
+        torch._foreach_copy_(self._tables(), tables)
+        self._own_counts = [list(row) for row in own_counts]
 
-    def reduce(
-        self, device_sums: torch.Tensor, host_sums: list[float], host_maxima: list[float]
-    ) -> tuple[dict[str, list[float | None]], list[float], list[float]]:
-        """Reduce the values per layer over all ranks, in two collectives that also carry the caller's numbers.
+    def _tables(self) -> list[torch.Tensor]:
+        return [self._sums, self._counts, self._extremes, self._vectors, self._places]
 
-        Calls `send` and waits for the result.
+    def read(self) -> dict[str, list[float | None]]:
+        """Return the values per layer over all ranks, by name. Collective.
 
-        Returns:
-            Three results: a dict name -> value per layer, the reduced sums (`device_sums`, then `host_sums`),
-            and the reduced maxima. The dict lacks names that no layer recorded. A layer without a record has
-            None. An entry of a vector has the name `vector/label`.
+        Names that no layer recorded are missing. A layer without a record has None. An entry of a vector has the name
+        `vector/label`.
         """
-        layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
-        return layers, sums, maxima
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return self.send(nothing, [], [], nothing)()[0]
 
     def send(
         self,
@@ -329,7 +288,8 @@ class LayerStats:
         host_maxima: list[float],
         device_numbers: torch.Tensor,
     ) -> Callable[[], tuple[dict[str, list[float | None]], list[float], list[float], list[float]]]:
-        """Reduce the values over all ranks and copy them to the host. The host does not wait. Collective.
+        """Reduce the values over all ranks in two collectives, which also carry the caller's numbers, and copy them to
+        the host. The host does not wait. Collective.
 
         Tensor-parallel replicas add equally to sums and counts.
 
@@ -340,16 +300,16 @@ class LayerStats:
             device_numbers: fp64 [n] on the device, equal on all ranks, copied to the host.
 
         Returns:
-            A function that waits for the copy and returns the results of `reduce` and the `device_numbers`.
+            A function that waits for the copy. It returns the result of `read`, the reduced sums (`device_sums`, then
+            `host_sums`), the reduced maxima, and the `device_numbers`.
         """
         self.sum_up()
-        own_sums, own_extremes = self._sums, self._extremes
         own_counts = list(itertools.chain(*self._own_counts))
         sent = to_device([*own_counts, *host_sums, *host_maxima], self.device)
         of_rank = list(sent.split([len(own_counts), len(host_sums), len(host_maxima)]))
-        added = [own_sums.flatten(), self._counts.flatten(), self._vectors.flatten(), device_sums]
+        added = [self._sums.flatten(), self._counts.flatten(), self._vectors.flatten(), device_sums]
         added += of_rank[:2]
-        largest = [own_extremes.flatten(), self._places, of_rank[2]]
+        largest = [self._extremes.flatten(), self._places, of_rank[2]]
         sums, maxima = torch.cat(added), torch.cat(largest)
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
@@ -359,7 +319,7 @@ class LayerStats:
         def read() -> tuple[dict[str, list[float | None]], list[float], list[float], list[float]]:
             parts = on_the_way.read().split(sizes)
             totals, counted, vectors, from_device, counts, from_host, extremes, places, *others = parts
-            shape = own_sums.shape
+            shape = self._sums.shape
             values = self._values(
                 totals.view(shape), (counts + counted).view(shape), vectors, extremes, places
             )

@@ -15,7 +15,7 @@ the most memory.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.config.moe import expert_layers
@@ -57,11 +57,6 @@ class MemoryEstimate:
         return held + max(self.working, self.logits)
 
 
-def fields_of(estimate: MemoryEstimate) -> dict[str, float]:
-    """Returns a dict name -> bytes, with the total last."""
-    return {**asdict(estimate), "total": estimate.total}
-
-
 def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
     """Estimate the memory of a stage's ranks in a phase. The module's docstring says what is left out."""
     parallel, train = config.parallel, config.train
@@ -77,17 +72,10 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     activations = _in_flight(config, stage, micro_batches) * kept
     logits = loss_bytes(config, phase, sizes) if is_last else 0.0
     has_cuda_graph = train.cuda_graphs and has_graph(config, phase)
-    return MemoryEstimate(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        working=working,
-        logits=logits,
-        buffers=_buffers(config, phase, sizes, micro_batches)
-        + _passed_on(config, phase, sizes, stage, micro_batches),
-        graph=activations + max(working, logits) if has_cuda_graph else 0.0,
-    )
+    buffers = _buffers(config, phase, sizes, micro_batches)
+    buffers += _passed_on(config, phase, sizes, stage, micro_batches)
+    graph = activations + max(working, logits) if has_cuda_graph else 0.0
+    return MemoryEstimate(weights, gradients, optimizer, activations, working, logits, buffers, graph)
 
 
 def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
@@ -144,10 +132,8 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
     others = 0 if phase.train == "indexer" else count.embedding + count.output + count.norms + count.router
     value = 4 if config.train.precision == "fp32" else 2
-    state = (
-        _state_bytes(config.train, is_matrix=True) * (trained - others) + _state_bytes(config.train) * others
-    )
-    return value * count.total + state
+    of_matrices = _state_bytes(config.train, is_matrix=True) * (trained - others)
+    return value * count.total + of_matrices + _state_bytes(config.train) * others
 
 
 def _state_bytes(train: TrainConfig, is_matrix: bool = False) -> int:

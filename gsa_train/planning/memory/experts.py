@@ -33,41 +33,21 @@ def sends(config: Config) -> bool:
     return config.parallel.expert * config.parallel.expert_tensor > 1
 
 
-def matrix_elements(config: Config, sizes: Sizes) -> float:
-    """Returns the elements of one of the three matrices of a layer's experts on this rank."""
-    moe, parallel = config.moe, config.parallel
-    width = moe.expert_ffn_hidden_size / parallel.expert_tensor
-    return moe.experts / parallel.expert * width * sizes.hidden
-
-
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
     """Returns a dict from name and shape to bytes, for the tensors that the layer keeps without its input norm."""
+    moe, tokens, rows = config.moe, sizes.tokens / sizes.shards, routed_rows(config, sizes)
+    reads_stream, copies = sizes.value == 4 or moe.shared_expert_ffn_hidden_size > 0, sizes.value == 2
     return {
-        **_kept_by_router(config, sizes),
-        **_kept_by_exchange(config, sizes),
-        **kept_by_experts(config, sizes, routed_rows(config, sizes)),
-        **_kept_by_shared(config, sizes),
-    }
-
-
-def _kept_by_router(config: Config, sizes: Sizes) -> dict[str, float]:
-    moe, tokens = config.moe, sizes.tokens / sizes.shards
-    copies = {"router's input, fp32 [T, d]": 4 * tokens * sizes.hidden} if sizes.value == 2 else {}
-    if sizes.value == 4 or moe.shared_expert_ffn_hidden_size:
-        copies["normed input [T, d]"] = sizes.stream
-    return copies | {
-        "router's weight, fp32 [E, d]": (sizes.value == 2) * 4 * moe.experts * sizes.hidden,
+        "router's input, fp32 [T, d]": copies * 4 * tokens * sizes.hidden,
+        "normed input [T, d]": reads_stream * sizes.stream,
+        "router's weight, fp32 [E, d]": copies * 4 * moe.experts * sizes.hidden,
         "logits and scores, fp32, 2 x [T, E]": 4 * (1 + (moe.z_loss_coeff > 0)) * tokens * moe.experts,
         "chosen experts, int64, and their scores, fp32 [T, k]": (8 + 4) * tokens * moe.top_k,
+        "rows of a choice and tokens of a row, int64, 2 x [N]": 2 * 8 * rows,
+        "order by expert and by rank, int64, 2 x [R]": sends(config) * 2 * 8 * rows,
+        **kept_by_experts(config, sizes, rows),
+        **_kept_by_shared(config, sizes),
     }
-
-
-def _kept_by_exchange(config: Config, sizes: Sizes) -> dict[str, float]:
-    rows = routed_rows(config, sizes)
-    kept = {"rows of a choice and tokens of a row, int64, 2 x [N]": 2 * 8 * rows}
-    if sends(config):
-        kept["order by expert and by rank, int64, 2 x [R]"] = 2 * 8 * rows
-    return kept
 
 
 def kept_by_experts(config: Config, sizes: Sizes, rows: float) -> dict[str, float]:
@@ -90,12 +70,11 @@ def _kept_by_shared(config: Config, sizes: Sizes) -> dict[str, float]:
 
 def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
     """Returns a dict from moments to bytes in addition to what the layer keeps."""
-    rows, width = (
-        routed_rows(config, sizes),
-        config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
-    )
+    rows = routed_rows(config, sizes)
+    width = config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor
     of_rows, inner = sizes.value * rows * sizes.hidden, sizes.value * rows * width
-    weight = sizes.value * matrix_elements(config, sizes)
+    # One of the three matrices of the experts on this rank.
+    weight = sizes.value * config.moe.experts / config.parallel.expert * width * sizes.hidden
     stream = sizes.stream
     plain = config.train.fused_ops == "none"
     shared = sum(_kept_by_shared(config, sizes).values())
@@ -119,10 +98,8 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
 
 def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
     """Returns a dict from moments to bytes, for a forward pass that keeps nothing."""
-    rows, width = (
-        routed_rows(config, sizes),
-        config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
-    )
+    rows = routed_rows(config, sizes)
+    width = config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor
     of_rows, inner = sizes.value * rows * sizes.hidden, sizes.value * rows * width
     plain = config.train.fused_ops == "none"
     return {

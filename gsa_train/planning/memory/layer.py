@@ -39,7 +39,8 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
         selection = selection_bytes(config, sizes)
     elif indexes:
         selection = sizes.pairs  # bool [B, L, Lw]
-        core |= _reference_indexer(config, sizes)
+        activations = "activations, I, target and log softmax(I), fp32 [B, H_I + 3, L, Lw]"
+        core[activations] = 4 * sizes.pairs * (config.gsa.indexer_heads + 3)
     return Layer(
         attention=sum(_attention(config, sizes).values()),
         core=sum(core.values()),
@@ -50,7 +51,7 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
 
 
 def _attention(config: Config, sizes: Sizes) -> Tensors:
-    gsa = config.gsa
+    gsa, rms = config.gsa, 4 * sizes.tokens / sizes.shards
     # Under context parallelism attention reads K and V of the whole sequence, which the core keeps. A recomputed core
     # gathers them again. The fused G2 keeps the gated V in any case, and K shares its memory
     # (fused/split_rotate_gate/op.py).
@@ -58,7 +59,7 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
     keeps_both = reads_own or (gsa.value_gate and fuses_heads(config))
     kept = {
         "layer's input [L / shards, B, d]": sizes.stream,
-        "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
+        "1 / rms, fp32 [L / shards, B]": rms,
         "gates' logits [L, B, columns of the gates of heads]": sizes.bytes(sizes.gates),
         "Q, rotated [L, B, q]": sizes.bytes(sizes.query),
         "K, rotated, and gated V, 2 x [L, B, kv]": sizes.bytes(2 * keeps_both * sizes.key_value),
@@ -71,9 +72,7 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
         kept["normed input [L / shards, B, d]"] = sizes.stream
     kept |= _gate_variants(config, sizes)
     if config.model.sandwich_norm:
-        kept["attention's result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
-            sizes.stream + 4 * sizes.tokens / sizes.shards
-        )
+        kept["attention's result, normed, and 1 / rms, fp32 [L / shards, B]"] = sizes.stream + rms
     if fuses_heads(config):
         return kept
     if gsa.value_gate:
@@ -94,7 +93,7 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
 def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
     """Returns what gates in plain torch keep: their input and the gate in fp32. If G1 (output gate) has another
     form than in the paper, attention's output is also kept. Gates of the paper's form count where they act."""
-    gsa, kept = config.gsa, {}
+    gsa = config.gsa
     gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
     if gsa.output_gate and not has_paper_form(gsa):
         gated["output of G1"] = sizes.query
@@ -123,23 +122,21 @@ def _core(config: Config, sizes: Sizes) -> Tensors:
             kept["output before G1 [B, L, q]"] = sizes.bytes(sizes.query)
             kept["the same and sigmoid of G1, fp32, 2 x [B, L, q]"] = 2 * 4 * sizes.tokens * sizes.query
     if config.parallel.context > 1:
-        kept["K and V of the whole sequence, 2 x [B, Lw, kv]"] = (
-            sizes.value * 2 * sizes.key_value * sizes.all_tokens
-        )
+        both = sizes.value * 2 * sizes.key_value * sizes.all_tokens
+        kept["K and V of the whole sequence, 2 x [B, Lw, kv]"] = both
         kept["outputs of the chunks before they are joined [B, L, q]"] = sizes.bytes(sizes.query)
     return kept
 
 
 def _feed_forward(config: Config, sizes: Sizes, mixture: bool) -> Tensors:
+    rms = 4 * sizes.tokens / sizes.shards
     kept = {
         "stream after attention [L / shards, B, d]": sizes.stream,
-        "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
+        "1 / rms, fp32 [L / shards, B]": rms,
         **(kept_by_mixture(config, sizes) if mixture else _kept_by_dense(config, sizes)),
     }
     if config.model.sandwich_norm:
-        kept["its result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
-            sizes.stream + 4 * sizes.tokens / sizes.shards
-        )
+        kept["its result, normed, and 1 / rms, fp32 [L / shards, B]"] = sizes.stream + rms
     return kept
 
 
@@ -171,19 +168,12 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     if gsa.indexer_norm and phase.train != "base":
         normed = (gsa.indexer_heads + 1) * gsa.indexer_dim
         if train.fused_ops == "none":
-            kept["queries and keys before their norms, fp32 [L, B, (H_I + 1) d_I]"] = (
-                4 * sizes.tokens * normed
-            )
-            kept["1 / rms of them, fp32 [L, B, H_I + 1]"] = 4 * sizes.tokens * (gsa.indexer_heads + 1)
+            of_rms = 4 * sizes.tokens * (gsa.indexer_heads + 1)
+            kept["queries and keys before their norms, fp32 [L, B, (H_I + 1) d_I]"] = of_rms * gsa.indexer_dim
+            kept["1 / rms of them, fp32 [L, B, H_I + 1]"] = of_rms
         else:
-            kept["projections before their norms [L, B, (H_I + 1) d_I + H_I]"] = sizes.bytes(
-                normed + gsa.indexer_heads
-            )
+            together = sizes.bytes(normed + gsa.indexer_heads)
+            kept["projections before their norms [L, B, (H_I + 1) d_I + H_I]"] = together
     if sizes.shards > 1 and not sizes.gates_gather:
         kept["its input, gathered [L, B, d]"] = sizes.gathered
     return kept
-
-
-def _reference_indexer(config: Config, sizes: Sizes) -> Tensors:
-    scores = 4 * sizes.pairs * (config.gsa.indexer_heads + 3)
-    return {"activations, I, target and log softmax(I), fp32 [B, H_I + 3, L, Lw]": scores}

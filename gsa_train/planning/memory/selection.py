@@ -125,10 +125,8 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
     """Returns True if attention's backward pass computes the indexer loss (model/attention.py), as on Hopper."""
-    model, queries_of_chunk = (
-        config.model,
-        sizes.tokens // config.train.micro_batch_size // sizes.query_chunks,
-    )
+    model = config.model
+    queries_of_chunk = sizes.tokens // config.train.micro_batch_size // sizes.query_chunks
     return (
         phase.attention == "sparse"
         and phase.train == "all"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from gsa_train.files import own_file
 from gsa_train.reliability.health.device_checks import faults_of_device
@@ -43,18 +42,17 @@ def check_device(device: torch.device, index: int, seconds: float) -> Finding:
 
 
 def device_here(device: torch.device, index: int) -> Finding:
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Finding(node, index, uuid_of(device))
+    uuid = ""
+    if device.type == "cuda":
+        try:
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        except RuntimeError:  # the check reports the fault
+            uuid = "GPU that does not answer"
+    return Finding(_node(), index, uuid)
 
 
-def uuid_of(device: torch.device) -> str:
-    """Returns the UUID as nvidia-smi prints it; empty for a CPU."""
-    if device.type != "cuda":
-        return ""
-    try:
-        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    except RuntimeError:  # the check reports the fault
-        return "GPU that does not answer"
+def _node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_presence() -> None:
@@ -85,42 +83,29 @@ def check_presence() -> None:
         except RuntimeError as error:
             fault = f"it fails at once: {first_line(error)}"
     if fault is not None:
-        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        note_bad_nodes([node])
-        raise UnhealthyDevice(
-            f"GPU {index} on {node}: {fault}. Leave out {node} and start the same command again"
-        )
+        note_bad_nodes([node := _node()])
+        remedy = f"Leave out {node} and start the same command again"
+        raise UnhealthyDevice(f"GPU {index} on {node}: {fault}. {remedy}")
 
 
 def check_health(parallel: Parallel, seconds: float) -> None:
-    """Check all devices of a run. Collective.
-
-    Raises:
-        UnhealthyDevice: a device or link of any rank is bad.
-    """
-    began = time.monotonic()
-    check_ranks(parallel.device, seconds)
-    if parallel.is_main and parallel.device.type == "cuda":
-        count = "1 GPU is" if parallel.world_size == 1 else f"{parallel.world_size} GPUs are"
-        logger.info("%s healthy: products, memory and links, in %.1f s", count, time.monotonic() - began)
-
-
-def check_ranks(device: torch.device, seconds: float) -> None:
-    """Check each rank's device, then the links between the ranks.
-
-    Collective over the world group.
+    """Check each rank's device, then the links between the ranks. Collective over the world group.
 
     Raises:
         UnhealthyDevice: a device or link of any rank is bad; do not use any device afterwards.
     """
+    began, device = time.monotonic(), parallel.device
     here = device_here(device, int(os.environ.get("LOCAL_RANK", "0")))
     exchange = Exchange(here)
     _tell_all(exchange, "devices", check_device(device, here.index, seconds), nodes_of_bad_devices)
-    if dist.get_world_size() > 1:
+    if parallel.world_size > 1:
         # Check neighbours first, because an all-reduce never ends if a neighbour cannot be reached.
         neighbours = replace(here, faults=faults_of_neighbours(device))
         _tell_all(exchange, "neighbours", neighbours, nodes_of_bad_links)
         _tell_all(exchange, "sums", replace(here, faults=faults_of_sums(device)), lambda _: [])
+    if parallel.is_main and parallel.device.type == "cuda":
+        count = "1 GPU is" if parallel.world_size == 1 else f"{parallel.world_size} GPUs are"
+        logger.info("%s healthy: products, memory and links, in %.1f s", count, time.monotonic() - began)
 
 
 def _tell_all(
@@ -154,7 +139,6 @@ def note_bad_nodes(nodes: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # The message names the nodes too.
         known = path.read_text(encoding="utf-8").split() if path.exists() else []
         new = [name for name in dict.fromkeys(nodes) if name not in known]
-        with open(
-            path, "a", encoding="utf-8", opener=own_file
-        ) as file:  # append: other nodes may write at the same time
+        # Append, because other nodes may write at the same time.
+        with open(path, "a", encoding="utf-8", opener=own_file) as file:
             file.write("".join(f"{name}\n" for name in new))

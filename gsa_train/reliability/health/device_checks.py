@@ -54,8 +54,9 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
         word = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
         for number, block in enumerate(blocks):
             write(block, word ^ number)  # differs by block, which finds wrong addresses
-        wrong = [_wrong_words(block, word ^ number) for number, block in enumerate(blocks)]
-        count = sum(int(each) for each in wrong)
+        parts = ((part, word ^ number) for number, block in enumerate(blocks) for part in block.chunk(16))
+        wrong = [(part != written).sum() for part, written in parts]
+        count = int(sum(wrong))
         if count:
             size = sum(block.nbytes for block in blocks) >> 20
             yield f"{count} wrong words of memory with the pattern {pattern:#x}, in {size} MiB"
@@ -67,7 +68,3 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
 
 def write(block: torch.Tensor, word: int) -> None:
     block.fill_(word)
-
-
-def _wrong_words(block: torch.Tensor, word: int) -> torch.Tensor:
-    return torch.stack([(part != word).sum() for part in block.chunk(16)]).sum()

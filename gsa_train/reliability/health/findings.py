@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -41,15 +39,11 @@ class Exchange:
     def __init__(self, mine: Finding) -> None:
         """Collective. Call it while all ranks still answer."""
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
-        # torchrun may keep its store, with entries of earlier ranks, across restarts.
-        name: list[Any] = [uuid.uuid4().hex]
         group = dist.new_group(backend="gloo")  # uses the hosts' network, not the devices
-        dist.broadcast_object_list(name, src=0, group=group)
+        self._store = connect_to_store("health", timedelta(seconds=10 * ANSWER_SECONDS), group)
         self._devices: list[Finding] = [mine] * self._count
         dist.all_gather_object(self._devices, mine, group=group)
         dist.destroy_process_group(group)
-        longest = timedelta(seconds=10 * ANSWER_SECONDS)
-        self._store = dist.PrefixStore(f"health/{name[0]}", connect_to_store(longest))
 
     def tell_all(self, stage: str, mine: Finding, at_first: Callable[[list[Finding]], None]) -> list[Finding]:
         """Share this rank's finding. Returns the findings of all ranks, with the same faults on each rank.

@@ -80,8 +80,8 @@ def _done(works: list[Any], clock: Callable[[], float] = time.monotonic) -> bool
         RuntimeError: a transfer failed.
     """
     longest = longest_seconds(dist.get_world_size())
+    deadline = clock() + longest
     if dist.get_backend() == "gloo":
-        deadline = clock() + longest
         for work in works:
             try:
                 if work.wait(timedelta(seconds=longest)) is False:
@@ -91,7 +91,6 @@ def _done(works: list[Any], clock: Callable[[], float] = time.monotonic) -> bool
                     raise
                 return False
         return True
-    deadline = clock() + longest
     while not all(work.is_completed() for work in works):
         if clock() > deadline:
             return False

@@ -12,7 +12,7 @@ in a shard of the distributed optimizer, because the shard has no replica.
 from __future__ import annotations
 
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,19 +46,11 @@ class Computed(NamedTuple):
 
 
 class Place(NamedTuple):
+    """Describes a rank. Ranks with an equal tuple hold replicas of these weights."""
+
     host: str
-    tensor_rank: int
-    pipeline_rank: int
-    expert_rank: int
-    expert_tensor_rank: int
-
-    @property
-    def of_dense_weights(self) -> tuple[int, int]:
-        return self.tensor_rank, self.pipeline_rank
-
-    @property
-    def of_expert_weights(self) -> tuple[int, int, int]:
-        return self.expert_tensor_rank, self.expert_rank, self.pipeline_rank
+    of_dense_weights: tuple[int, int]
+    of_expert_weights: tuple[int, int, int]
 
 
 class CorruptionCheck:
@@ -81,14 +73,9 @@ class CorruptionCheck:
         self._phase = phase
         self._gradient_bits = torch.zeros((), dtype=torch.int64, device=parallel.device)
         places: list[Any] = [None] * parallel.world_size
-        own = Place(
-            socket.gethostname(),
-            parallel.tensor_rank,
-            parallel.pipeline_rank,
-            parallel.expert_rank,
-            parallel.expert_tensor_rank,
-        )
-        dist.all_gather_object(places, own)
+        of_dense = parallel.tensor_rank, parallel.pipeline_rank
+        of_experts = parallel.expert_tensor_rank, parallel.expert_rank, parallel.pipeline_rank
+        dist.all_gather_object(places, Place(socket.gethostname(), of_dense, of_experts))
         self._places: list[Place] = places
         self._compared_step: int | None = None
         self._noting = self._rechecked = False
@@ -115,7 +102,7 @@ class CorruptionCheck:
             self._before = local_rng(), self._model.runtime.stats.copy()
             self._gradient_bits.zero_()
         first = compute()
-        return self._again(step, first, compute) if self._rechecked else first
+        return self.compute_again(step, first, compute) if self._rechecked else first
 
     def suspects(self, verdict: Verdict) -> bool:
         """Returns True if the verdict requires that the step is computed again. Synchronizes with the device."""
@@ -125,10 +112,7 @@ class CorruptionCheck:
         return bool(loss_spikes or norm_spikes or not finite)
 
     def compute_again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
-        """Repeat a step for which `suspects` returned True, and return the second result. Raises as `compute` does."""
-        return self._again(step, first, compute)
-
-    def _again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
+        """Repeat a step, and return the second result. Raises as `compute` does."""
         rng, stats = self._before
         seen = self._bits(first)
         set_local_rng(rng)
@@ -150,9 +134,8 @@ class CorruptionCheck:
         return second
 
     def _note_and_reduce(self, group: Any, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._noting and group.grad_reduce_handle is None
-        ):  # otherwise this reduction already runs, and the call does nothing
+        # With a handle this reduction already runs, and the call does nothing.
+        if self._noting and group.grad_reduce_handle is None:
             gradients = (bucket.grad_data for bucket in group.buckets)
             self._gradient_bits += bits_of(gradients, self._parallel.device)
         return reduce(*args, **kwargs)
@@ -182,24 +165,18 @@ class CorruptionCheck:
         dense += [held for router in self._model.routers for held in router.balance()]
         experts = [p.detach() for p in parameters if is_of_expert(p)]
         bits = torch.stack([bits_of(each, self._parallel.device) for each in (dense, experts)])
-        sums = self._gather(bits)
-        differing = self._odd_ones_out([row[0] for row in sums], [p.of_dense_weights for p in self._places])
-        if self._model.mcore_config.moe.experts > 0:
-            of_experts = [place.of_expert_weights for place in self._places]
-            differing |= self._odd_ones_out([row[1] for row in sums], of_experts)
+        replicas: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+        for rank, (place, (of_dense, of_experts)) in enumerate(
+            zip(self._places, self._gather(bits), strict=True)
+        ):
+            replicas[place.of_dense_weights][rank] = of_dense
+            replicas[place.of_expert_weights][rank] = of_experts
+        differing = {rank: text for sums in replicas.values() for rank, text in odd_ones_out(sums).items()}
         if differing:
             since = "the start" if self._compared_step is None else f"step {self._compared_step}"
             what = f"replicas have different weights; what was saved after {since} may hold them"
             self._found(step, "weights", what, dict(sorted(differing.items())))
         self._compared_step = step
-
-    @staticmethod
-    def _odd_ones_out(sums: Sequence[int], places: Sequence[tuple[int, ...]]) -> dict[int, str]:
-        """Returns the ranks that differ from their replicas. Ranks at the same place are replicas."""
-        differing: dict[int, str] = {}
-        for place in set(places):
-            differing |= odd_ones_out({rank: sums[rank] for rank, own in enumerate(places) if own == place})
-        return differing
 
     # --- what is found ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -79,11 +79,6 @@ class MonitorState:
         return MonitorState(phase_index, **{name: getattr(self, name) for name in kept})
 
 
-class _Unread(NamedTuple):
-    step: int
-    row: ToHost
-
-
 class Monitor:
     def __init__(
         self,
@@ -101,7 +96,7 @@ class Monitor:
         self._config, self._phase_range = config, phase_range
         self._log, self._saved_step = log, saved_step
         self._state = state.entering(phase_range.index)
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[tuple[int, ToHost]] = deque()
         self._last: Row | None = None
         self.detector = SpikeDetector(config, device)
         if self._state.detector is not None:
@@ -111,7 +106,7 @@ class Monitor:
     # --- a step --------------------------------------------------------------------------------------------
 
     def observe(self, step: int, verdict: Verdict) -> None:
-        self._unread.append(_Unread(step, ToHost(verdict.row)))
+        self._unread.append((step, ToHost(verdict.row)))
 
     def read(self, through: int) -> None:
         """Read the verdicts on the steps up to `through` and act on them.
@@ -119,7 +114,7 @@ class Monitor:
         Raises:
             MonitorStop: a spike ends the run.
         """
-        while self._unread and self._unread[0].step <= through:
+        while self._unread and self._unread[0][0] <= through:
             step, row = self._unread.popleft()
             self._judge(step, self.detector.row(row.read().tolist()))
 
@@ -171,14 +166,8 @@ class Monitor:
         state.in_a_row += 1
         state.skipped_updates += not row.applied
         signal, value, threshold = row.strongest()
-        self._event(
-            "spike",
-            step,
-            signal=signal,
-            value=value,
-            threshold=threshold,
-            action="log" if row.applied else "skip",
-        )
+        action = "log" if row.applied else "skip"
+        self._event("spike", step, signal=signal, value=value, threshold=threshold, action=action)
         what = f"step {step}: the {signal.replace('grad_', 'gradient ')} is {value:g}"
         if math.isfinite(value):
             what += f", above {threshold:.3g}"

@@ -142,20 +142,18 @@ class SpikeDetector:
 
     def _limits(self) -> torch.Tensor:
         """Returns four limits of the next step, fp32 [4, signal]: for one step alone, for a lasting rise, for a
-        rise of loss and norm together, and for one clipped step alone."""
-        seen = min(self._steps, self._config.window_steps)
-        if seen < self._config.min_history_steps:
-            return self._no_limits
-        return self._robust_limits(self._history[:, -seen:])
-
-    def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
-        """Returns median + max(sigmas * deviation, least rise).
+        rise of loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation,
+        least rise).
 
         The median is the smaller of two: the median of the window, and the median of the last 32 steps. It follows a
         falling loss, and stays low while a loss rises slowly. The deviation is the larger of two median absolute
         deviations: of changes over 8 steps, and of changes over 32 steps. Neither a trend nor an earlier
         spike increases this deviation.
         """
+        seen = min(self._steps, self._config.window_steps)
+        if seen < self._config.min_history_steps:
+            return self._no_limits
+        history = self._history[:, -seen:]
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
         spread = torch.zeros_like(level)
         for lag in LAGS_STEPS:

@@ -8,7 +8,7 @@ import torch
 from gsa_kernels.attention.inputs import AttentionInputs, checked_inputs
 from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
-from gsa_kernels.checks import check_at_least, check_differentiated_once, check_shape
+from gsa_kernels.checks import check_at_least, check_differentiated_once, check_layout, check_shape
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import GATHERED_GRADIENT_BYTES, TILE_QUERIES
 
@@ -88,9 +88,4 @@ def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:
     }
     for name, (tensor, dtype, shape) in fields.items():
         check_shape(f"lists.{name}", tensor, "[B, T]" if len(shape) == 2 else "[entries]", shape)
-        if tensor.dtype != dtype:
-            raise ValueError(f"lists.{name} has dtype {tensor.dtype}; pass {dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"lists.{name} is on {tensor.device} and q on {q.device}; pass one device")
-        if not tensor.is_contiguous():
-            raise ValueError(f"lists.{name} has gaps; pass a contiguous tensor")
+        check_layout(f"lists.{name}", tensor, dtype, q.device)

@@ -6,10 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
+from gsa_kernels.checks import (
+    check_at_least,
+    check_dtype_and_device,
+    check_head_counts,
+    check_head_size,
+    check_kernel_dtype,
+    check_shape,
+    check_unit_strides,
+)
 from gsa_kernels.devices import interpreted, shared_memory
 from gsa_kernels.fused.gates.rows import grouped
-from gsa_kernels.limits import ADA_SHARED_BYTES, HEAD_SIZES, HOPPER_SHARED_BYTES
+from gsa_kernels.limits import ADA_SHARED_BYTES, HOPPER_SHARED_BYTES
 from gsa_kernels.types import Geometry
 
 ALL_OF_ONE_SEQUENCE = Geometry()
@@ -84,10 +92,8 @@ def checked_inputs(
     check_shape("v", v, "[B, query_start + L, Hkv, D]", (batch, num_keys, kv_heads, dim))
     if 0 in (batch, length, heads):
         raise ValueError(f"q has shape {tuple(q.shape)}; pass at least one sequence, token and head")
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
-    if dim not in HEAD_SIZES:
-        raise ValueError(f"the head size is {dim}; pass one of {HEAD_SIZES}")
+    check_head_counts(heads, kv_heads)
+    check_head_size(dim)
     check_kernel_dtype("q", q)
     floats = {"q": q, "k": k, "v": v}
     if gate_logits is not None:
@@ -103,30 +109,18 @@ def checked_inputs(
         check_shape("packed_mask", given["packed_mask"], "[B, L, ceil(Lk / 32)]", of_mask)
     if "document_starts" in given:
         check_shape("document_starts", given["document_starts"], "[B, L]", (batch, length))
-    for name, tensor in floats.items():
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype} and q {q.dtype}; pass one dtype")
+    check_dtype_and_device("q", q, floats)
     for name, tensor in given.items():
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; pass int32")
-    for name, tensor in (floats | given).items():
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; pass one device")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-            raise ValueError(
-                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
-            )
+        if tensor.dtype != torch.int32 or tensor.device != q.device:
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; pass int32 on {q.device}")
+    check_unit_strides(floats | given)
     if q.device.type != "cuda" and not interpreted():
         raise ValueError(f"q is on {q.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test on CPU)")
     needed, found = HOPPER_SHARED_BYTES if dim > 128 else ADA_SHARED_BYTES, shared_memory(q.device)
     if found < needed:
+        major, minor = torch.cuda.get_device_capability(q.device)
         raise ValueError(
-            f"heads of {dim} need {needed // 1024} KiB of shared memory, and {_architecture(q.device)} has "
+            f"heads of {dim} need {needed // 1024} KiB of shared memory, and sm_{major}{minor} has "
             f"{found // 1024} KiB; pass implementation='reference' (training: gsa.attention_impl=reference)"
         )
     return AttentionInputs(q, k, v, grouped(gate_logits, kv_heads))
-
-
-def _architecture(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"

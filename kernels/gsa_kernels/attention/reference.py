@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gsa_kernels.checks import check_mask, check_shape, compute_dtype
+from gsa_kernels.checks import check_head_counts, check_mask, check_shape, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ def sparse_attention(
     check_shape("k", k, "[B, Lk, Hkv, D]", (batch, None, None, dim))
     num_keys, kv_heads = k.shape[1], k.shape[2]
     check_shape("v", v, "[B, Lk, Hkv, Dv]", (batch, num_keys, kv_heads, None))
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
+    check_head_counts(heads, kv_heads)
     check_mask("mask", mask, batch, num_queries, num_keys)
     if recall_among is not None:
         check_mask("recall_among", recall_among, batch, num_queries, num_keys)
@@ -133,12 +132,6 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
     """Return exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
-    log_mass_selected = logits.masked_fill(~(mask & causal), float("-inf")).logsumexp(-1)
-    log_mass_causal = logits.masked_fill(~causal, float("-inf")).logsumexp(-1)
-    recall = (log_mass_selected - log_mass_causal).exp()
-    return _heads_last(recall.masked_fill(~causal.any(-1), 0.0))
-
-
-def _heads_last(per_query: torch.Tensor) -> torch.Tensor:
-    """Transpose [B, Hkv, H / Hkv, Lq] to [B, Lq, H]."""
-    return per_query.flatten(1, 2).transpose(1, 2)
+    selected, whole = _log_sum_exp(logits, mask & causal), _log_sum_exp(logits, causal)
+    empty = ~causal.any(-1).flatten(1, 2)
+    return (selected - whole).exp().masked_fill(empty, 0.0).transpose(1, 2)

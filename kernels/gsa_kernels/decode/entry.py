@@ -7,11 +7,17 @@ also computes the projection. On Hopper the launch starts before the previous ke
 
 import torch
 
-from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
+from gsa_kernels.checks import (
+    check_dtype_and_device,
+    check_head_size,
+    check_kernel_dtype,
+    check_shape,
+    check_unit_strides,
+)
 from gsa_kernels.decode.entry_reference import Angles, Entered, EntryCache, EntrySizes
 from gsa_kernels.decode.triton_entry import launch_entry
 from gsa_kernels.devices import can_chain, launching_on
-from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
+from gsa_kernels.limits import DECODE_INDEXER_HEADS, INDEXER_HEAD_SIZES
 
 
 @torch.no_grad()
@@ -37,25 +43,19 @@ def enter_token(
             f"projected is {tuple(projected.shape)} with stride {projected.stride()}; pass at least {sizes.width} "
             "contiguous columns"
         )
-    if sizes.head_dim not in HEAD_SIZES:
-        raise ValueError(f"the head size is {sizes.head_dim}; pass one of {HEAD_SIZES}")
+    check_head_size(sizes.head_dim)
     check_entry_cache(sizes, cache, slot, batch)
-    channels = angles.cos.shape[-1]
-    check_shape("angles.cos", angles.cos, "[B, channels]", (batch, None))
-    check_shape("angles.sin", angles.sin, "[B, channels]", (batch, channels))
-    if channels > sizes.head_dim or channels % 2 != 0:
-        raise ValueError(f"{channels} channels turn; pass an even number of at most {sizes.head_dim}")
+    _check_angles("", angles.cos, angles.sin, batch, sizes.head_dim)
     if sizes.index_heads:
-        _check_index_angles(batch, sizes.index_dim, angles)
+        if (angles.index_cos is None) != (angles.index_sin is None):
+            raise ValueError("one of angles.index_cos and angles.index_sin is None; pass both or none")
+        if angles.index_cos is not None and angles.index_sin is not None:
+            _check_angles("index_", angles.index_cos, angles.index_sin, batch, sizes.index_dim)
     named = {"cache.k": cache.k, "cache.v": cache.v, "cache.index_keys": cache.index_keys}
     named |= check_norms("norms", norms, sizes.head_dim)
     named |= check_norms("index_norms", index_norms, sizes.index_dim)
     check_dtype_and_device("projected", projected, named)
-    for name, tensor in named.items():
-        if tensor is not None and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
-            )
+    check_unit_strides(named)
     q = projected.new_empty(batch, sizes.q // sizes.head_dim, sizes.head_dim)
     index_queries = None
     if sizes.index_heads:
@@ -110,12 +110,11 @@ def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, 
     check_shape("cache.index_keys", cache.index_keys, "[B, Lk, DI]", (batch, cache.k.shape[2], dim))
 
 
-def _check_index_angles(batch: int, dim: int, angles: Angles) -> None:
-    if (angles.index_cos is None) != (angles.index_sin is None):
-        raise ValueError("one of angles.index_cos and angles.index_sin is None; pass both or none")
-    if angles.index_cos is not None and angles.index_sin is not None:
-        channels = angles.index_cos.shape[-1]
-        check_shape("angles.index_cos", angles.index_cos, "[B, channels]", (batch, channels))
-        check_shape("angles.index_sin", angles.index_sin, "[B, channels]", (batch, channels))
-        if channels > dim or channels % 2 != 0:
-            raise ValueError(f"{channels} channels of the indexer turn; pass an even number of at most {dim}")
+def _check_angles(prefix: str, cos: torch.Tensor, sin: torch.Tensor, batch: int, size: int) -> None:
+    channels = cos.shape[-1]
+    check_shape(f"angles.{prefix}cos", cos, "[B, channels]", (batch, None))
+    check_shape(f"angles.{prefix}sin", sin, "[B, channels]", (batch, channels))
+    if channels > size or channels % 2 != 0:
+        raise ValueError(
+            f"{channels} channels turn by angles.{prefix}cos; pass an even number, at most {size}"
+        )

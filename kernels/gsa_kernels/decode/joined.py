@@ -7,7 +7,13 @@ as later kernels that leave memory bandwidth unused.
 
 import torch
 
-from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
+from gsa_kernels.checks import (
+    check_dtype_and_device,
+    check_head_size,
+    check_kernel_dtype,
+    check_product_columns,
+    check_shape,
+)
 from gsa_kernels.decode.entry import check_entry_cache, check_norms
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
 from gsa_kernels.decode.triton_joined import (
@@ -20,7 +26,6 @@ from gsa_kernels.decode.triton_joined import (
     launch_joined,
 )
 from gsa_kernels.devices import can_chain, launching_on
-from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
 
 WHOLE = Part((HEADS, GATE, INDEX))
 
@@ -49,11 +54,7 @@ def enter_row(
     check_shape("x", x, "[1, d]", (1, None))
     check_kernel_dtype("x", x)
     columns = x.shape[1]
-    if columns not in ROW_PRODUCT_COLUMNS:
-        raise ValueError(
-            f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
-            f"{ROW_PRODUCT_COLUMNS.step}"
-        )
+    check_product_columns(columns)
     weight = product.weight
     check_shape("product.weight", weight, "[N, d]", (None, columns))
     if weight.shape[0] < sizes.width:
@@ -61,8 +62,7 @@ def enter_row(
     check_shape("product.norm.weight", product.norm.weight, "[d]", (columns,))
     if product.bias is not None:
         check_shape("product.bias", product.bias, "[N]", (weight.shape[0],))
-    if sizes.head_dim not in HEAD_SIZES:
-        raise ValueError(f"the head size is {sizes.head_dim}; pass one of {HEAD_SIZES}")
+    check_head_size(sizes.head_dim)
     if sizes.index_heads and sizes.index_dim % 2 != 0:
         raise ValueError(f"the indexer's head size is {sizes.index_dim}; pass an even number")
     check_entry_cache(sizes, cache, slot, batch=1)

@@ -11,24 +11,28 @@ With `cache.settled`, only the newest indexer key of each sequence may still cha
 other keys before its wait.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape, kernels_use_sigmoid
+from gsa_kernels.checks import (
+    check_at_least,
+    check_dtype_and_device,
+    check_head_counts,
+    check_head_size,
+    check_indexer_sizes,
+    check_kernel_dtype,
+    check_shape,
+    check_unit_strides,
+    kernels_use_sigmoid,
+)
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache, most_selected
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.indexer.score_inputs import check_indexer_dtypes
-from gsa_kernels.limits import (
-    DECODE_INDEXER_HEADS,
-    HEAD_SIZES,
-    INDEXER_HEAD_SIZES,
-    KEY_GROUP_SIZES,
-)
+from gsa_kernels.limits import DECODE_INDEXER_HEADS, KEY_GROUP_SIZES
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 
@@ -76,15 +80,10 @@ def decode_select(
     check_at_least("the cache's L_max", max_length, 1)
     pages = batch if cache.block_table is None else None
     check_shape("indexer.keys", indexer.keys, "[B, L_max, DI]", (pages, cache.k.shape[1], dim))
-    if heads not in DECODE_INDEXER_HEADS:
-        raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {DECODE_INDEXER_HEADS[-1]}")
-    if dim not in INDEXER_HEAD_SIZES:
-        raise ValueError(
-            f"indexer.queries has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
-        )
+    check_indexer_sizes(heads, dim, DECODE_INDEXER_HEADS)
     check_indexer_dtypes(indexer)
     names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
-    _check_unit_strides({f"indexer.{name}": getattr(indexer, name) for name in names})
+    check_unit_strides({f"indexer.{name}": getattr(indexer, name) for name in names})
     if variance_ema.dtype != torch.float32:
         raise ValueError(f"variance_ema has dtype {variance_ema.dtype}; pass float32")
     most_keys = most_selected(rule, max_length)
@@ -100,7 +99,7 @@ def decode_select(
         raise ValueError(
             f"key_group_size is {key_group_size}; pass one of {KEY_GROUP_SIZES}, or use implementation='reference'"
         )
-    _check_cache(queries, cache, {"variance_ema": variance_ema})
+    _check_cache(queries, cache, variance_ema=variance_ema)
 
     chained = can_chain(queries)
     # The floor of the scores is made for k_max. It may be too high for a short sequence that selects all keys. This
@@ -155,25 +154,24 @@ def _attend(
     check_shape("v", v, "[B, L_max, Hkv, D]", tuple(k.shape))
     if 0 in (batch, heads, max_length):
         raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}; pass a sequence, a head, a token")
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
-    if dim not in HEAD_SIZES:
-        raise ValueError(f"the head size is {dim}; pass one of {HEAD_SIZES}")
+    check_head_counts(heads, kv_heads)
+    check_head_size(dim)
     check_at_least("local_window", local_window, 0)
     floats = {"q": q, "k": k, "v": v}
     for name, tensor in (("gate_logits", gate_logits), ("out", out)):
         if tensor is not None:
             check_shape(name, tensor, "[B, H, D]", (batch, heads, dim))
             floats[name] = tensor
-    _check_floats(floats)
-    _check_unit_strides(floats)
+    check_kernel_dtype("q", q)
+    check_dtype_and_device("q", q, floats)
+    check_unit_strides(floats)
     partial = tuple(workspace.partial_out.shape)
     if partial[0] < batch or (partial[1], *partial[3:]) != (kv_heads, heads // kv_heads, dim):
         raise ValueError(
             f"workspace is for {partial[0]} sequences of {partial[1]} key-value heads x {partial[3]} query heads "
             f"x {partial[4]}; make one for {batch} of {kv_heads} x {heads // kv_heads} x {dim}"
         )
-    _check_cache(q, cache, floats)
+    _check_cache(q, cache)
     if out is None:
         out = torch.empty_like(q)
     with launching_on(q, "the query"):
@@ -183,53 +181,31 @@ def _attend(
     return out
 
 
-def _check_floats(tensors: dict[str, torch.Tensor]) -> None:
-    first = next(iter(tensors))
-    wanted = tensors[first].dtype
-    check_kernel_dtype(first, tensors[first])
-    for name, tensor in tensors.items():
-        if tensor.dtype != wanted:
-            raise ValueError(f"{name} has dtype {tensor.dtype} and {first} {wanted}; pass one dtype")
-
-
-def _check_unit_strides(tensors: Mapping[str, torch.Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-            raise ValueError(
-                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
-            )
-
-
 def _workspace(cache: LayerCache) -> DecodeWorkspace:
     if cache.workspace is None:
         raise ValueError("cache.workspace is None; make one with new_workspace, which layers may share")
     return cache.workspace
 
 
-def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, torch.Tensor]) -> None:
+def _check_cache(first: torch.Tensor, cache: LayerCache, **others: torch.Tensor) -> None:
     batch, lengths, indices = first.shape[0], cache.lengths, cache.selection.indices
-    check_shape("lengths", lengths, "[B]", (batch,))
-    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
-        raise ValueError(f"lengths is {lengths.dtype} with stride {lengths.stride()}; pass contiguous int32")
-    if cache.starts is not None:
-        check_shape("starts", cache.starts, "[B]", (batch,))
-        if cache.starts.dtype != torch.int32 or not cache.starts.is_contiguous():
-            raise ValueError(
-                f"starts is {cache.starts.dtype} with stride {cache.starts.stride()}; pass contiguous int32"
-            )
-        others = {"starts": cache.starts, **others}
+    numbers = {"lengths": lengths} | ({} if cache.starts is None else {"starts": cache.starts})
+    for name, tensor in numbers.items():
+        check_shape(name, tensor, "[B]", (batch,))
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tensor.dtype} with stride {tensor.stride()}; pass contiguous int32")
     if cache.block_table is not None:
         check_shape("block_table", cache.block_table, "[B, pages of a sequence]", (batch, None))
         if cache.block_table.dtype != torch.int32:
             raise ValueError(f"block_table has dtype {cache.block_table.dtype}; pass int32")
         if cache.starts is not None:
             raise ValueError("block_table and starts are both given; pass one of them")
-        _check_unit_strides({"block_table": cache.block_table})
+        check_unit_strides({"block_table": cache.block_table})
         others = {"block_table": cache.block_table, **others}
     check_shape("selection.indices", indices, "[B, k_cap]", (batch, None))
     if not indices.is_contiguous():
         raise ValueError("selection.indices is not contiguous; make it with new_selection")
-    state = {"lengths": lengths, "selection": indices, "workspace": _workspace(cache).scores}
+    state = {**numbers, "selection": indices, "workspace": _workspace(cache).scores}
     for name, tensor in {**state, **others}.items():
         if tensor.device != first.device:
             raise ValueError(

@@ -4,7 +4,7 @@ The code calls the reference operations of prefill for one row. Cache entries fr
 including NaN. With groups of keys (`Geometry.key_group_size`) the sequence's first token begins the first group.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.decode.state import DecodeSelection
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.reference import best_of_groups, indexer_scores
+from gsa_kernels.indexer.reference import best_of_groups, scores_of
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import select_top_k
 from gsa_kernels.types import BudgetRule, Indexer
@@ -56,26 +56,9 @@ def decode_top_k(
     batch, max_length = indexer.keys.shape[:2]
     causal = _causal(lengths, batch, max_length)
     keys = indexer.keys.masked_fill(~causal[..., None], 0.0)
-    scores = indexer_scores(
-        indexer.queries,
-        keys,
-        indexer.head_weight_logits,
-        score_bias=indexer.score_bias,
-        weight_bias=indexer.head_weight_bias,
-        activation=indexer.activation,
-    )
-    scores = best_of_groups(scores, causal[:, None], key_group_size)
+    scores = best_of_groups(scores_of(replace(indexer, keys=keys)), causal[:, None], key_group_size)
     _, variance = score_moments(scores, causal[:, None])
-    budget = adaptive_budget(
-        variance,
-        variance_ema,
-        causal.sum(-1)[:, None],
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        adaptive_k=rule.adaptive_k,
-        dense_below=rule.dense_below,
-    )
+    budget = adaptive_budget(variance, variance_ema, causal.sum(-1)[:, None], **asdict(rule))
     selected = select_top_k(scores, causal[:, None], budget)
     return DecodeTopK(scores[:, 0], variance[:, 0], budget[:, 0], selected[:, 0])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -193,14 +194,8 @@ def new_workspace(
 
     columns = -(-max_length // SPAN) * SPAN
 
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+    floats = partial(torch.empty, dtype=torch.float32, device=device)
+    integers, zeros = (partial(make, dtype=torch.int32, device=device) for make in (torch.empty, torch.zeros))
 
     return DecodeWorkspace(
         scores=floats(batch, columns),

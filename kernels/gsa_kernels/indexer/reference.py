@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 
 from gsa_kernels.checks import check_activation, check_at_least, check_shape, compute_dtype
+from gsa_kernels.types import Indexer
 
 
 def indexer_scores(
@@ -53,6 +54,18 @@ def indexer_scores(
             activated = torch.sigmoid(product if score_bias is None else product + score_bias[head].to(dtype))
         scores = scores + weights[:, :, head, None] * activated
     return scores
+
+
+def scores_of(indexer: Indexer) -> torch.Tensor:
+    """Return `indexer_scores` of an indexer: [B, L, Lk]."""
+    return indexer_scores(
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
+    )
 
 
 def best_of_groups(scores: torch.Tensor, causal: torch.Tensor, size: int) -> torch.Tensor:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
-from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, KEY_GROUP_SIZES
+from gsa_kernels.checks import check_indexer_sizes, check_kernel_dtype, check_shape
+from gsa_kernels.limits import INDEXER_HEADS, KEY_GROUP_SIZES
 from gsa_kernels.types import Geometry, Indexer
 
 
@@ -57,12 +57,7 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
         raise ValueError(
             f"indexer.queries has shape {tuple(queries.shape)}; pass at least one sequence and one token"
         )
-    if heads not in INDEXER_HEADS:
-        raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {INDEXER_HEADS[-1]}")
-    if dim not in INDEXER_HEAD_SIZES:
-        raise ValueError(
-            f"indexer.queries has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
-        )
+    check_indexer_sizes(heads, dim, INDEXER_HEADS)
     check_indexer_dtypes(indexer)
     if geometry.key_group_size not in KEY_GROUP_SIZES:
         raise ValueError(

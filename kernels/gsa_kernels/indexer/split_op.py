@@ -11,6 +11,7 @@ from gsa_kernels.checks import (
     check_at_least,
     check_differentiated_once,
     check_kernel_dtype,
+    check_layout,
     check_shape,
 )
 from gsa_kernels.devices import launching_on
@@ -70,11 +71,7 @@ def fused_split_projection(
         check_shape(f"tables[{number}]", table, "[L, dim / 2]", (together.shape[0], dim // 2))
         given[f"tables[{number}]"] = (table, torch.float32)
     for name, (tensor, dtype) in given.items():
-        if tensor.dtype != dtype or tensor.device != together.device or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; pass {dtype} on "
-                f"{together.device}, contiguous"
-            )
+        check_layout(name, tensor, dtype, together.device)
     queries, keys, weights = _SplitProjection.apply(
         together, heads, dim, has_weights, *(norms or (None, None)), eps, *(tables or (None, None))
     )

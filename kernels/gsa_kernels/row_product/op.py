@@ -21,12 +21,12 @@ dependent launch). Five rules make this safe for all kernels of this package tha
 
 import torch
 
-from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_dtype_and_device, check_kernel_dtype, check_product_columns, check_shape
 from gsa_kernels.devices import can_chain, launching_on
-from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
+from gsa_kernels.limits import ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
 from gsa_kernels.row_product.tiling import default_tiling
-from gsa_kernels.row_product.triton_product import Before, Launch, multiply
+from gsa_kernels.row_product.triton_product import Launch, multiply
 
 
 @torch.no_grad()
@@ -56,11 +56,7 @@ def row_product(
     batch, columns = x.shape
     if batch not in ROW_PRODUCT_ROWS:
         raise ValueError(f"x has {batch} rows; pass 1 to {ROW_PRODUCT_ROWS[-1]}")
-    if columns not in ROW_PRODUCT_COLUMNS:
-        raise ValueError(
-            f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
-            f"{ROW_PRODUCT_COLUMNS.step}"
-        )
+    check_product_columns(columns)
     check_kernel_dtype("x", x)
     launch = Launch() if launch is None else launch
     counters: tuple[torch.Tensor, ...] = () if launch.awaited is None else (launch.awaited.counter,)
@@ -71,10 +67,9 @@ def row_product(
             raise ValueError(f"x has {batch} rows with something awaited or advanced; pass one row")
     if x_gate is not None:
         check_shape("x_gate", x_gate, "[B, K]", (batch, columns))
-    norm_weight = None if norm is None else norm.weight
     named = {
         "weight": weight,
-        "norm.weight": norm_weight,
+        "norm.weight": None if norm is None else norm.weight,
         "bias": bias,
         "residual": residual,
         "x_gate": x_gate,
@@ -86,8 +81,6 @@ def row_product(
     if launch.tiling is None:
         launch = launch._replace(tiling=default_tiling(batch, columns, count, gated))
     out = torch.empty(batch, count, dtype=x.dtype, device=x.device)
-    eps = 0.0 if norm is None else norm.eps
     with launching_on(x, "x"):
-        before = Before(x_gate, norm_weight, eps)
-        multiply(x, weight, before, (bias, residual), gated, out, launch, can_chain(x))
+        multiply(x, weight, x_gate, norm, (bias, residual), gated, out, launch, can_chain(x))
     return out

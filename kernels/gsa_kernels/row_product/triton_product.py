@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
+from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_counter import await_count
 from gsa_kernels.selection.triton_search import INT_MAX
@@ -38,16 +39,11 @@ class Launch(NamedTuple):
     """Two integer counters [1], which are incremented when all previous kernels have ended."""
 
 
-class Before(NamedTuple):
-    gate: torch.Tensor | None
-    norm_weight: torch.Tensor | None
-    eps: float
-
-
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
-    before: Before,
+    x_gate: torch.Tensor | None,
+    norm: Norm | None,
     added: tuple[torch.Tensor | None, torch.Tensor | None],
     gated: bool,
     out: torch.Tensor,
@@ -61,7 +57,7 @@ def multiply(
     tiling, awaited, advances = launch
     assert tiling is not None
     tiles = triton.cdiv(rows, tiling.rows)
-    x_gate, norm_weight, eps = before
+    norm_weight, eps = (None, 0.0) if norm is None else norm
     operands = (x, x_gate, weight, norm_weight, *added, out)
     shared = {
         "ROWS": rows,

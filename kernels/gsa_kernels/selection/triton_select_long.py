@@ -46,8 +46,8 @@ def select_long_rows(
     """
     inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
     batch, grid = inputs.batch, (len(rows), inputs.batch)
-    padded_groups = _padded_groups(inputs.position(rows.stop - 1) + 1)
-    list_length = _list_length(rule.most_keys)
+    padded_groups = ceil_div(ceil_div(inputs.position(rows.stop - 1) + 1, GROUP), 16) * 16
+    list_length = max(next_power_of_2(rule.most_keys), _SMALLEST_LIST)
     num_groups = max(block // GROUP, 128)
     num_clusters = 0 if num_groups <= max(_MOST_GROUPS, list_length * GROUP) else num_groups // GROUP
     scratch = (batch, len(rows), padded_groups + num_clusters)
@@ -68,10 +68,7 @@ def select_long_rows(
         *scores.stride()[:2],
         padded_groups,
         list_length,
-        rule.k_base,
-        rule.k_min,
-        rule.k_max,
-        rule.dense_below,
+        *rule.numbers,
         MODE=rule.adaptive_k,
         GROUP=GROUP,
         TILE=_TILE,
@@ -104,14 +101,6 @@ def select_long_rows(
             SIZE=size,
             **search_options(size * GROUP),
         )
-
-
-def _padded_groups(num_keys: int) -> int:
-    return ceil_div(ceil_div(num_keys, GROUP), 16) * 16
-
-
-def _list_length(most_keys: int) -> int:
-    return max(next_power_of_2(most_keys), _SMALLEST_LIST)
 
 
 @triton.jit(

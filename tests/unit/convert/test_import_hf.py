@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "qwen3_next"}, "model_type = qwen3_next: unknown architecture"),
     ({"vocab_size": 4000}, "vocab_size = 4000: .* has 4096 tokens, more than the embedding has rows"),
-    ({"intermediate_size": 40}, r"mlp.gate_proj.weight has the shape \[48, 32\], .* of \[40, 32\]"),
+    ({"intermediate_size": 40}, r"mlp.gate_proj.weight has the shape \[48, 32\], and \[40, 32\]"),
     ({"model_type": "qwen2"}, "self_attn.q_proj.bias: missing in the weights; copy the folder"),
 ]
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from gsa_eval import convert
+from gsa_eval import model_options
 from gsa_eval.commands import evaluate, export_hf, generate, import_hf
 
 COMMANDS = {
@@ -19,7 +19,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
     command, words = COMMANDS[name]
-    monkeypatch.setattr(convert, "PACKAGES", ("sys", "a_package_that_is_not_there"))
+    monkeypatch.setattr(model_options, "PACKAGES", ("sys", "a_package_that_is_not_there"))
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
     with pytest.raises(SystemExit, match=r"^2$"):
         command.main()

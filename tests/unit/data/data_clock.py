@@ -1,9 +1,11 @@
 """Provides a clock for the time limits of reads. It advances only when an action would hang. Slow machines therefore
 never reach a limit, and the tests never wait."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -38,27 +40,20 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Create a clock for the limits of gsa_data.fetch, whose actions then run in the calling thread."""
     clock = Clock()
 
-    class Action:
-        def __init__(self, target: Callable[[], None], **_: object) -> None:
-            self._target, self._hangs = target, False
+    def in_background(action: Callable[[], Any]) -> Future[Any]:
+        outcome: Future[Any] = Future()
+        fetch._settle(outcome, action)
+        return Future() if isinstance(outcome.exception(), Hangs) else outcome
 
-        def start(self) -> None:
-            self._target()
-            self._hangs = clock.has_hung()
-
-        def is_alive(self) -> bool:
-            return self._hangs
-
-        def join(self, timeout: float) -> None:
-            clock.now += timeout
-
-    class Connected(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            super().wait()
+    def wait(outcomes: Sequence[Future[Any]], timeout: float) -> SimpleNamespace:
+        hung = clock.has_hung()
+        if not hung:
+            futures.wait(outcomes)
             hung = clock.has_hung()
-            clock.now += (timeout or 0.0) * hung
-            return not hung
+        clock.now += timeout * hung
+        return SimpleNamespace(done=not hung)
 
     monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
-    monkeypatch.setattr(fetch, "threading", SimpleNamespace(Thread=Action, Event=Connected))
+    monkeypatch.setattr(fetch, "in_background", in_background)
+    monkeypatch.setattr(fetch, "wait", wait)
     return clock

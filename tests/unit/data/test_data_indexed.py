@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from data_corpus import document, held_by_parts
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, read_validation_set
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer
 from gsa_data.corpus import Corpus, open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.indexed import HEADER, IndexedFolder
 from gsa_data.lanes import LaneReader
-from gsa_data.source_weights import NO_SOURCE
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=24)
 WITHOUT_EOS = 7  # every seventh document
@@ -49,7 +48,7 @@ def written(tokenizer: Tokenizer, tmp_path: Path) -> list[list[int]]:
 
 
 def documents_of(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    lanes = LaneReader(shard_reader(corpus, tokenizer, Reading()), 1, 0, shuffle_documents=True)
+    lanes = LaneReader(shard_reader(corpus, tokenizer, Reading()), StreamConfig(32, num_lanes=1, seed=0))
     return [tokens.tolist() for _, tokens in islice(lanes.pieces(0), count)]
 
 
@@ -70,18 +69,6 @@ def test_a_part_holds_its_own_documents_only(tokenizer: Tokenizer, tmp_path: Pat
     assert sum(map(len, parts)) == 40_000
     # Each document needs its begin and end; the whole table would take 320,000 bytes per part.
     assert held_bytes < 2 * 16 * 40_000
-
-
-def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Documents come in the order of the files, each with an EOS. `text_bytes` counts the bytes that the tokens spell,
-    without the space that the tokenizer adds before a document."""
-    corpus = open_corpus(str(tmp_path))
-    found = read_validation_set("set", corpus, tokenizer, 32, 20, Reading(), True, True)
-    tokens = [token for ids in written for token in ids][: 20 * 32 + 1]
-    assert [found.text.blocks[0, 0], *found.text.blocks[:, 1:].flatten()] == tokens
-    own_spaces = tokens[:-1].count(tokenizer.eos_id)
-    assert found.text.text_bytes == tokenizer.token_bytes[tokens[1:]].sum() - own_spaces > 640
-    assert list(found.by_source) == [NO_SOURCE]
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -3,10 +3,9 @@
 The limits use a clock that advances only in a hang (data_clock.py). A call without a limit raises `Hangs`.
 """
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -134,8 +133,7 @@ def test_a_tokenizer_that_cannot_be_opened(share, server, tokenizer, method):
 
 def test_one_connection_is_kept(share, server, tokenizer, monkeypatch):
     """Reads share a connection, although every read has its own thread."""
-    monkeypatch.setattr(fetch, "threading", threading)
-    monkeypatch.setattr(fetch, "time", time)
+    monkeypatch.undo()  # the clock
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)
@@ -179,18 +177,17 @@ def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeyp
 @pytest.mark.parametrize("beats", [True, False])
 def test_what_shows_signs_of_life_may_take_long(beats, server, monkeypatch):
     """The action takes 1.8 s, and its pulse beats every 0.15 s, or never."""
-    pulse, left, clock = Pulse(), iter(range(12)), server.clock
+    pulse, left, outcome = Pulse(), iter(range(12)), Future[str]()
 
-    class Slow(fetch.threading.Thread):  # type: ignore[misc, name-defined] - the clock's Action
-        def is_alive(self) -> bool:
-            return next(left, None) is not None
+    def wait(outcomes: Any, timeout: float) -> None:
+        server.clock.now += 0.15
+        if beats:
+            pulse.beat()
+        if next(left, None) is None:
+            outcome.set_result("done")
 
-        def join(self, timeout: float) -> None:
-            clock.now += 0.15
-            if beats:
-                pulse.beat()
-
-    monkeypatch.setattr(fetch.threading, "Thread", Slow)
+    monkeypatch.setattr(fetch, "in_background", lambda action: outcome)
+    monkeypatch.setattr(fetch, "wait", wait)
     if beats:
         assert in_time(lambda: "done", 0.2, pulse) == "done"
         return

@@ -38,7 +38,7 @@ def reference(corpus: Manifest, tokenizer: Tokenizer) -> Run:
 
 def lane_reader(manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig) -> LaneReader:
     reader = TextReader(manifest, tokenizer, config.reading)
-    return LaneReader(reader, config.num_lanes, config.seed, config.shuffle_documents)
+    return LaneReader(reader, config)
 
 
 # The order
@@ -131,13 +131,6 @@ def test_a_shared_lane_needs_the_rank_that_had_its_last_block(corpus: Manifest, 
 
 
 # What is refused
-
-
-def test_the_state_of_another_tokenizer_is_refused(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    """Other fields are in unit/test_resume_data.py."""
-    state = read_run(corpus, tokenizer, CONFIG, steps=1).state() | {"tokenizer_fingerprint": "0123"}
-    with pytest.raises(ValueError, match=r"tokenizer_fingerprint=0123.*use that run's tokenizer file"):
-        BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
 
 
 def test_a_rank_is_below_the_number_of_ranks(corpus: Manifest, tokenizer: Tokenizer) -> None:

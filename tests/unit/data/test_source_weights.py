@@ -45,7 +45,9 @@ def test_the_source_of_a_dataset_is_its_sub_folder(corpus, tokenizer, tmp_path):
     for path, token in ((tmp_path / "books", 5), (tmp_path, 6)):
         write_indexed(path, "a", [np.array([token, tokenizer.eos_id])] * 600)
     folder, weights = open_corpus(str(tmp_path)), {"wiki": 0.5, "books": 1.5, "again": 0.0}
-    lane = LaneReader(shard_reader(folder, tokenizer, Reading(), weights), 1, 7, True, weights)
+    lane = LaneReader(
+        shard_reader(folder, tokenizer, Reading(), weights), StreamConfig(32, 1, 7, source_weights=weights)
+    )
     documents = Counter(tuple(tokens) for _, tokens in islice(lane.pieces(0), 200 + 2 * 900 + 2 * 600))
     assert [documents.pop((token, tokenizer.eos_id)) for token in (5, 6)] == [1800, 1200]  # in two epochs
     assert (len(documents), set(documents.values())) == (200, {1})

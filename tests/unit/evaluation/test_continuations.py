@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
-from gsa_eval.answers import answer_prompts
 from gsa_eval.evaluated_model import Source, load_evaluated_model
-from gsa_eval.generation import continue_prompts
+from gsa_eval.generation import answer_prompts, continue_prompts
 from gsa_hf.generation import Generator
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 

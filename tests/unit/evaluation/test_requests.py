@@ -179,21 +179,8 @@ def test_the_command_gives_the_scores_of_a_plain_loop(places, tmp_path, monkeypa
     assert "| colours_rc |" in (run / "evaluations" / "tasks" / "table.md").read_text()
 
     model, tokenizer = load_evaluated_model(Source(run=run)).model, Tokenizer(TOKENIZER)
-    right = right_per_character = 0
-    bits = []
-    for context, continuations, label in CHOICES:
-        nats = [straight_line(model, tokenizer, context, each) for each in continuations]
-        right += nats[label] == max(nats)
-        normalised = [each / len(text) for each, text in zip(nats, continuations, strict=True)]
-        right_per_character += normalised[label] == max(normalised)
-        bits.append(-nats[label] / math.log(2) / len(continuations[label].encode()))
-    assert found["colours_rc"]["accuracy"] == right / len(CHOICES)
-    assert found["colours_rc"]["length_normalised_accuracy"] == right_per_character / len(CHOICES)
-    assert found["colours_rc"]["bits_per_byte"] == pytest.approx(sum(bits) / len(bits), rel=1e-5)
-    gold = [straight_line(model, tokenizer, *each[:2]) / len(each[1].encode()) for each in GOLD]
-    assert found["gold_bpb"]["bits_per_byte"] == pytest.approx(-sum(gold) / math.log(2) / len(gold), rel=1e-5)
-    assert "accuracy" not in found["gold_bpb"]
-
-    monkeypatch.setattr("sys.argv", ["evaluate.py", "--run", str(run), "--name", "x", "--tasks", "./absent"])
-    assert command.main() == 2
-    assert "./absent: no requests.jsonl.gz" in capsys.readouterr().err
+    for task in read_tasks([str(place) for place in places]):
+        nats = [straight_line(model, tokenizer, *request) for request in task.requests]
+        expected = score(task, nats)
+        assert {name: found[task.name].get(name) for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert found[task.name]["questions"] == len(task.questions)

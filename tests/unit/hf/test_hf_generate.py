@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 from gsa_hf.indexer_gsa import best_of_groups
-from gsa_hf.token_order_gsa import token_order
+from gsa_hf.token_order_gsa import key_numbers
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
@@ -96,7 +96,7 @@ def test_groups_of_keys_in_packed_documents(size: int) -> None:
     ]
     visible = torch.tensor([pairs])
     scores = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(1))
-    groups = token_order(visible, torch.arange(16)).numbers // size
+    groups = key_numbers(visible, torch.arange(16)) // size
     best = best_of_groups(scores, visible, groups)
     tokens = [slot for slot in range(16) if real[slot]]
     for t in tokens:

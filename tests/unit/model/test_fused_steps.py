@@ -23,7 +23,6 @@ from helpers.single_rank import (
     WARM_UP,
     random_batches,
     read_stats,
-    single_rank,
     step_gradients,
     tiny_config,
     tiny_model,
@@ -171,4 +170,3 @@ def test_which_device_fuses() -> None:
     assert [uses_fused_ops(config(value), cpu) for value in ("auto", "none")] == [False, False]
     with pytest.raises(ValueError, match=r"train.fused_ops = triton: there is no CUDA device"):
         uses_fused_ops(config("triton"), cpu)
-    assert single_rank().device.type == "cpu"

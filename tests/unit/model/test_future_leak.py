@@ -17,7 +17,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"local_window": 3},
     "groups of keys": {"key_group_size": 3, "k_min": 3, "local_window": 2, "indexer_rope": True},
     "reuse": {"selection_reuse": 2},
-    "indexer RoPE": {"indexer_rope": True},
     "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},
     "qsa": {"indexer_activation": "qsa"},
     "sparse-only": {"indexer_activation": "relu", "value_gate": False, "output_gate": False},

@@ -38,16 +38,15 @@ def test_matrices_have_the_configured_spread_and_output_projections_less() -> No
 
 
 def test_vectors_start_at_their_fixed_values() -> None:
-    config = tiny_config(
-        model={"qk_norm": True}, gsa={"gate_bias_init": 0.5, "indexer_temperature": "learned"}
-    )
+    gsa = {"gate_bias_init": 0.5, "projection_gate": True, "indexer_temperature": "learned"}
+    config = tiny_config(model={"qk_norm": True}, gsa=gsa)
     found = set()
     for name, weight in named_weights(tiny_model(config)).items():
         if weight.dim() > 1:
             continue
         *_, module, kind = name.split(".")
         found.add(f"{module}.{kind}")
-        expected = 1.0 if "norm" in module else 0.5 if module == "linear_gate" else 0.0
+        expected = 1.0 if "norm" in module else 0.5 if "gate" in module else 0.0
         assert (weight == expected).all(), name
     assert found == {
         "input_layernorm.weight",
@@ -56,6 +55,7 @@ def test_vectors_start_at_their_fixed_values() -> None:
         "q_layernorm.weight",
         "k_layernorm.weight",
         "linear_gate.bias",
+        "projection_gate.bias",
         "indexer.score_bias",
         "indexer.weight_bias",
         "indexer.log_inverse_temperature",

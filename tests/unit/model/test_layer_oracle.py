@@ -46,8 +46,6 @@ CASES = {
     "standard": Case({"attention": "dense", **NO_GATES}, phase=DENSE),
     "gated-only, packed": Case({"attention": "dense"}, phase=DENSE, packing=PACKED),
     "sparse-only": Case({"indexer_activation": "relu", "adaptive_k": "off", **NO_GATES}),
-    "G1 only": Case({"value_gate": False}),
-    "G2 only": Case({"output_gate": False}),
     "one key-value head": Case(model={"num_kv_heads": 1}),
     "as many key-value heads": Case(model={"num_kv_heads": 4}, packing=PACKED),
     "indexer rope": Case({"indexer_rope": True}, model={"rope_base": 100.0}),
@@ -59,9 +57,7 @@ CASES = {
     ),
     "indexer norm, warm-up": Case({"indexer_norm": True}, phase=WARM_UP),
     "plain": Case({"indexer_activation": "plain"}, packing=PACKED),
-    "plain, norm, warm-up": Case({"indexer_activation": "plain", "indexer_norm": True}, phase=WARM_UP),
     "qsa": Case({"indexer_activation": "qsa", "adaptive_k": "off"}, packing=PACKED),
-    "qsa, norm": Case({"indexer_activation": "qsa", "indexer_norm": True}, ema=0.2),
     "dense below, packed": Case({"dense_below": 7}, packing=PACKED),
     "dense below, window": Case({"dense_below": 9, "local_window": 4}),
     "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
@@ -126,6 +122,8 @@ def test_layer_equals_the_oracle(name: str) -> None:
         assert stats["indexer_kl"][0] == pytest.approx(theirs["kl"].sum().item() / counted, rel=1e-9)
         budget = theirs["budget"].double()
         chosen = budget[budget < visible]
+        if case == Case():  # queries leave keys out, and different numbers of them
+            assert len(chosen.unique()) >= 3
         assert stats["k_mean"][0] == pytest.approx(chosen.mean().item(), rel=1e-12)
         assert (stats["k_min"][0], stats["k_max"][0]) == (chosen.min(), chosen.max())
         assert stats["dense_query_share"][0] == pytest.approx(1 - len(chosen) / counted, rel=1e-12)
@@ -160,18 +158,6 @@ def test_layer_equals_the_oracle(name: str) -> None:
 def seen(case: Case, sequence: int) -> list[int]:
     documents = case.packing[sequence] if case.packing else [0] * LENGTH
     return [sum(documents[s] == documents[t] for s in range(t + 1)) for t in range(LENGTH)]
-
-
-def test_the_cases_select_and_adapt() -> None:
-    """The comparison would prove little if every query attended to all its causal keys, or to equal numbers of them."""
-    config = tiny_config(model={"num_layers": 1, "hidden_size": 12}, train={"seq_len_tokens": LENGTH})
-    options = oracle_options(config, CASES["GSA"], torch.tensor(0.0))
-    weights = random_weights(options, 12, seed=7)
-    generator = torch.Generator().manual_seed(11)
-    h = torch.randn(2, 2, LENGTH, 12, dtype=torch.float64, generator=generator)[0, 0]
-    budget = oracle.gsa_layer(h, weights, options)["budget"][9:]
-    assert len(budget.unique()) >= 3
-    assert (budget < torch.arange(10, LENGTH + 1)).all()
 
 
 # --- between the oracle's weights and the layer's ---------------------------------------------------------

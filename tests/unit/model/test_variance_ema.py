@@ -11,6 +11,7 @@ from helpers.single_rank import (
     DENSE,
     SPARSE,
     WARM_UP,
+    averages,
     random_batches,
     read_stats,
     step_gradients,
@@ -20,10 +21,6 @@ from helpers.single_rank import (
 
 DECAY = 0.75
 CONFIG = tiny_config(gsa={"variance_ema_decay": DECAY})
-
-
-def averages(model: Model) -> list[float]:
-    return [attention.variance.ema.item() for attention in model.attentions if attention.variance]
 
 
 def steps(model: Model, phase: PhaseConfig, count: int) -> Iterator[dict[str, list[float]]]:

@@ -16,7 +16,6 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.metrics.record import attention_metrics
 from gsa_train.model.gates import gate_bins, gate_statistics
-from gsa_train.model.mcore.build import Model
 from gsa_train.model.probes import attention_statistics, measured_queries, query_sample
 from gsa_train.model.probes.attention_statistics import log_sums, sink_statistics, top_key_overlap
 from gsa_train.model.probes.massive_activations import largest_activation, token_kinds
@@ -35,6 +34,7 @@ from helpers.single_rank import (
     EOS,
     SPARSE,
     WARM_UP,
+    averages,
     read_stats,
     single_rank,
     step_gradients,
@@ -56,7 +56,7 @@ def sinks(
 
 def read(stats: LayerStats) -> dict[str, list[Any]]:
     single_rank()
-    return stats.reduce(torch.zeros(0, dtype=torch.float64), [], [])[0]
+    return stats.read()
 
 
 def test_probability_by_position_matches_the_loops() -> None:
@@ -245,18 +245,13 @@ def test_the_average_and_the_loss_are_means_over_the_queries_that_count(one_sequ
             (stats["indexer_kl"], [of[2]["indexer_kl"] for of in alone]),
             (averages(model), [of[0] for of in alone]),
         ):
-            mean = sum(count * values[layer] for count, values in zip(counts, each, strict=True)) / sum(
-                counts
-            )
+            total = sum(count * values[layer] for count, values in zip(counts, each, strict=True))
+            mean = total / sum(counts)
             assert found[layer] == pytest.approx(mean, rel=1e-5)
     for name, gradient in gradients.items():
         if ".indexer." in name:
             mean = sum(count * of[1][name] for count, of in zip(counts, alone, strict=True)) / sum(counts)
             torch.testing.assert_close(gradient, mean, rtol=1e-4, atol=1e-7, msg=name)
-
-
-def averages(model: Model) -> list[float]:
-    return [attention.variance.ema.item() for attention in model.attentions if attention.variance]
 
 
 def test_gates_in_bins_match_the_loops() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import PhaseConfig
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -23,8 +23,8 @@ CONFIG = tiny_config()
 DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", kl_coeff=0.7)
 
 
-def gradients(phase: PhaseConfig, config: Config = CONFIG) -> dict[str, torch.Tensor]:
-    return step_gradients(tiny_model(config, variance_ema=0.02), phase, random_batches(CONFIG), config)[1]
+def gradients(phase: PhaseConfig) -> dict[str, torch.Tensor]:
+    return step_gradients(tiny_model(CONFIG, variance_ema=0.02), phase, random_batches(CONFIG), CONFIG)[1]
 
 
 def is_indexer(name: str) -> bool:
@@ -37,11 +37,9 @@ def test_language_model_loss_does_not_reach_the_indexer() -> None:
         assert bool(gradient.any()) != is_indexer(name), name
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_indexer_loss_does_not_reach_the_base(recompute: str) -> None:
-    config = tiny_config(train={"recompute": recompute})
-    with_loss = gradients(dataclasses.replace(SPARSE, kl_coeff=5.0), config)
-    without_loss = gradients(dataclasses.replace(SPARSE, train="base"), config)
+def test_indexer_loss_does_not_reach_the_base() -> None:
+    with_loss = gradients(dataclasses.replace(SPARSE, kl_coeff=5.0))
+    without_loss = gradients(dataclasses.replace(SPARSE, train="base"))
     base = {name for name in with_loss if not is_indexer(name)}
     assert without_loss.keys() == base
     for name in base:
@@ -54,8 +52,7 @@ def test_indexer_gradient_matches_lambda_times_the_mean_kl_over_queries_and_laye
     phase: PhaseConfig,
 ) -> None:
     """The test uses finite differences of the logged KL, and dense attention, where no selection changes."""
-    config = tiny_config()
-    weights = named_weights(tiny_model(config))
+    weights = named_weights(tiny_model(CONFIG))
     generator = torch.Generator().manual_seed(5)
     direction = {
         name: torch.randn(weight.shape, generator=generator)
@@ -64,15 +61,15 @@ def test_indexer_gradient_matches_lambda_times_the_mean_kl_over_queries_and_laye
     }
 
     def mean_kl(distance: float) -> float:
-        model = tiny_model(config)
+        model = tiny_model(CONFIG)
         moved = {name: weights[name] + distance * step for name, step in direction.items()}
         model.gpt.load_state_dict({**weights, **moved}, strict=False)
-        step_gradients(model, phase, random_batches(CONFIG), config, measures=True)
+        step_gradients(model, phase, random_batches(CONFIG), CONFIG, measures=True)
         layers = read_stats(model)["indexer_kl"]
         return sum(layers) / len(layers)
 
     slope = (mean_kl(2e-3) - mean_kl(-2e-3)) / 4e-3
-    found = gradients(phase, config)
+    found = gradients(phase)
     projected = sum((found[name] * step).sum().item() for name, step in direction.items())
     assert projected == pytest.approx(phase.kl_coeff * slope, rel=1e-3)
     assert abs(slope) > 1e-3

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton
 
-from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_layout, check_shape
 from gsa_kernels.fused.gates.rows import take_projection
 from gsa_kernels.fused.split_rotate_gate.triton_heads import heads_backward_kernel, heads_kernel
 from gsa_kernels.limits import HEAD_SIZES
@@ -54,19 +54,12 @@ def fused_split_rotate_gate(
     rows = kv_heads * size * (value_gate + group * output_gate)
     if (gate_logits is None) != (rows == 0):
         raise ValueError(f"gate_logits is {gate_logits}; pass it exactly when there is a gate")
-    tables = {"cos": cos, "sin": sin}
-    tensors = {"qkv": qkv, **tables}
+    check_layout("qkv", qkv, qkv.dtype, qkv.device)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_layout(name, table, torch.float32, qkv.device)
     if gate_logits is not None:
         check_shape("gate_logits", gate_logits, "[L, B, Hkv rows]", (length, batch, rows))
-        tensors["gate_logits"] = gate_logits
-    for name, tensor in tensors.items():
-        dtype = torch.float32 if name in tables else qkv.dtype
-        if tensor.dtype != dtype or tensor.device != qkv.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}; pass {dtype} on {qkv.device}, as for qkv"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
+        check_layout("gate_logits", gate_logits, qkv.dtype, qkv.device)
     q, k, v, gates = _SplitRotateGate.apply(
         qkv, gate_logits, cos, sin, kv_heads, group, value_gate, output_gate
     )
