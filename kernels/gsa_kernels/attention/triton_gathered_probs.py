@@ -15,7 +15,6 @@ from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES
-from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -45,11 +44,9 @@ def head_sum_probs_lists(
     k: torch.Tensor,
     lse: torch.Tensor,
     lists: KeyLists,
-    rows: SampledRows,
-    columns: int,
-    dtype: torch.dtype = torch.float32,
+    tiles: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every query t of `rows` and entry s of its list.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of `tiles`.
 
     The sum is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
 
@@ -57,24 +54,23 @@ def head_sum_probs_lists(
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         lse: fp32 [B, H, L], from attention over the same lists, so that each head's row sums to 1
-        rows: whole tiles
-        columns: size of the last dimension, at least lists.max_count
-        dtype: of the result, fp32 or fp16; the heads are always added in fp32
+        tiles: int32 [N], numbers of tiles
 
     Returns:
-        [B, rows, columns]
+        fp32 [B, N, max_count, queries]
     """
     scale = checked_inputs(q, k, k, None, lists.query_start).scale
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     check_lists(lists, batch, length)
+    check_tile_numbers(tiles, lists)
     shape = gathered_probs_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()
-    tiles = triton.cdiv(rows.count, TILE_QUERIES)
-    out = torch.empty((batch, tiles * TILE_QUERIES, columns), dtype=dtype, device=q.device)
-    grid = (triton.cdiv(lists.max_count, shape.entries), tiles, batch)
+    sizes = (batch, len(tiles), lists.max_count, TILE_QUERIES)
+    out = torch.empty(sizes, dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(lists.max_count, shape.entries), len(tiles), batch)
     _gathered_probs_kernel[grid](
         q,
         k,
@@ -83,14 +79,13 @@ def head_sum_probs_lists(
         lists.words,
         lists.starts,
         lists.counts,
+        tiles,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
         length,
         lists.counts.shape[1],
-        rows.start // TILE_QUERIES,
-        rows.every,
-        columns,
+        lists.max_count,
         scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=group,
@@ -104,7 +99,7 @@ def head_sum_probs_lists(
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    return out[:, : rows.count]
+    return out
 
 
 def check_lists(lists: KeyLists, batch: int, length: int) -> None:
@@ -112,6 +107,25 @@ def check_lists(lists: KeyLists, batch: int, length: int) -> None:
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // TILE_QUERIES)))
+
+
+def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
+    check_shape("tiles", tiles, "[N]", (None,))
+    if tiles.dtype != torch.int32 or tiles.device != lists.counts.device or len(tiles) == 0:
+        raise ValueError(
+            f"tiles is {tiles.dtype} of {len(tiles)} numbers on {tiles.device}; pass at least one tile's number, "
+            f"int32 on {lists.counts.device}"
+        )
+
+
+@triton.jit
+def load_entries(keys, words, list_start, entries, count):
+    """Load keys and membership words of entries [ENTRIES] of a list; both are 0 at or beyond `count`."""
+    inside = entries < count
+    key = tl.load(keys + list_start + entries, mask=inside, other=0)
+    word = tl.load(words + list_start + entries, mask=inside, other=0)
+    # Without `where` Triton loads the words in a second layout, and gathered_grad_kernel spills almost twice as much.
+    return key, tl.where(inside, word, 0)
 
 
 @triton.jit
@@ -132,19 +146,19 @@ def _sum_of_heads(
     return tl.sum(tl.reshape(probs, [k_tile.shape[0], MEMBERS, QUERIES]), 1)
 
 
-@triton.jit(do_not_specialize=["first_tile", "every"])
+@triton.jit(do_not_specialize=["max_count"])
 def _gathered_probs_kernel(
-    q, k, lse, keys, words, starts, counts, out,
+    q, k, lse, keys, words, starts, counts, tiles, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
-    length, list_tiles, first_tile, every, out_stride, scale_log2,
+    length, list_tiles, max_count, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ENTRIES entries and the queries of a tile. Grid: (ceil(max_count / ENTRIES), tiles, B)."""
+    """One program takes ENTRIES entries and the queries of a tile. Grid: (ceil(max_count / ENTRIES), N, B)."""
     batch = tl.program_id(2).to(tl.int64)
     unit = tl.program_id(1)
-    tile = first_tile + unit * every
+    tile = tl.load(tiles + unit)
     list_index = batch * list_tiles + tile
     count = tl.load(counts + list_index)
     if tl.program_id(0) * ENTRIES < count:
@@ -178,6 +192,6 @@ def _gathered_probs_kernel(
         hit = ((word[:, None] >> rows[None, :]) & 1) != 0
         # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
         total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
-        out_rows = out + ((batch * tl.num_programs(1) + unit) * QUERIES + rows) * out_stride
-        target = out_rows[None, :] + entries[:, None]
-        tl.store(target, total.to(out.dtype.element_ty), mask=(entries < count)[:, None])
+        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * QUERIES
+        target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
+        tl.store(target, total, mask=(entries < count)[:, None])
