@@ -80,9 +80,10 @@ def start_in(folder: Path) -> Start:
     try:
         arguments = Arguments("", (), None, False, False, False, False, 1)
         start = choose_start(config, arguments, phase_ranges(config.phases), single_rank())
-        with contextlib.redirect_stdout(io.StringIO()):
-            log, _, _ = open_run_folder(config, start, single_rank(), GoodputLog(RunClock()))
-        log.close(0)
+        goodput = contextlib.closing(GoodputLog(RunClock()))
+        with contextlib.redirect_stdout(io.StringIO()), goodput as opened:
+            log, _, _ = open_run_folder(config, start, single_rank(), opened)
+            log.close(0)
     finally:
         lock.close()
     return start
