@@ -107,7 +107,7 @@ test-gpu:
 
 # Benches of the kernels one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
 # Those of whole models have a call of their own: they need megatron-core or transformers, a large device, and minutes each.
-MODEL_BENCHES = evaluate generate moe step
+MODEL_BENCHES = generate moe step
 BENCHES ?= $(filter-out $(MODEL_BENCHES) training,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export $(WITH_PACKAGES); failed=; \

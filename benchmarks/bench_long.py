@@ -9,7 +9,6 @@ Rows `torch cuDNN` and `torch flash` time dense causal attention of q, k and v. 
         timed on random key lists of a given union ratio r. forward_ms and both_ms (forward and backward) add the two.
     GSA token selected: attention reads the keys that the selection gave, with their own r.
     GSA ReLU: the recommended indexer (8 heads, ReLU, a window of 64 keys) selects 1024 keys, on random inputs.
-    GSA groups of 16: the same, but 16 neighbouring keys are selected together (gsa.key_group_size).
 forward_reuse_ms is a quarter of the time of four layers that share one selection (gsa.selection_reuse). kl_ms times
 value and gradients of the indexer loss, which only both_kl_ms includes. mean_k is the mean budget of `selected` rows.
 peak_gib is the peak memory of a forward and backward pass in addition to its inputs, with the lists if it makes them.
@@ -49,7 +48,7 @@ RECOMMENDED: dict[str, Any] = {
 }
 HEADS = 8
 """Indexer heads of the recommended configs."""
-GROUP, REUSE = 16, 4
+REUSE = 4
 LIKENESS, RECOMMENDED_LIKENESS = 0.9, 0.96
 """Similarity of neighbouring queries' indexer inputs. LIKENESS gives a union ratio near 4 at 128K tokens and k = 2048,
 RECOMMENDED_LIKENESS near 3 with the recommended indexer, as in training (whole_steps/planted_indexer.py)."""
@@ -78,11 +77,10 @@ class Indexer:
     """Number of latest keys that each query always selects."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    key_group_size: int = 1
 
     def select(self) -> Selection:
         indexer = replace(self.inputs.of_kernels, activation=self.activation)
-        geometry = Geometry(local_window=self.window, key_group_size=self.key_group_size)
+        geometry = Geometry(local_window=self.window)
         return select_key_lists(indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry)
 
 
@@ -100,11 +98,11 @@ def random_indexer(length: int, budget: tuple[int, int, int]) -> Indexer:
     return replace(first, ema=first.select().variance.mean())
 
 
-def recommended_indexer(length: int, key_group_size: int) -> Indexer:
+def recommended_indexer(length: int) -> Indexer:
     inputs = cases.indexer_inputs(1, length, RECOMMENDED_LIKENESS, HEADS)
     without_biases = replace(inputs, score_bias=None, weight_bias=None)
     ema = torch.ones((), device=cases.DEVICE)
-    return Indexer(without_biases, ema, **RECOMMENDED, key_group_size=key_group_size)
+    return Indexer(without_biases, ema, **RECOMMENDED)
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,6 @@ class Case:
     mean_k: float | None = None
     lists_bytes: int = 0
     """Size of the lists if a pass makes them."""
-    key_group_size: int = 1
     reused: Gathered | None = None
     """For cases that select, REUSE layers that share one selection."""
 
@@ -192,7 +189,6 @@ def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
         name,
         mean_k=mean_k,
         lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.starts)),
-        key_group_size=indexer.key_group_size,
         reused=Gathered(inputs, indexer, REUSE),
     )
 
@@ -208,11 +204,7 @@ def make_cases(inputs: AttentionInputs, ratios: list[float]) -> tuple[list[Case]
         for seed, ratio in enumerate(ratios):
             lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
             table.append(constructed_case("GSA token", inputs, lists, ratio, token))
-    indexers = {
-        "GSA token": token,
-        "GSA ReLU": recommended_indexer(length, 1),
-        f"GSA groups of {GROUP}": recommended_indexer(length, GROUP),
-    }
+    indexers = {"GSA token": token, "GSA ReLU": recommended_indexer(length)}
     table += [selected_case(name, inputs, indexer) for name, indexer in indexers.items()]
     return table, {name: indexer.select for name, indexer in indexers.items()}
 
@@ -248,7 +240,6 @@ def measure(report: harness.Report, shape: Shape, length: int, ratios: list[floa
             "attention": case.attention,
             "r": case.r,
             "mean_k": case.mean_k,
-            "key_group_size": case.key_group_size,
             "select_ms": select,
             "attend_forward_ms": forward if added else None,
             "attend_both_ms": both if added else None,

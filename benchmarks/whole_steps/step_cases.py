@@ -16,8 +16,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 class StepShape:
     """Holds a model's sizes, from a shipped config, and the number of layers to which it is cut."""
 
-    config: str
-    """Part of the config's name after `standard_` and `gsa_`."""
     layers: int
     """Layers of the whole model."""
     depths: tuple[int, ...]
@@ -29,26 +27,9 @@ class StepShape:
 
 SHALLOW_FROM = 131072
 
-SHAPES = {
-    "100m": StepShape(
-        "1.7b",
-        layers=12,
-        depths=(12,),
-        shallow=(12,),
-        overrides=(  # from studies/four_models_base.yaml: 94M parameters
-            "model.hidden_size=768",
-            "model.num_heads=12",
-            "model.num_kv_heads=4",
-            "model.head_dim=64",
-            "model.ffn_hidden_size=2048",
-            "model.vocab_size=12288",
-            "gsa.k_base=512",
-            "gsa.k_min=64",
-            "gsa.k_max=1024",
-        ),
-    ),
-    "1.7b": StepShape("1.7b", layers=24, depths=(2, 4), shallow=(1, 2)),
-    "7b": StepShape("7b", layers=32, depths=(1, 2), shallow=(1, 2), overrides=("parallel.tensor=1",)),
+SHAPES = {  # the names end those of shipped configs, standard_... and gsa_...
+    "1.7b": StepShape(layers=24, depths=(2, 4), shallow=(1, 2)),
+    "7b": StepShape(layers=32, depths=(1, 2), shallow=(1, 2), overrides=("parallel.tensor=1",)),
 }
 
 STANDARD, BASELINE = "standard", "baseline"
@@ -66,7 +47,6 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 _GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in (STANDARD, "gsa")}
-
 MODELS[BASELINE] = MODELS[STANDARD]
 
 BY_DEFAULT = (STANDARD, "gsa")
@@ -108,7 +88,7 @@ class StepCase:
             "gsa.variance_ema_decay=0.9999",
         ]
         changes = [*fixed, *shape.overrides, *MODELS[self.model], *overrides]
-        return load_config(CONFIGS / f"{kind}_{shape.config}.yaml", changes, world_size=1, need_data=False)
+        return load_config(CONFIGS / f"{kind}_{self.shape}.yaml", changes, world_size=1, need_data=False)
 
 
 def plan(

@@ -84,9 +84,8 @@ def check_files(folder: Path) -> None:
             try:
                 parse_json(read_whole(path))
             except ValueError as error:
-                if not isinstance(
-                    error, json.JSONDecodeError | UnicodeDecodeError
-                ):  # its reader gives a better message
+                # The reader of such a file gives a better message.
+                if not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                     raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
 
 

@@ -365,9 +365,7 @@ def _delete_leftovers(checkpoints: Path) -> list[str]:
                 leftover.unlink()
             else:
                 shutil.rmtree(leftover)
-        except (
-            OSError
-        ) as error:  # On NFS another process holds a file of the folder open. The next save tries again.
+        except OSError as error:  # on NFS another process may hold a file open; the next save tries again
             failures.append(f"{leftover.name[leftover.name.index('step_') :]} could not be deleted: {error}")
     return failures
 

@@ -241,9 +241,7 @@ _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
 
 DEVICES = tuple(_PEAK_FLOPS_PER_SECOND)
 """Devices with a known peak rate."""
-_MEASURED_MFU = {
-    "NVIDIA H200": 0.46
-}  # measured on whole steps of paper_gsa_1.7b: docs/reference/performance.md
+_MEASURED_MFU = {"NVIDIA H200": 0.46}  # whole steps of paper_gsa_1.7b (docs/reference/performance.md)
 _MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle and are unmeasured
 
 

@@ -57,8 +57,11 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
     if not path.is_file():
         return None, 0.0
     try:
-        job, at, checksum, rest = path.read_text(encoding="utf-8").split("\n")
-        if rest or _checksum(f"{job}\n{at}\n") != checksum:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if len(lines) != 4 or lines[3]:
+            raise ValueError("it does not have three whole lines")
+        job, at, checksum, _ = lines
+        if _checksum(f"{job}\n{at}\n") != checksum:
             raise ValueError("its checksum does not match its content")
         return job, float(at)
     except ValueError as error:  # includes UnicodeDecodeError

@@ -54,12 +54,11 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
     assert call(monkeypatch, bench_long, "--out", tmp_path, "--lengths", "40", "--ratios", "2") == 0
     rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
-    check, _, _, token, token_selected, _, groups = rows
+    check, _, _, token, token_selected, relu = rows
     assert check["relative_error"] < 1e-4
     assert token["both_kl_ms"] == 3000
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
-    assert (groups["attention"], groups["key_group_size"]) == ("GSA groups of 16 selected", 16)
-    assert groups["forward_reuse_ms"] == 250
+    assert (relu["attention"], relu["forward_reuse_ms"]) == ("GSA ReLU selected", 250)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, bench: Any, *words: Any) -> int:

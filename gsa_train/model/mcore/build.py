@@ -86,9 +86,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         dense = dense_attention_name(config, mcore_config.params_dtype)
     logger.info("dense attention: %s (gsa.dense_attention = %s)", dense, config.gsa.dense_attention)
     indexer_rotary = None
-    if (
-        config.gsa.indexer_rope
-    ):  # YaRN's attention factor is for softmax logits, so only its frequencies are used.
+    if config.gsa.indexer_rope:  # only YaRN's frequencies: its attention factor is for softmax logits
         indexer_rotary = rotary_embedding(mcore_config, config.gsa.indexer_dim, parallel.groups)
     context = AttentionContext(
         runtime,

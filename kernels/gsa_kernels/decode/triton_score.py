@@ -18,9 +18,8 @@ from gsa_kernels.indexer.triton_scores import best_of_groups, fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
-_SAMPLES_ABOVE = tl.constexpr(
-    6
-)  # keys above the floor beyond the expected number: in random order, fewer than one floor in 10^4 is too high
+_SAMPLES_ABOVE = tl.constexpr(6)
+"""Keys above the floor beyond the expected number. In random order, fewer than one floor in 10^4 is too high."""
 _LEAST_HEADS = 8  # the smallest number of columns of a product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more values in registers

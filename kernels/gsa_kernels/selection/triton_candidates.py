@@ -209,9 +209,8 @@ def _candidates_kernel(
         starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647)
         first_start = tl.min(starts)
         last_start = tl.max(tl.where(row_ok, starts, 0))
-        if (
-            first_col + SPANS * TILES * BLOCK_COLS <= first_start
-        ):  # the span ends before the documents of all queries
+        # The span may end before the documents of all queries.
+        if first_col + SPANS * TILES * BLOCK_COLS <= first_start:
             return
 
     queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
