@@ -27,7 +27,7 @@ class StepShape:
 
 SHALLOW_FROM = 131072
 
-SHAPES = {  # the names end those of shipped configs, standard_... and gsa_...
+SHAPES = {  # each name is the end of the names of two shipped configs
     "1.7b": StepShape(layers=24, depths=(2, 4), shallow=(1, 2)),
     "7b": StepShape(layers=32, depths=(1, 2), shallow=(1, 2), overrides=("parallel.tensor=1",)),
 }
