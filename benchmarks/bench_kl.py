@@ -19,7 +19,7 @@ import harness
 import torch
 from cases import IndexerInputs
 
-from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import (
     Inputs,
     choose_blocks,
@@ -57,7 +57,7 @@ class Case:
     def loss(self) -> torch.Tensor:
         indexer = replace(self.indexer.of_kernels, inverse_temperature=self.beta)
         target = Target(lambda rows: self.target[:, rows.start : rows.start + rows.count])
-        return masked_indexer_loss(indexer, target, Attended(self.packed_mask))[0]
+        return triton_indexer_loss(indexer, target, Attended(self.packed_mask))[0]
 
 
 def make_case(length: int, attended: str, heads: int) -> Case:

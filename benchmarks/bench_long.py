@@ -34,7 +34,9 @@ from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
+from gsa_kernels.loss.triton_launch import list_columns
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.types import BudgetRule, Geometry, Selection
 
@@ -136,11 +138,12 @@ def kl_backward(
     x: AttentionInputs, indexer: Indexer, lists: KeyLists, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Return gradients of the indexer loss over the lists. `lse` is from attention over the same lists."""
-    loss, _ = gathered_indexer_loss(
-        indexer.inputs.of_kernels,
-        lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles),
-        lists,
-    )
+
+    def target(rows: SampledRows) -> torch.Tensor:
+        return head_sum_probs_lists(x.q, x.k, lse, lists, rows, list_columns(lists), torch.float16)
+
+    attended = Attended(key_lists=lists)
+    loss, _ = triton_indexer_loss(indexer.inputs.of_kernels, Target(target, float(x.q.shape[2])), attended)
     return torch.autograd.grad(loss, indexer.inputs.leaves)
 
 

@@ -145,8 +145,8 @@ LOSS_CHUNK_BYTES = 256 * 2**20
 FUSED_LOSS_CHUNK_BYTES = 2**30
 """Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
 
-GATHERED_LOSS_BYTES = 512 * 2**20
-"""Scratch memory of the loss over key lists (loss/gathered.py)."""
+LIST_LOSS_CHUNK_BYTES = 128 * 2**20
+"""Like LOSS_CHUNK_BYTES, over key lists. The keys' gradients by entry, fp32, take DI / 32 times as much in addition."""
 
 GATHERED_GRADIENT_BYTES = 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""

@@ -19,7 +19,7 @@ from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_list
 from gsa_kernels.limits import TILE_QUERIES, Kernel
 from gsa_kernels.loss.reference import indexer_kl, renormalise_target
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
-from gsa_kernels.sampling import sample_rows, systematic
+from gsa_kernels.sampling import sample_rows
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import local_window_mask, select_top_k
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
@@ -211,13 +211,7 @@ def _taken_rows(
     """Return the sampled rows, int64 (None: all rows), and the factor that scales their sum to an estimate for all
     rows. As in the kernels, the sample has whole tiles with key lists, and stretches of rows with packed masks
     (`sample_rows`)."""
-    rank, size = rows.share
     by_lists = selection is not None and selection.key_lists is not None
-    if not by_lists:
-        sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share)
-        return (None if sample.every == 1 else sample.rows()), factor
-    first, factor = systematic(-(-num_rows // TILE_QUERIES), rows.fraction, rows.draw)
-    if factor * size == 1:
-        return None, factor
-    numbers = torch.arange(num_rows)
-    return numbers[numbers // TILE_QUERIES % (factor * size) == first + rank * factor], factor
+    stretch = TILE_QUERIES if by_lists else None
+    sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share, stretch)
+    return (None if sample.every == 1 else sample.rows()), factor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -15,8 +14,8 @@ from gsa_kernels.decode.op import decode_step
 from gsa_kernels.devices import launching_on
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss as sparse_attention_with_loss
 from gsa_kernels.key_lists.format import union_density
-from gsa_kernels.loss.gathered import gathered_indexer_loss
-from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
+from gsa_kernels.loss.triton_launch import list_columns
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
@@ -57,7 +56,7 @@ def select(
     lists = key_lists_from_packed_mask(chosen.packed_mask, length, geometry.query_start)
     density = union_density(lists)
     if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
-        return Selection(None, lists, chosen.budget, chosen.variance, density)
+        return Selection(None, lists, chosen.budget, chosen.variance, density, chosen.log_sum)
     return replace(chosen, density=density)
 
 
@@ -70,34 +69,20 @@ def indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with launching_on(q, "q"):
-        if selection is not None and selection.key_lists is not None:
-            lists = selection.key_lists
-            return gathered_indexer_loss(
-                indexer, partial(head_sum_probs_lists, q, k, lse, lists), lists, rows
-            )
-        return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
-
-
-def _loss_by_rows(
-    indexer: Indexer,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    selection: Selection | None,
-    geometry: Geometry,
-    rows: RowSample,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss in chunks of rows, for which the target [B, rows, Lk] is computed."""
-    packed_mask = None if selection is None else selection.packed_mask
-    log_sum = None if selection is None else selection.log_sum
+    """Compute the loss in chunks of rows, for which the target [B, rows, columns] is computed."""
+    packed_mask, log_sum, lists = None, None, None
+    if selection is not None:
+        packed_mask, log_sum, lists = selection.packed_mask, selection.log_sum, selection.key_lists
     # fp16 probabilities have a relative error of 2^-12, similar to the scores from the hardware's tanh.
     dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
 
     def target(chunk: SampledRows) -> torch.Tensor:
+        if lists is not None:
+            return head_sum_probs_lists(q, k, lse, lists, chunk, list_columns(lists), dtype)
         return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
 
     # Each head's probabilities sum to 1 over the keys of its log-sum-exp.
     row_sum = float(q.shape[2])
-    attended = Attended(packed_mask, log_sum, geometry)
-    return masked_indexer_loss(indexer, Target(target, row_sum), attended, rows)
+    attended = Attended(packed_mask, log_sum, geometry, lists)
+    with launching_on(q, "q"):
+        return triton_indexer_loss(indexer, Target(target, row_sum), attended, rows)

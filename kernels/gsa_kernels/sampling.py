@@ -43,8 +43,9 @@ def sample_rows(
     fraction: float,
     draw: int | None,
     share: tuple[int, int] = (0, 1),
+    stretch: int | None = None,
 ) -> tuple[SampledRows, int]:
-    """Choose a systematic sample: evenly spaced stretches of STRETCH_ROWS rows.
+    """Choose a systematic sample: evenly spaced stretches of `stretch` rows, by default STRETCH_ROWS.
 
     Every draw contains rows from each part of the sequence. A stretch consists of whole tiles of the kernels.
 
@@ -56,13 +57,13 @@ def sample_rows(
     Returns:
         The rows, possibly none, and the factor for the sum over all shares of the sample.
     """
-    factor = sampled_one_of(num_rows, fraction)
-    first = (draw or 0) % factor
+    stretch = stretch or STRETCH_ROWS
+    first, factor = systematic(-(-num_rows // stretch), fraction, draw)
     rank, size = share
     every = factor * size
-    start = (first + rank * factor) * STRETCH_ROWS
-    whole, rest = divmod(max(num_rows - start, 0), every * STRETCH_ROWS)
-    return SampledRows(start, whole * STRETCH_ROWS + min(rest, STRETCH_ROWS), every, STRETCH_ROWS), factor
+    start = (first + rank * factor) * stretch
+    whole, rest = divmod(max(num_rows - start, 0), every * stretch)
+    return SampledRows(start, whole * stretch + min(rest, stretch), every, stretch), factor
 
 
 def sampled_one_of(num_rows: int, fraction: float) -> int:

@@ -149,7 +149,7 @@ class Selection:
     """Number of keys in the key lists divided by the number of causal keys of the tiles; None if not measured."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
-    request, for packed masks only."""
+    request, up to PACKED_MASK_MAX_TOKENS keys."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -27,8 +27,8 @@ from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer.split_op import fused_split_projection
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
-from gsa_kernels.loss.gathered import gathered_indexer_loss
-from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
+from gsa_kernels.loss.triton_launch import list_columns
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
@@ -70,22 +70,19 @@ def indexer_loss(p: Problem, x: Tensors) -> Tensors:
     leaves = _indexer_leaves(p, x)
     indexer, sample = _indexer(p, leaves), RowSample(p.row_fraction, LOSS_DRAW)
     q, k = x["q"], x["k"]
-    if p.lists:
+    dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+    words, lists, geometry = None, None, _geometry(p, x)
+    if chosen is not None:
+        words, lists = chosen.packed_mask, chosen.key_lists
+    log_sum = chosen.log_sum if p.variant == "log-sum" else None
 
-        def of_tiles(tiles: torch.Tensor) -> torch.Tensor:
-            return head_sum_probs_lists(q, k, lse, chosen.key_lists, tiles)
+    def of_rows(rows: Any) -> torch.Tensor:
+        if lists is not None:
+            return head_sum_probs_lists(q, k, lse, lists, rows, list_columns(lists), dtype)
+        return head_sum_probs_rows(q, k, lse, words, rows, geometry, dtype=dtype, fill=False)
 
-        loss, rows = gathered_indexer_loss(indexer, of_tiles, chosen.key_lists, sample)
-    else:
-        words, geometry = None if chosen is None else chosen.packed_mask, _geometry(p, x)
-        log_sum = chosen.log_sum if p.variant == "log-sum" else None
-
-        def of_rows(rows: Any) -> torch.Tensor:
-            dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-            return head_sum_probs_rows(q, k, lse, words, rows, geometry, dtype=dtype, fill=False)
-
-        target = Target(of_rows, float(p.heads))
-        loss, rows = masked_indexer_loss(indexer, target, Attended(words, log_sum, geometry), sample)
+    attended = Attended(words, log_sum, geometry, lists)
+    loss, rows = triton_indexer_loss(indexer, Target(of_rows, float(p.heads)), attended, sample)
     loss.backward()
     return {"loss": loss, "rows": rows, **_gradients(leaves)}
 

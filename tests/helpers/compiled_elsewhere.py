@@ -21,7 +21,7 @@ from compiled_for import compile_for
 
 from gsa_kernels.attention.inputs import GradientInputs
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16
@@ -53,7 +53,7 @@ def indexer_loss() -> None:
     biases = [torch.zeros(heads, requires_grad=True) for _ in range(2)]
     packed_mask = torch.full((1, length, length // 32), -1, dtype=torch.int32)
     target = Target(lambda rows: torch.ones(1, rows.count, length))
-    masked_indexer_loss(Indexer(*leaves, *biases), target, Attended(packed_mask))
+    triton_indexer_loss(Indexer(*leaves, *biases), target, Attended(packed_mask))
 
 
 def loss_target(head_size: int, documents: bool) -> None:

@@ -46,11 +46,11 @@ class Problem:
         logits = torch.einsum("bthd,bshd->bhts", self.q.double(), _per_head(self.q, self.k))
         logits = (logits * self.q.shape[-1] ** -0.5).masked_fill(~mask[:, None], float("-inf"))
         selection = self.selection
-        if selection is not None and selection.packed_mask is not None:
+        if selection is not None:
             log_sum = None if selection.log_sum is None else scores.logsumexp(-1).float()
-            selection = replace(selection, packed_mask=pack_mask(mask), log_sum=log_sum)
-        elif selection is not None:
-            selection = replace(selection, key_lists=lists_of(mask))
+            masked = selection.packed_mask is not None
+            of_form = {"packed_mask": pack_mask(mask)} if masked else {"key_lists": lists_of(mask)}
+            selection = replace(selection, **of_form, log_sum=log_sum)
         return replace(self, mask=mask, selection=selection, lse=logits.logsumexp(-1).float())
 
     def scores(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ def make_problem(
         heads: number of query heads and of key heads
         indexer: number of indexer heads, and their size
         activation: `sigmoid`, `unbiased` (sigmoid without biases) or `relu`
-        log_sum: whether to pass the log-sum, as selection does with a packed mask
+        log_sum: whether to pass the log-sum, as selection does up to PACKED_MASK_MAX_TOKENS keys
         size: scale of the indexer's tensors
     """
     rng = torch.Generator().manual_seed(length)
@@ -187,9 +187,9 @@ def check(problem: Problem, rows: RowSample | None = None, loss: Loss | None = N
 
 
 def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -> None:
-    # bf16 on the GPU uses the hardware's tanh, with an error of about 1e-5 of a score.
+    # bf16 has a target in fp16. On the GPU it uses the hardware's tanh, with an error of about 1e-5 of a score.
     approximate = problem.q.dtype != torch.float32
-    allowed = max(2 * (same.total - exact.total).abs(), (1e-4 if approximate else 1e-6) * exact.total + 1e-6)
+    allowed = max(2 * (same.total - exact.total).abs(), (2e-4 if approximate else 1e-6) * exact.total + 1e-6)
     assert (got.total - exact.total).abs() <= allowed
     tolerance = {"rtol": 1e-2 if approximate else 1e-4, "atol": 1e-4}
     torch.testing.assert_close(got.rows.double(), exact.rows, **tolerance, equal_nan=True)

@@ -19,9 +19,7 @@ from loss_problems import FORMS, Problem, assert_same, check, differentiate, mak
 from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention.reference import head_sum_probs
 from gsa_kernels.loss import triton_launch
-from gsa_kernels.loss.gathered import gathered_indexer_loss
-from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.loss.triton_gathered_launch import GatheredBlocks
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import BF16_BLOCKS, Blocks
 from gsa_kernels.reference import renormalise_target
 from gsa_kernels.sampling import SampledRows
@@ -32,7 +30,6 @@ BF16 = torch.bfloat16
 
 # A sequence of 70 tokens has several of these tiles, and several segments.
 SMALL = Blocks(rows=32, score_keys=32, score_warps=8, grad_keys=32, grad_warps=8, segment=32)
-SMALL_GATHERED = GatheredBlocks(16, 8, 16, 8, segment=32, stats_stages=1)
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +43,15 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int | None = None) -> None:
     """Set block shapes and chunk size of the API's loss from now on."""
-    masked: dict[str, Any] = {"blocks": blocks}
-    gathered: dict[str, Any] = {"blocks": None if blocks is None else SMALL_GATHERED}
-    if chunk_bytes is not None:
-        masked["row_chunk_bytes"] = gathered["scratch_bytes"] = chunk_bytes
-    monkeypatch.setattr(operations_triton, "masked_indexer_loss", partial(masked_indexer_loss, **masked))
-    monkeypatch.setattr(
-        operations_triton, "gathered_indexer_loss", partial(gathered_indexer_loss, **gathered)
-    )
+    options: dict[str, Any] = {"blocks": blocks, "row_chunk_bytes": chunk_bytes}
+    monkeypatch.setattr(operations_triton, "triton_indexer_loss", partial(triton_indexer_loss, **options))
 
 
 @covered(
     "case",
     attended=[
         *("dense", "dense, documents", "packed mask", "packed mask, documents, log-sum"),
-        *("key lists", "key lists, documents"),
+        *("key lists", "key lists, documents, log-sum"),
     ],
     kernels=["bf16", "own", "small"],
     length=[1, 40, 70],
@@ -259,12 +250,11 @@ def test_chunks_and_repetitions_change_nothing(
     cut(monkeypatch, SMALL)
     whole = differentiate(problem, loss)
     assert_same(differentiate(problem, loss), whole)
-    in_one = {"packed mask": 70, "key lists": 3}[form]
-    assert calls == [in_one, in_one]
+    assert calls == [70, 70]
     cut(monkeypatch, SMALL, 1)
     calls.clear()
     chunked = differentiate(problem, loss)
-    assert calls == {"packed mask": [32, 32, 6], "key lists": [1] * 3}[form]
+    assert calls == [32, 32, 6]
     assert_same(chunked, whole, near=() if form == "packed mask" else ("keys",))
 
 
@@ -311,7 +301,7 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
         return given
 
     made = Target(of_rows if isinstance(target, torch.Tensor) else target, row_sum)
-    return lambda indexer, q, k: masked_indexer_loss(indexer, made, attended, **options)
+    return lambda indexer, q, k: triton_indexer_loss(indexer, made, attended, **options)
 
 
 def test_value_near_its_minimum(device: str) -> None:

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from loss_problems import make_problem
 
 from gsa_kernels import api
-from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
-from gsa_kernels.loss.gathered import gathered_indexer_loss
-from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
+from gsa_kernels.loss.triton_launch import list_columns
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Indexer, RowSample
 
 
@@ -62,7 +62,7 @@ def test_errors() -> None:
     ]
     for *arguments, message in calls:
         with pytest.raises(ValueError, match=message):
-            masked_indexer_loss(*arguments)
+            triton_indexer_loss(*arguments)
 
 
 def test_errors_of_key_lists(device: str) -> None:
@@ -71,19 +71,15 @@ def test_errors_of_key_lists(device: str) -> None:
     lists = problem.selection.key_lists
     assert lists is not None
 
-    def target(tiles: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64, device=device)
+    def target(rows: SampledRows) -> torch.Tensor:
+        return torch.zeros(2, rows.count, list_columns(lists), dtype=torch.float64, device=device)
 
     for indexer, message in (
         (longer.indexer, "sequences of 10"),
-        (problem.indexer, r"target_tiles\(\.\.\.\) gave torch\.float64"),
+        (problem.indexer, r"target\.of_rows\(\.\.\.\) gave torch\.float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            gathered_indexer_loss(indexer, target, lists)
-    tiles = torch.zeros(1, dtype=torch.int32, device=device)
-    given = (problem.q, problem.k, problem.lse, lists)
-    with pytest.raises(ValueError, match="tiles is"):
-        head_sum_probs_lists(*given, tiles.float())
+            triton_indexer_loss(indexer, Target(target), Attended(key_lists=lists))
     for fraction, draw in ((0.0, 1), (0.4, 1), (0.5, None)):
         with pytest.raises(ValueError, match="fraction"):
             api.indexer_loss(

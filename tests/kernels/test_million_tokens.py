@@ -27,8 +27,10 @@ from gsa_kernels.indexer.score_inputs import score_inputs
 from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import KeyHits, TileRows, add_partials_by_key, find_key_hits
-from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
+from gsa_kernels.loss.triton_launch import list_columns
 from gsa_kernels.reference import indexer_scores
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.candidates import sample_keys, select_by_candidates
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.op import Selector
@@ -146,8 +148,9 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
     grouped = q[0, LAST].double().unflatten(1, (KV_HEADS, GROUP))
     logits = torch.einsum("tghd,sgd->ghts", grouped, k[0, KEYS].double()) * SIZE**-0.5
     lse[0, :, LAST] = logits.logsumexp(-1).float().flatten(0, 1)
-    probs = head_sum_probs_lists(q, k, lse, lists, torch.tensor([TILES - 1], dtype=torch.int32))
-    torch.testing.assert_close(probs[0, 0].mT.double(), logits.softmax(-1).sum((0, 1)), atol=1e-4, rtol=1e-4)
+    rows = SampledRows(LENGTH - QUERIES, QUERIES, stretch=QUERIES)
+    probs = head_sum_probs_lists(q, k, lse, lists, rows, len(KEYS))
+    torch.testing.assert_close(probs[0].double(), logits.softmax(-1).sum((0, 1)), atol=1e-4, rtol=1e-4)
 
 
 def test_dense_attention_with_heads_first_in_memory() -> None:
@@ -245,14 +248,14 @@ def test_candidates() -> None:
 
 def test_the_loss_of_the_last_tile() -> None:
     indexer, lists = make_indexer(LENGTH), last_list()
-    target = torch.rand(1, 1, len(KEYS), QUERIES)
+    target = torch.rand(1, QUERIES, list_columns(lists))
     # The share is one tile; other ranks take the other tiles.
     sample = RowSample(share=(TILES - 1, TILES))
     leaves = [x.requires_grad_() for x in (indexer.queries, indexer.keys, indexer.head_weight_logits)]
-    loss, kl = gathered_indexer_loss(indexer, lambda tiles: target, lists, rows=sample)
+    loss, kl = triton_indexer_loss(indexer, Target(lambda rows: target), Attended(key_lists=lists), sample)
     small = [leaves[0][:, -QUERIES:].double(), leaves[1][:, KEYS].double(), leaves[2][:, -QUERIES:].double()]
     scores = indexer_scores(*small)
-    p = target[0, 0].mT.double()
+    p = target[0, :, : len(KEYS)].double()
     p = p / p.sum(-1, keepdim=True)
     wanted = (p * (p.log() - scores[0].log_softmax(-1))).sum(-1)
     torch.testing.assert_close(kl[0, -QUERIES:].double(), wanted, atol=1e-3, rtol=1e-2)

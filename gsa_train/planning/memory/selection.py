@@ -112,20 +112,15 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     )
     share = gsa.indexer_loss_row_fraction / sizes.tensor
     if phase.attention == "sparse" and gathers(config):
-        entries, per_entry = _loss_entries(config, sizes)
         heads += 4 * sizes.all_tokens * gsa.indexer_dim  # the sum of the keys' gradients, fp32 [B, Lw, d_I]
-        return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
+        lists = share * sizes.tokens / sizes.query_chunks / limits.TILE_QUERIES
+        entries = min(lists * _longest_list(config), limits.LIST_LOSS_CHUNK_BYTES / (4 * limits.TILE_QUERIES))
+        # For each entry: target and gradient of the score for each query of the tile, and the key's gradient, fp32.
+        per_entry = 2 * sizes.value * limits.TILE_QUERIES + 4 * gsa.indexer_dim
+        return max(gathering, heads + entries * per_entry)
     pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk * share)
     # For each pair: the target and the gradient of the score, which are fp16 in bf16 runs.
     return max(gathering, heads + loss_key_bytes(config, sizes) + pairs * 2 * sizes.value)
-
-
-def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
-    """Returns the largest number of entries in the key lists of a chunk of queries, and the loss's bytes per entry. An
-    entry is a key that some query of a tile selects. It needs a target for each query of the tile and the key's
-    gradient, in fp32."""
-    lists = sizes.tokens / sizes.query_chunks / limits.TILE_QUERIES
-    return lists * _longest_list(config), 4 * (limits.TILE_QUERIES + config.gsa.indexer_dim)
 
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:

@@ -15,6 +15,7 @@ from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -44,9 +45,11 @@ def head_sum_probs_lists(
     k: torch.Tensor,
     lse: torch.Tensor,
     lists: KeyLists,
-    tiles: torch.Tensor,
+    rows: SampledRows,
+    columns: int,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of `tiles`.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every query t of `rows` and entry s of its list.
 
     The sum is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
 
@@ -54,23 +57,24 @@ def head_sum_probs_lists(
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         lse: fp32 [B, H, L], from attention over the same lists, so that each head's row sums to 1
-        tiles: int32 [N], numbers of tiles
+        rows: whole tiles
+        columns: size of the last dimension, at least lists.max_count
+        dtype: of the result, fp32 or fp16; the heads are always added in fp32
 
     Returns:
-        fp32 [B, N, max_count, queries]
+        [B, rows, columns]
     """
     scale = checked_inputs(q, k, k, None, lists.query_start).scale
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     check_lists(lists, batch, length)
-    check_tile_numbers(tiles, lists)
     shape = gathered_probs_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()
-    sizes = (batch, len(tiles), lists.max_count, TILE_QUERIES)
-    out = torch.empty(sizes, dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(lists.max_count, shape.entries), len(tiles), batch)
+    tiles = triton.cdiv(rows.count, TILE_QUERIES)
+    out = torch.empty((batch, tiles * TILE_QUERIES, columns), dtype=dtype, device=q.device)
+    grid = (triton.cdiv(lists.max_count, shape.entries), tiles, batch)
     _gathered_probs_kernel[grid](
         q,
         k,
@@ -79,13 +83,14 @@ def head_sum_probs_lists(
         lists.words,
         lists.starts,
         lists.counts,
-        tiles,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
         length,
         lists.counts.shape[1],
-        lists.max_count,
+        rows.start // TILE_QUERIES,
+        rows.every,
+        columns,
         scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=group,
@@ -99,7 +104,7 @@ def head_sum_probs_lists(
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    return out
+    return out[:, : rows.count]
 
 
 def check_lists(lists: KeyLists, batch: int, length: int) -> None:
@@ -107,25 +112,6 @@ def check_lists(lists: KeyLists, batch: int, length: int) -> None:
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // TILE_QUERIES)))
-
-
-def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
-    check_shape("tiles", tiles, "[N]", (None,))
-    if tiles.dtype != torch.int32 or tiles.device != lists.counts.device or len(tiles) == 0:
-        raise ValueError(
-            f"tiles is {tiles.dtype} of {len(tiles)} numbers on {tiles.device}; pass at least one tile's number, "
-            f"int32 on {lists.counts.device}"
-        )
-
-
-@triton.jit
-def load_entries(keys, words, list_start, entries, count):
-    """Load keys and membership words of entries [ENTRIES] of a list; both are 0 at or beyond `count`."""
-    inside = entries < count
-    key = tl.load(keys + list_start + entries, mask=inside, other=0)
-    word = tl.load(words + list_start + entries, mask=inside, other=0)
-    # Without `where` Triton loads the words in a second layout, and gathered_grad_kernel spills almost twice as much.
-    return key, tl.where(inside, word, 0)
 
 
 @triton.jit
@@ -146,19 +132,19 @@ def _sum_of_heads(
     return tl.sum(tl.reshape(probs, [k_tile.shape[0], MEMBERS, QUERIES]), 1)
 
 
-@triton.jit(do_not_specialize=["max_count"])
+@triton.jit(do_not_specialize=["first_tile", "every"])
 def _gathered_probs_kernel(
-    q, k, lse, keys, words, starts, counts, tiles, out,
+    q, k, lse, keys, words, starts, counts, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
-    length, list_tiles, max_count, scale_log2,
+    length, list_tiles, first_tile, every, out_stride, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ENTRIES entries and the queries of a tile. Grid: (ceil(max_count / ENTRIES), N, B)."""
+    """One program takes ENTRIES entries and the queries of a tile. Grid: (ceil(max_count / ENTRIES), tiles, B)."""
     batch = tl.program_id(2).to(tl.int64)
     unit = tl.program_id(1)
-    tile = tl.load(tiles + unit)
+    tile = first_tile + unit * every
     list_index = batch * list_tiles + tile
     count = tl.load(counts + list_index)
     if tl.program_id(0) * ENTRIES < count:
@@ -192,6 +178,6 @@ def _gathered_probs_kernel(
         hit = ((word[:, None] >> rows[None, :]) & 1) != 0
         # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
         total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
-        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * QUERIES
-        target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
-        tl.store(target, total, mask=(entries < count)[:, None])
+        out_rows = out + ((batch * tl.num_programs(1) + unit) * QUERIES + rows) * out_stride
+        target = out_rows[None, :] + entries[:, None]
+        tl.store(target, total.to(out.dtype.element_ty), mask=(entries < count)[:, None])

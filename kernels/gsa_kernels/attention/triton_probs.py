@@ -61,7 +61,7 @@ def head_sum_probs_rows(
         rows: which queries, as indices into dimension L of q
         packed_mask, geometry: as in `masked_attention`
         dtype: dtype of the result, fp32 or fp16; the heads are always added in fp32
-        fill: False leaves tiles without a causal key uninitialised; `masked_indexer_loss` does not read them
+        fill: False leaves tiles without a causal key uninitialised; `triton_indexer_loss` does not read them
 
     Returns:
         [B, rows.count, Lk], without gradient

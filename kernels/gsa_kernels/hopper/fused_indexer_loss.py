@@ -55,7 +55,7 @@ def attention_with_indexer_loss(
     gate_logits: torch.Tensor | None = None,
     row_chunk_bytes: int = FUSED_LOSS_CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `masked_attention`. The backward pass adds the gradients of loss.scale * `masked_indexer_loss`.
+    """Compute `masked_attention`. The backward pass adds the gradients of loss.scale * `triton_indexer_loss`.
 
     Attention and loss use the same packed mask. q must have all heads of the layer, because the target sums over them.
     Sums of four heads are rounded to fp16. The function is deterministic.

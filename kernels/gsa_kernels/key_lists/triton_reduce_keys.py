@@ -92,9 +92,9 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
     ]
 
 
-def equal_tiles(lists: KeyLists) -> TileRows:
-    """Return all tiles, with `max_count` partial rows each."""
-    num_tiles, size, device = lists.counts.numel(), lists.max_count, lists.counts.device
+def equal_tiles(lists: KeyLists, size: int) -> TileRows:
+    """Return all tiles, with `size` partial rows each, at least `max_count`."""
+    num_tiles, device = lists.counts.numel(), lists.counts.device
     starts = torch.arange(num_tiles, device=device) * size
     order = torch.arange(num_tiles - 1, -1, -1, dtype=torch.int32, device=device)
     return TileRows(0, num_tiles, starts, order, num_tiles * size)

@@ -11,9 +11,11 @@ from functools import partial
 import torch
 
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE
+from gsa_kernels.attention.triton_gathered_probs import check_lists
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.hopper.target_blocks import block_shape
-from gsa_kernels.limits import LOSS_CHUNK_BYTES
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import LIST_LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES, TILE_QUERIES
 from gsa_kernels.loss.autograd import (
     Gradients,
     LossWithGradients,
@@ -34,9 +36,10 @@ from gsa_kernels.sampling import SampledRows, sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
-"""Maps rows to fp32 or fp16 [B, count, Lk]: attention probabilities of these rows, summed over the heads. The result
-may also be [B, parts, count, Lk], whose sum over parts is the target, or the parts in blocks, [B, parts, row blocks,
-key blocks, 1024] (target_blocks.py)."""
+"""Maps rows to fp32 or fp16 [B, count, columns]: attention probabilities of these rows, summed over the heads. A column
+is a key, or an entry of the key list of the row's tile, with `list_columns` columns. The result may also be [B, parts,
+count, columns], whose sum over parts is the target, or the parts in blocks, [B, parts, row blocks, key blocks, 1024]
+(target_blocks.py)."""
 
 ALL_ROWS = RowSample()
 
@@ -65,6 +68,12 @@ class Attended:
     that attend to nothing. Together with `Target.row_sum` it saves one pass over the keys."""
     geometry: Geometry = ALL_OF_ONE_SEQUENCE
     """With a packed mask, document starts only save work."""
+    key_lists: KeyLists | None = None
+    """In place of the packed mask and of the geometry, for long sequences."""
+
+    @property
+    def query_start(self) -> int:
+        return self.geometry.query_start if self.key_lists is None else self.key_lists.query_start
 
 
 @dataclass(frozen=True)
@@ -76,13 +85,13 @@ class Wanted:
     """Factor of the gradients, fp32 with one element; 1 if None."""
 
 
-def masked_indexer_loss(
+def triton_indexer_loss(
     indexer: Indexer,
     target: Target,
     attended: Attended,
     rows: RowSample = ALL_ROWS,
     *,
-    row_chunk_bytes: int = LOSS_CHUNK_BYTES,
+    row_chunk_bytes: int | None = None,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = query_start + row.
@@ -90,28 +99,34 @@ def masked_indexer_loss(
     `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
     Scores are exact for fp32 inputs. For bf16 the products accumulate in fp32, and sigmoid is the hardware's
-    approximation (about 1e-5 of a score). Results repeat bit for bit and do not depend on `row_chunk_bytes`.
+    approximation (about 1e-5 of a score). Results repeat bit for bit. `row_chunk_bytes` changes only the last bits of
+    the keys' gradients over key lists.
 
     Args:
         indexer: its keys up to the last query's own
-        rows: which rows are computed; the sample is the same on every tensor-parallel rank
-        row_chunk_bytes: size of a chunk of the target; scratch memory is at most about twice this
+        rows: which rows are computed, over key lists in whole tiles; the sample is the same on every tensor-parallel
+            rank
+        row_chunk_bytes: size of a chunk of the target; scratch memory is at most about twice this. By default
+            LOSS_CHUNK_BYTES, and LIST_LOSS_CHUNK_BYTES over key lists.
         blocks: block shapes, for measurements
 
     Returns:
         0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows that are not computed
     """
-    geometry = attended.geometry
-    batch, num_rows = check_indexer(indexer, geometry.query_start)
+    batch, num_rows = check_indexer(indexer, attended.query_start)
     check_attended(attended, (batch, num_rows, indexer.keys.shape[1]))
     if attended.log_sum is not None and target.row_sum is None:
         raise ValueError("attended.log_sum is given with target.row_sum None; pass both or none")
     if target.row_sum is not None and not target.row_sum > 0:
         raise ValueError(f"target.row_sum is {target.row_sum}; pass a positive number")
+    by_lists = attended.key_lists is not None
+    if row_chunk_bytes is None:
+        row_chunk_bytes = LIST_LOSS_CHUNK_BYTES if by_lists else LOSS_CHUNK_BYTES
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
     tensors = tensors_of(indexer)
-    sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share)
+    stretch = TILE_QUERIES if by_lists else None
+    sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share, stretch)
     calculate = partial(
         value_and_gradients,
         target=target,
@@ -136,14 +151,14 @@ def value_and_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients]:
     """Return the sum of the sampled rows' KL, the KL of each row [B, R], and the gradients of the sum.
 
-    The gradients belong to the tensors that `tensors_of` returns for the indexer. `masked_indexer_loss` has
+    The gradients belong to the tensors that `tensors_of` returns for the indexer. `triton_indexer_loss` has
     checked the indexer. The inverse temperature is a tensor.
     """
     inputs = _inputs(indexer, target.row_sum, attended)
-    batch, num_keys = inputs.k_idx.shape[:2]
+    batch, dim = inputs.k_idx.shape[0], inputs.k_idx.shape[2]
     chosen = choose_blocks(inputs) if blocks is None else blocks
     unit = chosen.rows if sample.every == 1 else max(chosen.rows, sample.stretch)
-    chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
+    chunk_rows = max(row_chunk_bytes // (4 * batch * max(inputs.columns, 1)) // unit, 1) * unit
     sampled = sample.every != 1
     one_chunk = not sampled and sample.count <= chunk_rows
     outputs = new_outputs(
@@ -159,7 +174,7 @@ def value_and_gradients(
         chunk = sample.chunk(number, chunk_rows)
         of_chunk = target.of_rows(chunk).detach()
         of_chunk = of_chunk[:, None] if of_chunk.ndim == 3 else of_chunk
-        _check_target(of_chunk, batch, chunk.count, num_keys, inputs.q_idx.device)
+        _check_target(of_chunk, batch, chunk.count, inputs.columns, inputs.q_idx.device)
         run_chunk(inputs, outputs, of_chunk, chunk, chosen)
 
     sums = totals(inputs, outputs)
@@ -172,7 +187,7 @@ def value_and_gradients(
     assert isinstance(beta, torch.Tensor)
     gradients = (
         outputs.dq,
-        outputs.dk.sum(0).to(indexer.keys.dtype),
+        outputs.dk.sum(0)[..., :dim].to(indexer.keys.dtype),
         outputs.dw,
         sums.d_score_bias,
         sums.d_weight_bias,
@@ -182,9 +197,10 @@ def value_and_gradients(
 
 
 def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> Inputs:
-    geometry, beta = attended.geometry, indexer.inverse_temperature
+    beta, starts = indexer.inverse_temperature, attended.geometry.document_starts
     assert isinstance(beta, torch.Tensor)
-    starts = geometry.document_starts
+    if attended.key_lists is not None:
+        starts = None
     score_bias, weight_bias = indexer.score_bias, indexer.head_weight_bias
     return Inputs(
         q_idx=indexer.queries.contiguous(),
@@ -196,9 +212,10 @@ def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> I
         packed_mask=None if attended.packed_mask is None else attended.packed_mask.contiguous(),
         document_starts=None if starts is None else starts.contiguous(),
         kind=score_kind(indexer.queries.dtype, indexer.activation, indexer.queries.device),
-        query_start=geometry.query_start,
+        query_start=attended.query_start,
         target_sum=target_sum,
         log_sum=None if attended.log_sum is None else attended.log_sum.detach().contiguous(),
+        key_lists=attended.key_lists,
     )
 
 
@@ -211,6 +228,8 @@ def check_attended(attended: Attended, sizes: tuple[int, int, int]) -> None:
     """Check shapes and dtypes; `sizes` are B, R and Lk."""
     batch, num_rows, num_keys = sizes
     mask, starts, log_sum = attended.packed_mask, attended.geometry.document_starts, attended.log_sum
+    if attended.key_lists is not None:
+        check_lists(attended.key_lists, batch, num_rows)
     if mask is not None:
         check_shape("packed_mask", mask, "[B, R, ceil(Lk / 32)]", (batch, num_rows, -(-num_keys // 32)))
         if mask.dtype != torch.int32:
@@ -228,7 +247,7 @@ def _check_target(target: torch.Tensor, batch: int, rows: int, num_keys: int, de
         shape = (batch, None, *block_shape(rows, num_keys))
         check_shape("target.of_rows(...)", target, "[B, parts, row blocks, key blocks, 1024]", shape)
     else:
-        check_shape("target.of_rows(...)", target, "[B, parts, rows, Lk]", (batch, None, rows, num_keys))
+        check_shape("target.of_rows(...)", target, "[B, parts, rows, columns]", (batch, None, rows, num_keys))
     if (
         target.dtype not in (torch.float32, torch.float16)
         or target.device != device

@@ -14,6 +14,7 @@ from gsa_kernels.loss.triton_scores import (
     RELU,
     SIGMOID,
     TANH,
+    attended_entries,
     attended_tile,
     load_head_weight,
     load_keys,
@@ -73,12 +74,17 @@ def score_pass_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
+    target,  # [B, PARTS, rows, columns] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
+    list_keys,  # int32, of the key lists, whose keys take the place of all causal keys; or None
+    list_words,
+    list_starts,  # [B, tiles]
+    list_counts,  # [B, tiles]
     row_stats,  # [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target; out: if FIRST
     R,
     L,
+    columns,
     W,
     query_start,
     row_start,
@@ -113,7 +119,8 @@ def score_pass_kernel(
     WITH_VALUE: tl.constexpr,
 ):
     """One program computes scores of BM rows for SEGMENT keys. The grid is (segments, tiles, B). A program writes
-    nothing if its segment has no causal key of the rows. Scores are multiplied by log2(e), for exp2.
+    nothing if its segment has no causal key of the rows. With key lists the
+    columns are entries of the tile's list, else keys. Scores are multiplied by log2(e), for exp2.
 
     G is written for key tiles with a causal key of the rows. It has the same bits whether the KL is computed or not.
     """
@@ -128,6 +135,11 @@ def score_pass_kernel(
     if HAS_STARTS:
         starts = tl.load(document_starts + row_index, mask=valid, other=L)
         first = tl.min(starts, 0)
+    if list_keys is not None:
+        list_index = b.to(tl.int64) * num_tiles + tile
+        list_start = tl.load(list_starts + list_index)
+        count = tl.load(list_counts + list_index)
+        last = tl.maximum(count, 1) - 1
     begin = tl.maximum(segment * SEGMENT, first // BN * BN)
     end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
     if begin < end:
@@ -166,15 +178,21 @@ def score_pass_kernel(
         kl = tl.zeros([BM], tl.float32)
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
-            keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
+            if list_keys is not None:
+                entries = tl.load(list_keys + list_start + cols, mask=cols < count, other=0)
+                word = tl.load(list_words + list_start + cols, mask=cols < count, other=0)
+                keys = load_keys(k_sequence, entries, L, DI, BLOCK_D)
+                attended = attended_entries(word, valid)
+            else:
+                keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
+                attended = attended_tile(
+                    packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
+                )
             scores = score_tile(
                 q_idx, keys, weight_logits, score_bias, weight_bias, row_index, valid, factor, scale,
                 HI, DI, BLOCK_D, KIND, PRECISION, SCORE_BIAS, WEIGHT_BIAS,
             )  # fmt: skip
-            attended = attended_tile(
-                packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
-            )
-            p = load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
+            p = load_target(target_at, part_stride, rows, key, columns, attended, BN, PARTS, TARGET_IN_BLOCKS)
             if FIRST:
                 target_sum += tl.sum(p, 1)
                 scores = tl.where(attended, scores, NOT_A_SCORE)

@@ -35,6 +35,9 @@ def grad_queries_kernel(
     weight_bias,  # [HI]
     beta,  # [1] fp32
     document_starts,  # [B, R] int32
+    list_keys,  # as in score_pass_kernel
+    list_starts,
+    list_counts,
     kl_parts,  # [segments, B, tiles * BM] fp32, if WITH_VALUE
     grad_scores,  # [B, tiles * BM, grad_stride]
     grad_stride,
@@ -44,6 +47,7 @@ def grad_queries_kernel(
     dw,  # out: [B, R, HI]
     R,
     L,
+    columns,
     query_start,
     row_start,
     num_rows,
@@ -76,6 +80,11 @@ def grad_queries_kernel(
     first = 0
     if HAS_STARTS:
         first = tl.min(tl.load(document_starts + row_index, mask=valid, other=L), 0)
+    if list_keys is not None:
+        list_index = b.to(tl.int64) * num_tiles + tile
+        list_start = tl.load(list_starts + list_index)
+        count = tl.load(list_counts + list_index)
+        last = tl.maximum(count, 1) - 1
     padded_rows = num_tiles * BM
     row_offsets = b.to(tl.int64) * padded_rows + local
     num_groups = tl.cdiv(R, BR)
@@ -101,7 +110,11 @@ def grad_queries_kernel(
         grad_z = tl.zeros([BM], tl.float32)
         for key in range(first // BN * BN, last + 1, BN):
             cols = key + tl.arange(0, BN)
-            keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
+            if list_keys is not None:
+                entries = tl.load(list_keys + list_start + cols, mask=cols < count, other=0)
+                keys = load_keys(k_sequence, entries, L, DI, BLOCK_D)
+            else:
+                keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             g = tl.load(grad_rows[:, None] + cols[None, :]).to(tl.float32)
             product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             a = activate(product, scale, bias, KIND)
@@ -152,11 +165,15 @@ def grad_keys_kernel(
     weight_bias,  # [HI]
     beta,  # [1] fp32
     document_starts,  # [B, R] int32
+    list_keys,  # as in score_pass_kernel
+    list_starts,
+    list_counts,
     grad_scores,  # [B, tiles * BM, grad_stride]
     grad_stride,
-    dk,  # out: [HI / HEADS, B, L, DI] fp32; if ADDS in and out, of the chunks before
+    dk,  # out: [HI / HEADS, B, L, DI] fp32, if ADDS with the chunks before; or by entry [B, tiles, columns, BLOCK_D]
     R,
     L,
+    columns,
     query_start,
     row_start,
     num_rows,
@@ -178,15 +195,17 @@ def grad_keys_kernel(
     ADDS: tl.constexpr,
 ):
     """One program owns BN keys and HEADS heads, and loops over the tiles of rows with these causal keys. The grid is
-    (HI / HEADS, key tiles, B). The first keys have the most rows, and run first."""
+    (HI / HEADS, key tiles, B). The first keys have the most rows, and run first. With key lists a program owns BN
+    entries of one tile, and the grid is (1, key tiles, B * tiles)."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     part, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     key = tl.program_id(1) * BN
     cols = key + tl.arange(0, BN)
     d = tl.arange(0, BLOCK_D)
-    inside = (cols < L)[:, None] & (d < DI)[None, :]
-    out = dk + ((part * tl.num_programs(2) + b) * L + cols)[:, None] * DI + d[None, :]
+    WIDTH: tl.constexpr = DI if list_keys is None else BLOCK_D
+    inside = (cols < columns)[:, None] & (d < WIDTH)[None, :]
+    out = dk + ((part * tl.num_programs(2) + b) * columns + cols)[:, None] * WIDTH + d[None, :]
     num_tiles = tl.cdiv(num_rows, BM)
     first_row = tl.maximum(tl.maximum(key - query_start, 0), row_start)
     first_tile = number_of(first_row, row_start, STRETCH, SPACING) // BM
@@ -200,11 +219,18 @@ def grad_keys_kernel(
             exists = tiles < num_tiles
             start = tl.load(document_starts + b * R + row, mask=exists, other=0)
             end_tile += tl.sum((exists & (start < key + BN)).to(tl.int32), 0)
+    entries = cols
+    if list_keys is not None:
+        count = tl.load(list_counts + b)
+        entries = tl.load(list_keys + tl.load(list_starts + b) + cols, mask=cols < count, other=0)
+        first_tile = (b % num_tiles).to(tl.int32)
+        end_tile = tl.where(key < count, first_tile + 1, first_tile)
+        b = b // num_tiles
 
     factor = tl.load(beta) * (scale / G_SCALE)
     if gradient_scale is not None:
         factor *= tl.load(gradient_scale)
-    keys = load_keys(k_idx + b * L * DI, cols, L, DI, BLOCK_D)
+    keys = load_keys(k_idx + b * L * DI, entries, L, DI, BLOCK_D)
     keys_t = tl.trans(keys)
     total = tl.zeros([BN, BLOCK_D], tl.float32)
     if ADDS:

@@ -1,7 +1,7 @@
 """Chooses block shapes, allocates scratch memory and launches the indexer loss kernels for one chunk of rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,9 @@ import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import count_multiprocessors
 from gsa_kernels.checks import kernels_use_sigmoid
-from gsa_kernels.limits import GRADIENT_KEYS, count_key_parts
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.triton_reduce_keys import add_partials_by_key, equal_tiles, find_key_hits
+from gsa_kernels.limits import GRADIENT_KEYS, TILE_QUERIES, count_key_parts
 from gsa_kernels.loss import triton_scores as kinds
 from gsa_kernels.loss.triton_grad import score_pass_kernel
 from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel, totals_kernel
@@ -46,7 +48,7 @@ class Blocks:
 @dataclass(frozen=True)
 class Inputs:
     """Holds the tensors that every chunk of rows reads. All are contiguous, with the shapes of
-    `masked_indexer_loss`."""
+    `triton_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -63,6 +65,22 @@ class Inputs:
     target_sum: float | None = None
     log_sum: torch.Tensor | None = None
     """[B, R], used together with `target_sum` only."""
+    key_lists: KeyLists | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the target: keys, or entries of the longest key list, up to a multiple of a tile."""
+        if self.key_lists is None:
+            return self.k_idx.shape[1]
+        return list_columns(self.key_lists)
+
+
+def list_columns(lists: KeyLists) -> int:
+    """Return the columns of a target over key lists. They are a multiple of COLUMNS, so that rows are aligned."""
+    return triton.cdiv(lists.max_count, COLUMNS) * COLUMNS
+
+
+COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,8 @@ class Outputs:
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
-    """fp32 [parts, B, L, DI]. Each part is the sum over HI / parts heads."""
+    """fp32 [parts, B, L, DI]. Each part is the sum over HI / parts heads. Over key lists there is one part, in which DI
+    is padded to a power of two."""
     dw: torch.Tensor | None
 
     adds_keys: bool = True
@@ -118,9 +137,12 @@ def new_outputs(
     dq = dk = dw = None
     if with_gradients:
         dq, dw = create(q_idx.shape, dtype=q_idx.dtype), create(logits.shape, dtype=logits.dtype)
-        programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
-        parts = count_key_parts(programs, heads, count_multiprocessors(device))
-        dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
+        if inputs.key_lists is not None:
+            dk = torch.zeros(1, *k_idx.shape[:2], padded_size(k_idx), dtype=fp32, device=device)
+        else:
+            programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
+            parts = count_key_parts(programs, heads, count_multiprocessors(device))
+            dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
     kl_rows = create(batch, rows, dtype=fp32) if with_value else None
     return Outputs(kl_rows, create(sums, dtype=fp32), dq, dk, dw, not one_chunk, gradient_scale)
 
@@ -135,9 +157,19 @@ FP32_BLOCKS = Blocks(32, 32, FP32_WARPS, GRADIENT_KEYS[4], FP32_WARPS, 256, scor
 """Products of fp32 do not use the matrix units. With more rows, keys or stages they spill registers."""
 
 
+LIST_BLOCKS = replace(BF16_BLOCKS, rows=TILE_QUERIES, score_warps=4)
+"""Blocks for bf16 over key lists, not measured yet."""
+
+
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Return block shapes that fit registers and shared memory (docs/kernels.md, Tuning)."""
-    return FP32_BLOCKS if inputs.q_idx.dtype == torch.float32 else BF16_BLOCKS
+    if inputs.q_idx.dtype == torch.float32:
+        return FP32_BLOCKS
+    return BF16_BLOCKS if inputs.key_lists is None else LIST_BLOCKS
+
+
+def padded_size(k_idx: torch.Tensor) -> int:
+    return max(16, int(triton.next_power_of_2(k_idx.shape[-1])))
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -151,7 +183,7 @@ def run_chunk(
     """Run all kernels for the rows of a chunk.
 
     Args:
-        target: fp32 or fp16 [B, parts, rows, Lk], last dimension contiguous
+        target: fp32 or fp16 [B, parts, rows, columns], last dimension contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.score_warps, blocks.grad_warps) < FP32_WARPS:
@@ -170,7 +202,10 @@ def chunk_launches(
     assert blocks.score_keys % blocks.grad_keys == 0, "whole tiles of G are written"
     batch, _, heads, _ = inputs.q_idx.shape
     tiles = triton.cdiv(chunk.count, blocks.rows)
-    num_keys = inputs.query_start + chunk.row(chunk.count - 1) + 1  # up to the last causal key of any row
+    lists, num_keys = None, inputs.query_start + chunk.row(chunk.count - 1) + 1  # with a causal row
+    if inputs.key_lists is not None:
+        assert blocks.rows == TILE_QUERIES, "a tile of rows has one list"
+        lists, num_keys = lists_of_chunk(inputs.key_lists, chunk), inputs.columns
     segments = triton.cdiv(num_keys, blocks.segment)
     grid, fp32 = (segments, tiles, batch), torch.float32
     allocate = partial(scratch, device=inputs.q_idx.device)
@@ -178,6 +213,10 @@ def chunk_launches(
     with_gradients, padded = outputs.dq is not None, tiles * blocks.rows
     stride = triton.cdiv(num_keys, blocks.score_keys) * blocks.score_keys
     arguments = _arguments(inputs, outputs, target, chunk, blocks) | {
+        "list_keys": None if lists is None else lists.keys,
+        "list_words": None if lists is None else lists.words,
+        "list_starts": None if lists is None else lists.starts,
+        "list_counts": None if lists is None else lists.counts,
         "row_stats": allocate(3, 0 if sums_given else segments, batch, padded, dtype=fp32),
         "log_sum": inputs.log_sum if sums_given else None,
         "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
@@ -201,11 +240,33 @@ def chunk_launches(
     )
     row_grid = (heads if with_gradients else 1, tiles, batch)
     launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
-    if outputs.dk is not None:
+    if outputs.dk is not None and lists is None:
         parts, written_keys = outputs.dk.shape[0], num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
         key_grid = (parts, triton.cdiv(written_keys, blocks.grad_keys), batch)
         launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **blocks.grad)
+    elif outputs.dk is not None and lists is not None:
+        dk, of_lists = outputs.dk[0], lists
+        partials = allocate(batch * tiles * num_keys, dk.shape[-1], dtype=fp32)
+        key_grid = (1, triton.cdiv(num_keys, blocks.grad_keys), batch * tiles)
+        arguments |= {"dk": partials, "ADDS": False}
+        launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads, **blocks.grad)
+
+        def add_keys() -> None:
+            hits = find_key_hits(of_lists, equal_tiles(of_lists, num_keys))
+            add_partials_by_key(partials[None], hits, dk[:, :, None])
+
+        launches["add keys"] = add_keys
     return launches
+
+
+def lists_of_chunk(lists: KeyLists, chunk: SampledRows) -> KeyLists:
+    """Return the lists of the chunk's tiles only, [B, tiles]."""
+    first, tiles = chunk.start // TILE_QUERIES, triton.cdiv(chunk.count, TILE_QUERIES)
+    if tiles == lists.counts.shape[1]:
+        return lists
+    index = slice(first, first + (tiles - 1) * chunk.every + 1, chunk.every)
+    starts, counts = (x[:, index].contiguous() for x in (lists.starts, lists.counts))
+    return replace(lists, starts=starts, counts=counts, host_counts=None)
 
 
 def _launch(
@@ -241,6 +302,7 @@ def _arguments(
         "gradient_scale": outputs.gradient_scale,
         "R": inputs.q_idx.shape[1],
         "L": inputs.k_idx.shape[1],
+        "columns": inputs.columns,
         "W": inputs.packed_mask.shape[2] if inputs.packed_mask is not None else 0,
         "query_start": inputs.query_start or None,  # None is a compile-time constant for 0
         "row_start": chunk.start,
@@ -250,7 +312,7 @@ def _arguments(
         "TARGET_IN_BLOCKS": target.ndim == 5,
         "HI": heads,
         "DI": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_D": padded_size(inputs.q_idx),
         "BM": blocks.rows,
         "BR": SUMMED_ROWS,
         "SEGMENT": blocks.segment,

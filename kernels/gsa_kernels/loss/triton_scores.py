@@ -210,6 +210,13 @@ def attended_tile(
 
 
 @triton.jit
+def attended_entries(word, valid):
+    """Return bool [BM, BN]: row r of a tile attends to the entry of a key list with this word, if bit r is set."""
+    row = tl.arange(0, valid.shape[0])
+    return valid[:, None] & (((word[None, :] >> row[:, None]) & 1) != 0)
+
+
+@triton.jit
 def target_places(
     target, b, tile, stride_b, stride_row, BM: tl.constexpr, BN: tl.constexpr, IN_BLOCKS: tl.constexpr
 ):
