@@ -6,7 +6,7 @@
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
 field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
-`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on a quarter of the queries. Step times
+`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries. Step times
 are medians over unlogged steps. The first config and another config take turns, step by step, because the clock of a
 device changes with its temperature. `ratio` is the median of another config's step time divided by the step time of the
 first config next to it, with its standard error. The table by part shows the kernel time of one profiled step in ms per
@@ -44,7 +44,7 @@ DEFAULTS = (
     "baseline_1.7b",
     *(["baseline_float8_1.7b"] if has_float8() else []),
     "gsa_1.7b",
-    "gsa_1.7b,gsa.indexer_loss_row_fraction=0.25",
+    "gsa_1.7b,gsa.indexer_loss_row_fraction=1.0",
 )
 BASELINE = re.compile("^baseline(_float8)?")
 

@@ -145,10 +145,10 @@ LOSS_CHUNK_BYTES = 256 * 2**20
 FUSED_LOSS_CHUNK_BYTES = 2**30
 """Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
 
-LIST_LOSS_CHUNK_BYTES = 128 * 2**20
+LIST_LOSS_CHUNK_BYTES = 512 * 2**20
 """Like LOSS_CHUNK_BYTES, over key lists. The keys' gradients by entry, fp32, take DI / 32 times as much in addition."""
 
-GATHERED_GRADIENT_BYTES = 2**30
+GATHERED_GRADIENT_BYTES = 2 * 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""
 
 SEGMENT_KEYS = 4096

@@ -259,7 +259,8 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
 
 def test_which_phases_fuse_the_indexer_loss_into_attention():
     def fused(*overrides, phase=-1):
-        config = load_config(REPOSITORY / GSA, overrides, world_size=8, need_data=False)
+        options = ("gsa.indexer_loss_row_fraction=1.0", *overrides)
+        config = load_config(REPOSITORY / GSA, options, world_size=8, need_data=False)
         return memory_selection.fuses_indexer_loss(config, config.phases[phase], sizes_of(config))
 
     assert fused()

@@ -43,10 +43,16 @@ def test_the_recipe_for_long_contexts_goes_on_where_the_run_before_ended():
     assert scaling.factor == long.train.seq_len_tokens / middle.train.seq_len_tokens
 
 
-def test_the_recommended_models_differ_from_the_paper_in_their_selection_alone():
+def test_the_recommended_models_differ_from_the_paper_in_their_indexer_and_budget():
     recommended, paper = (load_config(CONFIGS / f"{name}.yaml") for name in ("gsa_1.7b", "paper_gsa_1.7b"))
     selection = {"indexer_rope": True, "indexer_norm": True, "indexer_activation": "relu", "indexer_heads": 8}
-    selection |= {"local_window": 64, "k_base": 1024, "k_min": 256, "k_max": 2048}
+    selection |= {
+        "local_window": 64,
+        "k_base": 1024,
+        "k_min": 256,
+        "k_max": 2048,
+        "indexer_loss_row_fraction": 0.25,
+    }
     assert recommended.gsa == dataclasses.replace(paper.gsa, **selection)
     assert recommended == dataclasses.replace(paper, run=recommended.run, gsa=recommended.gsa)
     for other in ("gsa_7b", "gsa_moe_15b_a2b", "gsa_1.7b_32k", "gsa_1.7b_128k", "sft_1.7b"):
