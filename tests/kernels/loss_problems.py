@@ -200,7 +200,7 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
         error, of_reference = (value - want).norm(), (same.grads[name].double() - want).norm()
         # A scalar's reference may be exact by chance, but the kernels add in another order. In bf16 both round at
         # different places, and a few rows do not average this out.
-        # With a given log-sum a probability of 1 is off by the rounding of the log-sum, so a gradient of 0 is not exact.
+        # A given log-sum is rounded, so a probability of 1 and a gradient of 0 are not exact.
         floor = (1e-3 if approximate else 3e-6) * want.norm() + 3e-6
         if approximate and problem.tensors[name].dtype == torch.float32:
             # Biases and beta are fp32 sums over all pairs of rounded terms, which may cancel.
