@@ -122,7 +122,7 @@ def _first_fit(
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the sizes of a few pinned blocks, and (block, offset) of each tensor, in bytes. torch rounds
-    pinned memory up to a power of two. All blocks have the same power of two, the one that wastes least."""
+    pinned memory up to a power of two. The largest block has the power of two that wastes least."""
     if not sizes:
         return [], []
     rounded = [_rounded(size) for size in sizes]
