@@ -185,7 +185,7 @@ class GSAModel(GSAPreTrainedModel):
             `indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
-            that are not causal are ignored. If none of a query's keys is causal, it keeps the indexer's choice.
+            that are not causal are ignored. If none of a query's keys is causal, the query keeps the indexer's choice.
         """
         coefficient = self.config.indexer_loss_coef
         joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()

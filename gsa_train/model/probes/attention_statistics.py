@@ -108,7 +108,7 @@ class TopKeyOverlap(NamedTuple):
     """Share of each head's top keys (by attention probability) that the selection holds, for this rank's heads, [B, T,
     n_h]."""
     of_mean: torch.Tensor
-    """The same share, but for the top keys by the mean probability over the heads of all ranks, [B, T, 1]."""
+    """The same share of the top keys by the mean probability over the heads of all ranks, [B, T, 1]."""
     recall_of_mean: torch.Tensor
     """Part of this mean probability that falls on the selection, [B, T, 1]."""
 
