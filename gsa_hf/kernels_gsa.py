@@ -85,7 +85,7 @@ def _attend(
 
 
 def _replaced(chosen: Any, given: torch.Tensor, place: KernelPass) -> Any:
-    """Return the given keys, bool [B, L, Lk], as a selection. A query with no causal one keeps `chosen`."""
+    """Return the given keys, bool [B, L, Lk], as a selection. Queries without causal given keys keep `chosen`."""
     keys, most = given.shape[-1], kernel_module("limits").PACKED_MASK_MAX_TOKENS
     if keys > most:
         raise ValueError(f"selections have {keys} keys with attn_implementation 'gsa'; pass at most {most}")
