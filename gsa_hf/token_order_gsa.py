@@ -11,7 +11,8 @@ def key_numbers(visible: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         visible: bool [B, L, Lk], the keys that each query may see
         slots: int64 [L], the slots of this forward pass's tokens
     """
-    # With a cache a row is one document, whose last token is not padding. Otherwise padding does not see itself.
+    # If this pass has all slots, exactly the real tokens see themselves. Otherwise a row is one document, and its last
+    # token is real and sees all real tokens.
     whole = visible.shape[-1] == len(slots)
     return (visible.diagonal(dim1=1, dim2=2) if whole else visible[:, -1]).cumsum(-1) - 1
 
