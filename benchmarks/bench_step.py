@@ -19,8 +19,8 @@ once in bench_step_lengths.json. A later call measures only cases without a row 
 `speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
 the host's time to launch a step. `mean_k` is the mean number of keys that a query selects. `r` is the union ratio: the
 number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`. `indexer` says what selects
-the keys. With `own` the model's untrained indexers do. With `alike` given projections do, with which neighbouring
-queries select as similar keys as in a trained model (whole_steps/planted_indexer.py). Models named `..._graphs` run
+the keys. `own`: the model's untrained indexers. `alike`: given projections, with which neighbouring queries select
+keys as similar as in a trained model (whole_steps/planted_indexer.py). Models named `..._graphs` run
 with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms` and the step of the whole model are
 extrapolated from models of two depths. `--layers 24` measures whole models.
 """

@@ -19,7 +19,7 @@ from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
 _SAMPLES_ABOVE = tl.constexpr(6)
-"""Sampled keys above the floor, beyond the share of 2 k_max. In random order, fewer than 1 floor in 10^4 is too high."""
+"""Sampled keys above the floor, beyond the share of 2 k_max. In random order fewer than 1 floor in 10^4 is too high."""
 _LEAST_HEADS = 8  # the smallest number of columns of a product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more values in registers

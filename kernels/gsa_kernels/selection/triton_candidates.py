@@ -271,7 +271,7 @@ def _candidates_kernel(
 
             if TIED:
                 # After `last`, only scores above the threshold count. An infinite threshold stays, because the next
-                # value is NaN. No score is below a NaN, so keys that are not causal would become candidates.
+                # value is NaN. No score is below NaN, so even keys that are not causal would become candidates.
                 higher = score_of_key(order_key(threshold) + 1)
                 threshold = tl.where((col > last) & (threshold < float("inf")), higher, threshold)
                 last = tl.where(col > last, float("inf"), last)
