@@ -194,7 +194,7 @@ def grad_keys_kernel(
     HAS_STARTS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """One program owns BN keys and HEADS heads, and loops over the tiles of rows that may attend to the keys. The grid is
+    """One program owns BN keys and HEADS heads, and loops over the tiles of rows that attend to the keys. The grid is
     (HI / HEADS, key tiles, B). The first keys have the most rows, and run first. With key lists a program owns BN
     entries of one tile, and the grid is (1, key tiles, B * tiles)."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
