@@ -105,7 +105,7 @@ def _layer_like(
 def _copy_weights(ours: MixtureOfExperts, theirs: MoELayer) -> None:
     theirs.router.weight.copy_(ours.router.weight)
     inner, outer = ours.experts.linear_fc1.weight, ours.experts.linear_fc2.weight
-    # megatron-core has [in, experts x out], in the order of [experts, in, out].
+    # megatron-core's weights have the shape [in, experts x out], but the memory order [experts, in, out].
     transposed = inner.transpose(1, 2), outer.transpose(1, 2)
     for weight, value in zip((theirs.experts.weight1, theirs.experts.weight2), transposed, strict=True):
         weight.view(value.shape).copy_(value)
