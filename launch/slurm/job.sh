@@ -107,8 +107,8 @@ if [ ! -d "$folder/source" ]; then
     exit "$code"
 elif [ "$end" = 15 ] && scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -qxFf "$folder/bad_nodes"; then
     # Slurm can change the excluded nodes only of a queued job, and ends this script when it requeues the job. A new job
-    # therefore replaces this job, and the waiting jobs of the chain wait for it. The option of sbatch overrides the option
-    # in the script, so it must also list the nodes that this job excluded.
+    # therefore replaces this job, and the waiting jobs of the chain wait for it. The option of sbatch overrides the
+    # option in the script, so it must also list the nodes that this job excluded.
     bad=$(sort -u "$folder/bad_nodes" | paste -s -d,)
     excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
     [ -z "$excluded" ] || [ "$excluded" = "(null)" ] || bad="$excluded,$bad"
