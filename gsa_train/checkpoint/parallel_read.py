@@ -128,8 +128,8 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Holds one thread's read buffer, which is reused and grows to the largest part. Allocating a buffer takes longer
-    than reading."""
+    """Holds one thread's read buffer, which grows to the size of the largest part that the thread reads. The buffer is
+    reused, because allocating a buffer takes longer than reading."""
 
     buffer = bytearray()
 
