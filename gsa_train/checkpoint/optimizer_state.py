@@ -1,9 +1,8 @@
 """Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads its own shards in place (`StatePart`), which needs no additional memory. The formats of
-megatron-core 0.16.1 are not used. Its format `fully_reshardable` gathers all shards in the host memory of every
-data-parallel rank. A checkpoint in one of its other formats cannot be loaded if the tensor-parallel or
-pipeline-parallel size has changed.
+Each rank writes and reads its own shards in place (`StatePart`), which needs no additional memory. megatron-core 0.16.1
+has no such format. Its format `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. A
+checkpoint in one of its other formats cannot be loaded if the tensor-parallel or pipeline-parallel size has changed.
 
 megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of
 a matrix is a range of the flattened matrix, and this range may begin and end within a row. The range is therefore saved

@@ -29,8 +29,9 @@ G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
-    """Return a dict from each position to the number of gates per token at this position, or 0 if it has no gate. The
-    weight that computes the gates of a position has one row per gate.
+    """Return a dict from each position to its number of gates per token, or to 0 if the position has no gate.
+
+    The weight that computes the gates of a position has one row per gate.
 
     Args:
         heads: query heads n_h
