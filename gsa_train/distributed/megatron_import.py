@@ -1,8 +1,8 @@
 """Import megatron-core without packages that a run never calls, which halves the import time of a start.
 
-megatron-core imports W&B and TensorBoard for its own logging. Our sinks import these packages only if needed.
-megatron-core also imports torch's compiler to decorate its fused functions. `model/mcore/config.py` switches these
-functions off.
+megatron-core imports W&B and TensorBoard for its own logging, which a run does not use. If a run logs to W&B or
+TensorBoard, our sinks import the package themselves. megatron-core also imports torch's compiler, to decorate its fused
+functions. A run never calls these functions, because `model/mcore/config.py` switches them off.
 """
 
 from __future__ import annotations

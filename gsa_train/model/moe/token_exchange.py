@@ -1,9 +1,12 @@
 """Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair. A rank has T k choices (T tokens, k experts each). Choices are sorted by expert,
-so the rows for each rank are contiguous. One all-to-all sends the rows, and a reverse one returns the outputs. With
-expert tensor parallelism, each rank with a part of an expert gets a copy of the rows. The partial outputs are summed
-after their return.
+A choice is a (token, expert) pair. A rank that has T tokens with k experts each has T k choices. For each choice, the
+rank sends the token's hidden state as one row. The choices are sorted by expert, so the rows for each rank are
+contiguous.
+One all-to-all sends the rows to the experts, and another all-to-all returns the experts' outputs.
+
+With expert tensor parallelism, several ranks hold a part of each expert. Each of these ranks gets a copy of the rows
+and returns a partial output. The partial outputs are summed after their return.
 
 All data moves by permutations whose backward passes are gathers, without atomic additions. Results therefore repeat
 bit for bit.
