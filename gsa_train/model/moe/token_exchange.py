@@ -64,8 +64,10 @@ class Exchange:
     """The inverse of `by_expert`."""
 
     def to_experts(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send tokens [T, d] and weights [T, k] to their experts. Collective. Returns the M rows for this
-        rank's experts, [M, d], sorted by expert, and their weights [M]."""
+        """Send tokens [T, d], and the weights [T, k] of their experts, to the ranks of these experts. Collective.
+
+        Returns the M rows that this rank's experts receive, [M, d], sorted by expert, and the weight of each row, [M].
+        """
         rows = self.rows
         hidden = _GatherRows.apply(
             tokens, rows.choices // self.top_k, rows.of_choice.view(len(tokens), -1), rows.dropped
@@ -182,8 +184,8 @@ def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tens
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gathers rows [N, d] from [T, d] at `places` [N]. `rows_of` [T, c] gives the rows that hold copies of each
-    token."""
+    """Gathers rows [N, d] from `tokens` [T, d]. Row i is a copy of token `places[i]`. `rows_of` [T, c] lists the rows
+    that copy each token, so that the backward pass can gather and sum their gradients."""
 
     @staticmethod
     def forward(
