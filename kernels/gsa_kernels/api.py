@@ -90,8 +90,8 @@ def sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    This is GSA, equations 10 to 12. Query head h reads key-value head h // (H / Hkv). The function is deterministic and
-    differentiable in q, k, v and gate_logits.
+    The function computes equations 10 to 12 of GSA. Query head h reads key-value head h // (H / Hkv). The function is
+    deterministic, and differentiable in q, k, v and gate_logits.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; with Triton bf16 or fp32
@@ -186,8 +186,8 @@ def sampled_lse(
 ) -> torch.Tensor:
     """Compute the log-sum-exp of the attention logits of S queries, for statistics. Return fp32 [B, H, S].
 
-    For each query, the sum runs over the keys that `packed_mask` selects. The cost does not depend on their number: it
-    is about 4 B H S Lk D operations, as for attention of S queries to all Lk keys.
+    For each query, the sum runs over the keys that `packed_mask` selects. The cost is about 4 B H S Lk D operations, as
+    much as attention of S queries to all Lk keys.
 
     Args:
         q: [B, S, H, D], in any order; a query may occur repeatedly, with different masks
@@ -210,8 +210,8 @@ def decode_step(
 ) -> torch.Tensor:
     """Decode one token per sequence. Select keys from the cache, attend to them, and apply the gate, without gradient.
 
-    With Triton the host does not synchronise with the device. A CUDA graph can therefore capture the step and replay it
-    while `cache.lengths` grows.
+    With Triton, the host does not wait for the device. A CUDA graph can therefore capture the step, and replay it while
+    `cache.lengths` grows.
 
     Args:
         q: [B, H, D], of the token at position lengths - 1

@@ -1,4 +1,5 @@
-"""Computes the gradients of k and v. One program per tile of keys loops over the queries that attend to it."""
+"""Computes the gradients of k and v. Each program takes one tile of keys, and loops over the queries that attend to
+them."""
 
 import torch
 import triton
