@@ -98,7 +98,9 @@ def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: to
 
 @torch.no_grad()
 def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute softmax_{s in S_t}(q[t] . k[s] / sqrt(D)), 0 off the mask: [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
+    """Compute softmax_{s in S_t}(q[t] . k[s] / sqrt(D)): [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
+
+    Keys that the mask does not select get 0.
 
     Args:
         q: [B, Lq, H, D]
