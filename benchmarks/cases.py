@@ -118,8 +118,8 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """Draw a packed mask, int32 [B, L, ceil(L / 32)]. Query t selects each causal key with probability selected / (t +
-    1). It always selects key 0."""
+    """Draw a packed mask, int32 [B, L, ceil(L / 32)]. Each causal key of query t is selected with probability `selected
+    / (t + 1)`. Key 0 is always selected."""
     keys = torch.arange(length, device=DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large

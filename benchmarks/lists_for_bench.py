@@ -1,4 +1,4 @@
-"""Builds key lists to time kernels with, on the device in a few passes, without a mask of all pairs."""
+"""Builds key lists with which benches time kernels. This takes a few passes on the device, and no mask of all pairs."""
 
 import torch
 

@@ -14,10 +14,10 @@ question. For example, with an instruct model on a GPU:
     python examples/grpo.py sparse_135m --out grpo_135m --attention gsa --sft-steps 0 --steps 100 --lr 6e-5 \
         --largest 9 --shots 48
 
-The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory.
-Rounding changes the log-probability of a sampled token between generation and scoring. `log_prob_changes` has the mean
-and the largest change. Under `replayed`, scoring attends to the keys that generation selected. Under `not_replayed`,
-scoring selects its own keys.
+The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory. Between
+generation and scoring, the log-probability of a sampled token changes. `log_prob_changes` has the mean and the largest
+change. Under `replayed`, scoring attends to the keys that generation selected. Under `not_replayed`, scoring selects
+its own keys.
 """
 
 import argparse
@@ -69,8 +69,8 @@ def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]
 
 def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 64) -> dict[str, list[float]]:
     """Generate `new` tokens after each prompt. Between generation and scoring, the log-probabilities of these tokens
-    change. Return the mean and the largest change twice: if scoring uses the keys that generation selected (replayed),
-    and if scoring selects its own keys (not_replayed)."""
+    change. Return the mean and the largest change twice: for scoring with the keys that generation selected (replayed),
+    and for scoring that selects its own keys (not_replayed)."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     options: dict[str, Any] = {"do_sample": True, "min_new_tokens": new, "max_new_tokens": new}
     model.eval()

@@ -125,7 +125,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list[str]]:
     """Return the usable runs, and a line for each other run. A run is usable if its records reach its last step, and if
-    it began with the present config of the study. Only the paths of texts may differ."""
+    it began with the present config of the study, apart from the paths of texts."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:

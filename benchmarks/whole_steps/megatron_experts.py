@@ -49,8 +49,8 @@ def unsupported_by_megatron_experts(config: Config) -> str:
 
 def take_megatron_experts(model: Model) -> float:
     """Replace our mixture of experts by megatron-core's in all layers. Call this before the optimizer is built. Random
-    tokens go through the old and the new mixture of each layer, which gives the relative difference ||theirs - ours|| /
-    ||ours|| of their outputs. Return the largest difference of any layer."""
+    tokens go through the old and the new mixture of each layer. Return the largest relative difference of their
+    outputs, ||theirs - ours|| / ||ours||."""
     worst = 0.0
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:

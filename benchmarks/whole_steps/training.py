@@ -1,7 +1,7 @@
 """Trains whole models, one after another, in one world of ranks, and measures the speed and memory of each model.
 
-Our models run in each layout. megatron-core's own model with the sizes of a config (megatron_peer.py) does, too.
-variants.py lists all combinations of model and layout.
+The models are ours, and megatron-core's own model with the sizes of a config (megatron_peer.py). Each model runs in
+each layout. variants.py lists the combinations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hash small samples of a corpus's files, so that a resume can name a changed file.
 
 Each file is sampled at its start, middle and end. Small files are read whole. In a large file, changes between the
-samples are not detected. To compare only size and time of a file would not suffice: a replaced shard may have the same
-size, and a mere copy changes the time.
+samples are not detected. It would not suffice to compare only size and time of a file, because a replaced shard may
+have the same size, and a mere copy changes the time.
 """
 
 from __future__ import annotations

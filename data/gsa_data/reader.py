@@ -51,8 +51,8 @@ class ShardReader(Protocol):
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """Open every parts-th line of a shard, starting at line `part`.
 
-        `counters` counts the faults of the whole shard (see documents.read_documents). Raises DataFault for a shard
-        that the reader's policy refuses.
+        `counters` counts the faults of the whole shard, even if only some of its lines are opened (see
+        documents.read_documents). Raises DataFault for a shard that the reader's policy refuses.
         """
         ...
 
