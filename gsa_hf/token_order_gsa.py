@@ -5,7 +5,8 @@ from transformers.cache_utils import Cache
 
 
 def key_numbers(visible: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the number from 0 of each slot's token, int64 [B, Lk]. Padding has the number of the token before it.
+    """For each slot, return the number of its token in the sequence, int64 [B, Lk]. The first token has number 0. A
+    slot with padding has the number of the last token before it, or -1 if there is none.
 
     Args:
         visible: bool [B, L, Lk], the keys that each query may see
