@@ -47,9 +47,9 @@ def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
 def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
     """Return the arguments of `learning_rate`: the phase, and the number of the step in the phase.
 
-    With a batch ramp, the phase's lengths and the step are converted to batches of `train.global_batch_size` sequences.
-    A step with fewer sequences then counts as a part of a batch, so the schedule follows the tokens. Without a ramp,
-    the phase is unchanged, and steps count from the phase's start.
+    Without a batch ramp, the phase is unchanged, and steps count from the phase's start. With a ramp, the schedule
+    follows the tokens: the phase's lengths and the number of the step are given in full batches of
+    `train.global_batch_size` sequences. A step with half as many sequences counts as 0.5.
 
     Args:
         step: number of earlier steps of the run.

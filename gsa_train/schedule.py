@@ -43,8 +43,8 @@ def inverse_sqrt(step: float, phase: PhaseConfig) -> float:
 
 def wsd(step: float, phase: PhaseConfig) -> float:
     """Stay at `lr`, then fall over the last `decay_steps` steps. During the decay, the rate depends only on the number
-    of remaining steps. A decay that is started from an earlier checkpoint therefore repeats, bit for bit, a decay that
-    the run planned from its start."""
+    of remaining steps. A decay that branches off from a checkpoint therefore has, bit for bit, the rates of a decay
+    that was planned from the start."""
     into = step + 1 - (phase.steps - phase.decay_steps)
     share = min(max(into / phase.decay_steps, 0.0), 1.0)
     return phase.lr if share == 0 else _between(phase, SHAPES[phase.decay_shape](share))

@@ -212,8 +212,8 @@ def evaluation_step(
     parallel: Parallel,
     measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of this rank's scored tokens, and the number of scored tokens of its replica. The sum is 0
-    on all ranks except the first tensor-parallel rank of the last stage."""
+    """Return the summed loss of this rank's scored tokens, and the number of scored tokens in this rank's replica. The
+    loss is 0 on all ranks except the first tensor-parallel rank of the last stage."""
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     with evaluating(model, measures):
         losses = _run_schedule(
@@ -230,8 +230,8 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return each owner's summed loss on this rank: fp64 [count]. An owner is, for example, a request, and its loss is
-    summed over the labels that belong to it. An all-reduce gives the sums over all ranks.
+    """Return the loss on this rank, summed per owner: fp64 [count]. Labels belong to owners, such as requests. An
+    all-reduce of the result gives the sums over all ranks.
 
     Args:
         batches: micro-batches of one shape, each with the owners of its labels: int64 [B, L], from 0 to

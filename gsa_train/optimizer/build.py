@@ -1,7 +1,7 @@
 """Build the optimizer that `train.optimizer` chooses. To add one, write two functions and add a row to OPTIMIZERS.
 
-A row of OPTIMIZERS declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the
-handover between phases and the dry run read this declaration.
+A row of OPTIMIZERS lists the state tensors that the optimizer keeps per parameter. Checkpoints, resharding, corruption
+checks, the handover between phases and the dry run read this list.
 
 Dry runs and config checks use this module, so it does not import torch.
 """

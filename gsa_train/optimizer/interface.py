@@ -90,7 +90,7 @@ class PhaseOptimizer(ABC):
         Collective.
 
         The norm is 0-d fp32. It is computed after the gradients are reduced and before they are clipped, and it counts
-        each parameter once. The sum is 0-d fp64.
+        each parameter once. The sum of `loss_share` is 0-d fp64.
         """
 
     @abstractmethod
@@ -114,9 +114,9 @@ class PhaseOptimizer(ABC):
     def average_weights(self, decay: float, applied: torch.Tensor) -> None:
         """Move the average towards the updated weights, if `applied`.
 
-        The rate depends on the number of updates, so that the average has no bias at the start. After n updates, the
-        average is a sum over the updates i = 1 to n: the weights after update i, times a factor. The factors are
-        proportional to decay^(n - i) and add up to 1.
+        The rate depends on the number of updates, so that the initial value of the average has no influence. After n
+        updates, the average is the weighted mean of the parameters after updates 1 to n. The factor of update i is
+        proportional to decay^(n - i).
         """
         rate = (1 - decay) / (1 - decay ** self.updates.double())
         rate = torch.where(applied, rate, 0).float()

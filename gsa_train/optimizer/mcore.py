@@ -49,11 +49,11 @@ Hook = Callable[..., None]
 class PhaseDataParallel(DistributedDataParallel):
     """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. An autograd node
-    lives as long as any tensor whose graph contains the parameter. A module may hold such a tensor, as megatron-core's
-    token dispatchers do. The references then form a cycle through autograd, which Python cannot collect, so the old
-    hooks would still exist when the next phase's wrapper uses the same nodes. The hooks of this class therefore hold
-    only a weak reference to the wrapper.
+    megatron-core's hooks outlive their phase if a module keeps a tensor with a graph, as megatron-core's token
+    dispatchers do. The tensor keeps the parameters' autograd nodes alive, the nodes keep the hooks, and the hooks
+    reference the wrapper, its gradient buffers and the model. Python cannot collect a cycle through autograd, so the
+    old hooks would still exist when the next phase's wrapper uses the same nodes. The hooks of this class hold only a
+    weak reference to the wrapper.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]

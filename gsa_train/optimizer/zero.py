@@ -1,10 +1,10 @@
 """Implement `parallel.strategy: deepspeed`: DeepSpeed's ZeRO replaces megatron-core's gradient buffers and optimizer.
 
-megatron-core keeps the model, its tensor and sequence parallelism and the schedule. DeepSpeed reduces the gradients
-over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. The code
-reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...), which another version of
-DeepSpeed may change. For each stage, a test therefore compares every step of a sharded run with the same step of a run
-on one rank.
+The model, its tensor and sequence parallelism and the schedule stay megatron-core's. DeepSpeed reduces the gradients
+over the data-parallel ranks, updates the weights, and shards fp32 weights and moments (in stage 3 also model weights).
+The code reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...), which another
+version of DeepSpeed may change. For each stage, a test therefore compares every step of a sharded run with the same
+step of a run on one rank.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 def _announce(model: Model) -> None:
     """Register the parameters of the indexer that attention reads directly, so that ZeRO-3 gathers them.
 
-    DeepSpeed detects such reads by itself, but only in forward passes. With recomputation, the temperature is first
-    read in the backward pass, where DeepSpeed would not detect the read.
+    DeepSpeed by itself detects direct reads only in forward passes. With recomputation, the temperature is first read
+    in the backward pass.
     """
     for attention in model.attentions:
         if attention.indexer is not None:
@@ -209,8 +209,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     def _finalize(self, *_: Any, **__: Any) -> None:
         """Reduce the gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. ZeRO shards the parameters in the same way on each tensor-parallel rank. The shards
-        of the tensor-parallel ranks therefore hold the same elements and can be reduced directly."""
+        finalize_model_grads does. On every tensor-parallel rank, ZeRO cuts the parameters at the same elements, so the
+        shards can be reduced directly."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

@@ -115,8 +115,8 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """Return the innermost span around an event. If the event is an operation of a backward pass, return None.
-    Recomputed operations run inside the backward pass, but they have their own spans there, which are returned."""
+    """Return the first span on the way outwards from an event, or None if a backward operation comes first. Recomputed
+    operations have their own spans inside a backward operation."""
     while event is not None:
         if event.name in PARTS:
             return str(event.name)

@@ -8,8 +8,8 @@ If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a re
 code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert again, because rank
 0, which holds the W&B run, may have been the rank that hung.
 
-At the end of a run, the store may end as soon as any rank exits, so each rank then uses only its own clock. If a rank
-cannot leave its process group in time, for example because a peer died, it ends with the run's exit code.
+At the end of a run, each rank uses only its own clock, because the store may be gone once any rank has exited. If a
+rank cannot leave its process group in time, for example because a peer died, it ends with the run's exit code.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Stop using the store, and limit the time that this rank takes to leave its process group. The store may end
-        when any rank exits, so no rank may exit before all ranks have called this function."""
+        """Stop using the store, and limit the time that this rank takes to leave its process group. All ranks must call
+        this before any rank exits, because the store may be gone then."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()

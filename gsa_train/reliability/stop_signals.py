@@ -165,8 +165,8 @@ def children_keep_running() -> Iterator[None]:
     """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also send
     their signals to child processes, and SIGTERM would end these processes.
 
-    The signals are blocked in this thread's signal mask, because a child process inherits the mask, even if it does not
-    keep the signal handlers. Signals for this process are also blocked. It receives them at the end of the block.
+    The signals are blocked in this thread's signal mask, because child processes inherit the mask, even if they do not
+    keep the signal handlers. This process also receives the signals only after the `with` block.
     """
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

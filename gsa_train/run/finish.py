@@ -214,10 +214,9 @@ def _close(run: Run, exit_code: int) -> None:
 def leave_world(watchdog: HangWatchdog) -> None:
     """Leave the process group with two barriers. Collective.
 
-    At the first barrier, the watchdog still reports a rank that does not arrive. After this barrier, the watchdog of
-    each rank no longer uses the store of torch.distributed. It only limits the time until its own rank has left. After
-    the second barrier, no rank uses the store, so it does no harm that the store may end with the first rank that
-    exits.
+    The store of torch.distributed may be gone once any rank has exited. At the first barrier, the watchdog still uses
+    it, and reports a rank that does not arrive. Afterwards, the watchdog of each rank only limits the time until its
+    own rank has left. After the second barrier, no rank uses the store, so ranks may exit.
     """
     try:
         dist.barrier()

@@ -37,8 +37,8 @@ class RunLog:
 
     def log_late(self, make_and_log: Callable[[], None]) -> None:
         """Queue a function that builds and writes a record. `write_late` calls the function later. If `writes_late` is
-        False, the function is called at once. It must not use collectives, because the ranks call it at different
-        times."""
+        False, the function is called at once. The function must not use collectives, because the ranks call it at
+        different times."""
         self.late.append(make_and_log)
         if not self.writes_late:
             self.write_late()

@@ -93,8 +93,8 @@ def choose_start(
     options, choose the newest intact checkpoint of the run folder, or step 0 if the folder has no checkpoint.
 
     --resume-from and --no-resume apply to the first start of a job. A restart of the job ignores --no-resume. It also
-    ignores --resume-from if the run folder has a checkpoint, so it resumes from the run folder. If a checkpoint is
-    damaged, it is renamed later by `set_damaged_aside`, when nothing can refuse the start any more.
+    ignores --resume-from if the run folder has a checkpoint, so it resumes from the run folder. `set_damaged_aside`
+    renames damaged checkpoints later, once nothing can refuse the start.
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls

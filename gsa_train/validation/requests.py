@@ -26,9 +26,9 @@ def encode_requests(
 ) -> list[Request]:
     """Encode requests. Contexts that are too long lose their beginning. An empty context becomes an EOS.
 
-    Context and continuation are encoded separately, as in `ai2-olmo-eval`. But some tokenizers, such as tokenizers of
-    sentencepiece, put a space in front of each text. If the texts were encoded separately, such a tokenizer would put a
-    space between context and continuation.
+    Context and continuation are encoded separately, as in `ai2-olmo-eval`, unless the tokenizer puts a space in front
+    of each text, as sentencepiece tokenizers do. Separate encoding would put this space between context and
+    continuation.
 
     For these tokenizers, context and continuation are encoded together. If the tokens of the whole text begin with the
     tokens of the context, the remaining tokens are the continuation. White space at the end of the context may merge

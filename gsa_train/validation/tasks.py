@@ -123,8 +123,8 @@ class PackedRequests:
 def pack_requests(
     requests: Sequence[Request], eos_id: int, seq_len_tokens: int, unit: int = 1
 ) -> PackedRequests:
-    """Pack requests into sequences, the longest request first. Each request is followed by an EOS if its sequence has
-    room, so that the next request is another document.
+    """Pack requests into sequences, the longest request first. An EOS follows each request (if the sequence has room),
+    so that the next request is another document.
 
     Args:
         unit: each request begins at a multiple of this number of tokens

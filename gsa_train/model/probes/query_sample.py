@@ -1,8 +1,8 @@
 """Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
 The sampled positions depend only on the sequence length. They are the same in every sequence, layer and step, and in
-every parallel layout. A difference between two logged steps is therefore not caused by another sample, and checkpoints
-need no state for the sample.
+every parallel layout. Differences between logged steps therefore never come from the sample, and checkpoints need not
+store it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class QuerySample:
 
     @cached_property
     def compared(self) -> torch.Tensor:
-        """Indices into `rows`: int64 [2 P + G * group + T]. They stand for the first query of each pair, the second
-        query of each pair, the members of the groups, and the sparse queries, in this order. They are concatenated, so
-        that one gather is enough."""
+        """Indices into `rows`: int64 [2 P + G * group + T]. In order: the first query of each pair, the second query of
+        each pair, the members of the groups, and the sparse queries. One gather then fetches all of them."""
         return torch.cat([self.neighbours, self.neighbours + 1, self.grouped, self.sparse_rows])
 
 
@@ -67,9 +66,9 @@ def sampled_stretches(length: int) -> list[range]:
 def sample_queries(length: int, start: int, end: int, device: torch.device) -> QuerySample:
     """Sample the queries start .. end - 1 of a sequence. The host waits for the device.
 
-    Pairs of neighbours, and groups of GROUP adjacent queries, contain only queries of this chunk. If the last group of
-    a stretch is incomplete, it is left out. But if no group is complete and all sampled queries of the chunk are
-    adjacent, they form one group.
+    Pairs of neighbours, and groups of GROUP adjacent queries, contain only queries of this chunk. An incomplete group
+    at the end of a stretch is left out. Exception: if the sample of this chunk consists of fewer than GROUP queries,
+    all adjacent, it is one smaller group.
     """
     rows: list[int] = []
     neighbours: list[int] = []

@@ -278,8 +278,8 @@ class LayerStats:
     def read(self) -> dict[str, list[float | None]]:
         """Return the values per layer over all ranks, by name. Collective.
 
-        A name is missing if no layer recorded it. If only some layers recorded a name, each of the other layers has
-        None in the list. An entry of a vector has the name `vector/label`.
+        A name that no layer recorded is missing. In the list of a name, layers that did not record it have None. Each
+        entry of a vector has a name of its own, `vector/label`.
         """
         nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
         return self.send(nothing, [], [], nothing)()[0]
@@ -364,9 +364,8 @@ def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:
 def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """Pack value, dimension and kind, [layers, 1] each, into numbers [layers] below 2^53.
 
-    The value has the highest bits. The bits of non-negative floats are ordered like the floats, so the packed numbers
-    are ordered by their values. The maximum of several packed numbers therefore contains the largest value together
-    with its place.
+    The value takes the highest bits. Non-negative floats sort like their bit patterns, so the packed numbers sort by
+    value. The maximum of several packed numbers therefore holds the largest value, with its dimension and kind.
     """
     bits = values.float().abs().view(torch.int32).long()
     return ((bits * _DIMENSIONS + dimensions) * _KINDS + kinds).double().flatten()

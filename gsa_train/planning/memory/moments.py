@@ -1,8 +1,8 @@
 """List the moments of a step at which memory may peak, and the memory that each moment uses in addition to what layers
 keep.
 
-Bytes are relative to the memory that the stage's layers keep for the micro-batches in flight. If a part of this memory
-is not yet allocated at a moment, or already freed, the part counts as negative bytes. Only moments of the last layer of
+The bytes of a moment are added to the memory that the stage's layers keep for the micro-batches in flight. Any part of
+this memory that is not yet allocated at the moment, or already freed, is subtracted. Only moments of the last layer of
 a stage are listed, because the layers keep less memory while an earlier layer runs. Projections, norms and sums are
 left out, because the memory did not peak there in any trace.
 """

@@ -1,7 +1,7 @@
 """Estimate the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
 A key list holds, for a tile of neighbouring queries, the keys that any of the queries selects. Key lists are assumed to
-have their largest length, which they have if the queries share no keys. The lists of a trained indexer are shorter.
+have their largest length, as if the queries shared no keys. The lists of a trained indexer are shorter.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     With key lists, the backward pass needs partial gradients of K and V, [list entries, 2 d_k]. It processes as many
     key-value heads at a time as fit into GATHERED_GRADIENT_BYTES. If one head needs more bytes, the tiles of the head
     are processed in parts. The backward pass also needs an index for each list entry, and sums of the partial gradients
-    by key, fp32 [B, Lw, n_kv, 2 d_k]. The gradients of K and V are allocated last. At that time, the partial gradients
-    of Q, which programs store if they share a list, are already freed.
+    by key, fp32 [B, Lw, n_kv, 2 d_k]. If several programs share a list, they store partial gradients of Q. These are
+    freed before the gradients of K and V are allocated, so only the larger of the two counts.
     """
     keys = key_gradients(sizes)
     if not gathers(config):

@@ -2,7 +2,7 @@
 
 Two checks run at the intervals of `monitor`:
 - One check repeats the forward and backward pass of a step with the same weights, micro-batches and random numbers.
-  Both passes must have the same loss, and each rank must have the same bits in its gradients before they are reduced.
+  On each rank, both passes must give the same loss and, before the reduction, the same gradients, bit for bit.
 - The other check compares the weights of data-parallel replicas bit for bit.
 
 Both checks are exact, because configs with nondeterministic kernels are refused (gsa_train.config.monitor).
@@ -152,8 +152,8 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call this before the update, while the weights that the forward pass gathered are still whole. Before an
-        unplanned save, call it inside `PhaseOptimizer.whole_weights`.
+        Call this after the forward pass has gathered the weights, and before the update. Before an unplanned save, call
+        it inside `PhaseOptimizer.whole_weights`.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.

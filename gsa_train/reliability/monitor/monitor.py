@@ -42,7 +42,8 @@ class MonitorStop(RuntimeError):
 
 
 class NotFinite(MonitorStop):
-    """A state to be saved, or the last validation loss, is not finite. No batch is known to be the cause."""
+    """A save found weights or optimizer state that are not finite, or the last validation loss is not finite. No batch
+    is known to be the cause."""
 
     def __init__(self, why: str, step: int) -> None:
         """`step` is the last trained step, counted from 1."""

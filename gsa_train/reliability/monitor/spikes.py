@@ -4,9 +4,9 @@ A step's loss and gradient norm over the global batch are compared with their va
 The gradient norm is compared by its logarithm, because the noise of the norm is multiplicative and has a long tail. The
 verdict masks the update on the device, and the host reads the verdict later (monitor.py).
 
-If the gradient is large and the loss is usual, the cause is mostly a short stretch of unusual text. If such a gradient
-is clipped, the step is therefore flagged only if the norm exceeds a higher limit, if the norm stays large for several
-steps, or if the loss also rises.
+A large gradient with a usual loss mostly comes from a short stretch of unusual text. If the gradient is clipped, the
+step is therefore flagged only in three cases: the norm exceeds a higher limit, the norm stays large for several steps,
+or the loss also rises.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ class SpikeDetector:
         rise of loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation,
         least rise).
 
-        The median is the smaller of two medians: of the whole window, and of the last 32 steps. While the loss falls,
-        the median of the last 32 steps is smaller, so the limits follow the loss. While the loss rises slowly, the
-        median of the window is smaller, so the limits stay low. The deviation is the larger of two median absolute
-        deviations: of the changes over 8 steps, and of the changes over 32 steps. Neither a trend nor an earlier spike
-        increases the deviation.
+        Median and deviation are each computed twice. The smaller median counts: over the whole window, or over the last
+        32 steps. While the loss falls, the median of the last 32 steps is smaller, so the limits follow the loss. While
+        the loss rises slowly, the median of the window is smaller, so the limits stay low. The larger deviation counts:
+        the median absolute deviation of the changes over 8 steps, or over 32 steps. Neither a trend nor an earlier
+        spike increases it.
         """
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
