@@ -273,8 +273,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Begin to copy this rank's tensors to host memory. If `waits`, return only after the copies are filled.
-        Returns None, or an error text if there is no memory for the copies."""
+        """Begin to copy this rank's share of the tensors to host memory. If `waits`, return only after the copies are
+        filled. Returns None, or an error text if there is no memory for the copies."""
         try:
             groups = [tensors for _, _, (_, tensors) in save.buckets]
             save.copies = begin_copies(groups, self._host_memory, self._copy_thread)
