@@ -6,8 +6,8 @@
     <run folder>/checkpoints/step_00000400.damaged/         a damaged checkpoint that a resume has skipped
     <run folder>/checkpoints/latest                         the name of the newest checkpoint; a save replaces this
                                                             file last, atomically
-    <run folder>/checkpoints/set_aside/                     checkpoints that were newer than the checkpoint that a
-                                                            start with --resume-from has loaded
+    <run folder>/checkpoints/set_aside/                     checkpoints newer than the one that --resume-from has
+                                                            loaded
 
 A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. So a folder is complete
 when it gets its final name.
@@ -155,8 +155,8 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    A user may have changed `latest` so that it names an earlier checkpoint. Newer checkpoints are therefore left out,
-    with a warning. If `latest` is damaged or missing, all complete checkpoints are candidates. `latest` is missing, for
+    Newer checkpoints are left out, with a warning, because a user may have changed `latest` to an earlier
+    checkpoint. If `latest` is damaged or missing, all complete checkpoints are candidates. `latest` is missing, for
     example, if the first save was killed before it wrote the file.
     """
     _warn_of_latest(checkpoints)

@@ -1,8 +1,8 @@
 """Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads its own shards in place (`StatePart`), which needs no additional memory. megatron-core 0.16.1
-has no such format. Its format `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. A
-checkpoint in one of its other formats cannot be loaded if the tensor-parallel or pipeline-parallel size has changed.
+Each rank writes and reads only its own shards, without additional memory (`StatePart`). megatron-core 0.16.1 has no
+such format. Its format `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. Its other
+formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
 
 megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of
 a matrix is a range of the flattened matrix, and this range may begin and end within a row. The range is therefore saved
@@ -182,7 +182,7 @@ def _boxes_of(
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields offset and shape of the boxes that hold the elements `start` to `end` of a row-major tensor, in order."""
+    """Cuts elements `start` to `end` of a row-major tensor into boxes. Yields each box's offset and shape, in order."""
     if start >= end:
         return
     if len(shape) <= 1:

@@ -74,8 +74,8 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 def noting(log: ReadLog | None) -> Iterator[None]:
     """Inside this context, record in `log` what `ParallelReader` reads. Without a log, nothing is recorded.
 
-    If there is a log, a failed read is recorded as a fault and raises no error, because the other ranks would wait for
-    a rank that has raised an error. The ranks exchange their faults later.
+    With a log, a failed read raises no error, because the other ranks would wait for this rank. The log records the
+    failure as a fault, and the ranks exchange their faults later.
     """
     token = _LOG.set(log)
     try:

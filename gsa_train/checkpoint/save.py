@@ -144,7 +144,7 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Make work after this call wait for the copies of the save in progress, on the device and on the host. Call
+        """Let later work (on the device and on the host) wait until the save in progress has copied its tensors. Call
         this before any work that changes or frees weights or optimizer state."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
@@ -165,10 +165,9 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start a save of the current state. Returns the results of saves that ended before this call returns.
 
-        If a save is in progress, the call first waits for its end. If `checkpoint.async_save` is off, the call also
-        waits for the end of the new save. If the last permitted try has failed, no save starts, because `check` will
-        stop the run. If the state of a rank has NaN or infinite values, nothing is saved, and the list ends with a
-        failed save.
+        The call first waits for any save in progress, and without `checkpoint.async_save` also for the new save. If
+        the last permitted try has failed, no save starts, because `check` will stop the run. If the state of a rank has
+        NaN or infinite values, nothing is saved, and the last result is a failed save.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -274,8 +273,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors that this rank writes by copies in host memory. If `waits`, return only after the copies
-        are filled. Returns None, or an error text if there is no memory for the copies."""
+        """Begin to copy this rank's share of the tensors to host memory. If `waits`, return only after the copies are
+        filled. Returns None, or an error text if there is no memory for the copies."""
         try:
             groups = [tensors for _, _, (_, tensors) in save.buckets]
             save.copies = begin_copies(groups, self._host_memory, self._copy_thread)
@@ -292,8 +291,8 @@ class CheckpointSaver:
     def _write(self, save: _Save) -> SaveResult:
         """Write and publish the checkpoint. Collective over the ranks' threads.
 
-        A thread that fails does not raise its error, because the threads of the other ranks would then wait for it. It
-        sends the error to them in the next of the two collectives.
+        The threads communicate twice: they gather what each has written, and the main rank's thread sends the result.
+        A thread that fails raises no error, because the others would wait for it. It sends the error instead.
         """
         ranks = gathered(self._write_mine(save), self._group)
         result: Any = None

@@ -1,9 +1,9 @@
 """Copy the tensors of a save while the next step computes.
 
 A step reads the tensors of a checkpoint (weights, optimizer state, averages) and changes them only in its update. The
-copies may therefore run until the update. Tensors on a GPU are copied to pinned memory by a separate stream, and on the
-device the update waits for this stream. Tensors in host memory are copied by a thread, and on the host the update waits
-for this thread.
+copies may therefore run until the update. A separate stream copies tensors on a GPU to pinned memory, and the device
+waits for this stream before the update. A thread copies tensors in host memory, and the host waits for this thread
+before the update.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Copies:
     def hold_update(self) -> None:
         """Make the update wait for the copies of this save.
 
-        On the device, all work that is queued after this call waits for the copies of tensors on the device. On the
-        host, this call itself waits for the copies of tensors in host memory. If a copy fails, this call raises no
-        error, and `wait` does.
+        Device work that is queued after this call waits for the copies of tensors on the device. The call itself waits
+        for the copies of tensors in host memory. If a copy fails, `wait` raises the error, and this call does not.
         """
         if not self._sources:
             return

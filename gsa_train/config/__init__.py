@@ -2,7 +2,7 @@
 
     dataclass defaults <- YAML file <- key=value on the command line
 
-The file `section.py` of this folder defines the fields `section.field`. The text under a field says what the field
+For example, `model.num_layers` is the field `num_layers` in `model.py`. The text under a field says what the field
 means. If a field has a unit, its name contains the unit (`_tokens`, `_steps`, ...).
 """
 

@@ -35,7 +35,7 @@ def check_files(config: Config) -> list[str]:
 
 def check_data(data: DataConfig) -> list[str]:
     """Return a problem for each needed local file that is missing, or whose file system does not answer within the read
-    limit. An address with `://` is not checked here, because the module that reads it checks it."""
+    limit. An address with `://` is not checked here but by the module that reads it."""
     folders = {"data.train_dir": data.train_dir, **validation_fields(data)}
     return _answers([*_questions(_folder_problems, folders), *_tokenizer_questions(data)], data)
 

@@ -93,7 +93,7 @@ RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 
 
 def any_value_loads(removed_field: str) -> bool:
-    """Return whether a checkpoint loads with any value of the removed field. It does if the field did not change the
+    """Return whether a checkpoint's value of the removed field can be ignored. It can if the field did not change the
     model."""
     return removed_field.split(".")[0] not in MODEL_SECTIONS
 

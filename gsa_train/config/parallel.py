@@ -75,7 +75,7 @@ def chunk_layers(config: Config) -> list[int]:
     """Return the number of layers of each model chunk, in model order. If the sizes do not fit (see `check_layout`),
     return an empty list.
 
-    Interleaved 1F1B assigns chunk i of the model to stage i % pipeline, where this chunk has the number i // pipeline.
+    In interleaved 1F1B, stage i % pipeline holds chunk i of the model, as its own chunk i // pipeline.
     """
     parallel, layers = config.parallel, config.model.num_layers
     chunks = parallel.pipeline * parallel.virtual_pipeline

@@ -186,8 +186,8 @@ def _of_experts(config: Config) -> Reasons:
     """Yield the reasons why experts rule out a CUDA graph.
 
     The number of tokens of an expert differs between passes, so a graph can only run if the host never reads this
-    number back. The number stays on the device only with torch's grouped products in bf16 (on Hopper and later GPUs),
-    if each rank holds all experts, and if experts have no capacity.
+    number back. This requires torch's grouped products in bf16 (on Hopper and later GPUs), all experts on each rank,
+    and no limit on an expert's tokens.
     """
     moe, expert = config.moe, config.parallel.expert
     if moe.experts == 0:

@@ -1,8 +1,8 @@
 """Decide which tokens of a sequence each context-parallel rank holds.
 
 If there are n ranks, the sequence is cut into c groups of n chunks, and each rank holds one chunk of every group.
-If the number of a group has an even number of 1 bits, rank r holds chunk r of this group. Otherwise, rank r holds chunk
-n - 1 - r of this group.
+Rank r holds chunk r of a group if the group's index (from 0) has an even number of 1 bits in binary, and chunk
+n - 1 - r otherwise.
 
 With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is the zig-zag of megatron-core. If
 queries attend to all causal keys, the zig-zag gives all ranks the same work. If queries attend to selected keys, the

@@ -43,8 +43,8 @@ def import_megatron() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence `LIBRARIES_WARNINGS`, `LIBRARIES_LOGS`, and what megatron-core logs below the level of warnings, in this
-    process. Call it before megatron-core is imported."""
+    """Silence `LIBRARIES_WARNINGS`, `LIBRARIES_LOGS`, and all logs of megatron-core below level WARNING. Call it before
+    megatron-core is imported."""
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
     for message in LIBRARIES_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -45,8 +45,8 @@ def replace_readers(
 ) -> None:
     """Replace the readers that unpickle files.
 
-    This function replaces them inside megatron-core's modules, because megatron-core takes no reader as an argument.
-    The only exception is the reader of the common file in 0.16, which `load_sharded` passes as an argument.
+    megatron-core takes only one reader as an argument: in 0.16, the reader of the common file (see `load_sharded`).
+    This function replaces all other readers inside megatron-core's modules.
     """
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner
@@ -64,8 +64,8 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Load a checkpoint and raise an error for tensors that it lacks. `replace_readers` must have been called.
 
-    In megatron-core 0.16, the fourth argument of `load` is the strategy for the common file. In 0.19, the fourth
-    argument is a flag, and a strategy in its place would mean True.
+    The fourth argument of megatron-core's `load` is the strategy for the common file in 0.16. It is a flag in 0.19, so
+    a strategy would count as True.
     """
     strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
     content: dict[str, Any]

@@ -51,8 +51,8 @@ class Outage:
     def end(self, record: Mapping[str, Any], waited: int = 0) -> dict[str, Any] | None:
         """Note that the file has received `record` and, before it, the number `waited` of records that had to wait.
 
-        If the file had failed, returns an event for the other logs. If this event has the key `lost_records`, the
-        caller must also write the event to the file.
+        Returns an event for the other logs if an earlier write to the file has failed. The caller must write an event
+        with the key `lost_records` to this file, too.
         """
         if not self._lasts and not self._lost:
             return None

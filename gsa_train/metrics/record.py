@@ -208,9 +208,9 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     The overall value of a metric is the mean over the layers that have a value. For the metrics in `EXTREMES`, it is
     the maximum instead, or for `k_min` the minimum. If any layer has NaN, the overall value is NaN.
 
-    Statistics with names of the form `name/label` are joined into one metric `name`, a dict label -> overall value. The
-    values of heads become one list per layer. The spread over the heads of each layer is a further metric.
-    `expert_metrics` makes the metrics of experts.
+    All statistics `name/label` become one metric `name`, a dict label -> overall value. The heads' values become one
+    list per layer, and their spread in each layer becomes another metric. `expert_metrics` makes the metrics of
+    experts.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []

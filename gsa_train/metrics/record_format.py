@@ -4,7 +4,7 @@ A *record* is a flat dict for one logged step. `time` is when the record was mad
 number, a string, None (not applicable), or one of:
 - a list with one number per layer (keys `layer_*`);
 - a dict of numbers (`lrs`: group -> learning rate; `sink_by_position`: positions -> share);
-- a list by layer of lists by head (keys `head_*`) or by expert (`expert_loads`).
+- a list of lists: one list per layer, with one number per head (keys `head_*`) or per expert (`expert_loads`).
 
 Other events have records with the key `event`:
 - events of the monitor: a spike, or the reaction to a spike (gsa_train/reliability/monitor/);
@@ -163,8 +163,8 @@ def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: b
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
     The main rank calls this while the other ranks wait. To save their time, the file is read only once, and is written
-    only if its content changes. The remaining lines are not formatted again, so floats stay bit-equal. If the file has
-    damaged lines, they are dropped, too, and `*.damaged` keeps a copy of the file.
+    only if its content changes. The other lines are kept as text, so floats stay bit-equal. Damaged lines are dropped,
+    too, and `*.damaged` then keeps a copy of the file.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

@@ -152,8 +152,10 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
     """Warn of earlier starts whose records W&B may lack.
 
-    W&B lacks records if a start was killed before it had sent them, or if the server could not be reached. The folder
-    `but` is left out, because it belongs to the current start.
+    W&B lacks records if a start was killed before it had sent them, or if the server could not be reached.
+
+    Args:
+        but: the current start's folder, which is left out.
     """
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]

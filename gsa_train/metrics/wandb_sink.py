@@ -143,9 +143,9 @@ class WandbSink:
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the W&B run. If W&B's service has ended, log this, and send no more records in this start.
 
-        W&B's service is a separate process, and the signal that asks training to stop also ends this process. The
-        failed call must then raise no error, which would prevent the last save. The next start opens the same W&B run
-        again.
+        W&B's service is a separate process, and the signal that asks training to stop also ends the service. A call to
+        it then fails but must raise no error, because an error would prevent the last save. The next start opens the
+        same W&B run again.
         """
         import wandb
 

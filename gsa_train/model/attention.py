@@ -1,7 +1,7 @@
 """Compute selection, attention and indexer loss of one layer by `gsa_kernels.api` (fused kernels, or plain torch).
 
-The queries of a rank form one chunk, or several chunks under context parallelism. The keys of a chunk are all keys of
-the sequence up to the position of the chunk's last query. Tensors are batch first, and have the heads of this
+A rank's queries form one chunk, or under context parallelism several chunks. Each chunk comes with all L_k keys of the
+sequence up to the position of the chunk's last query. Tensors are batch first, and have the heads of this
 tensor-parallel rank: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 """
 
@@ -304,8 +304,8 @@ class AttentionOverChunks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
 
-        I_t are the indexer scores of the attended keys. The value for the log is the KL of each query, [B, L]. If
-        queries are sampled or sharded, it is an estimate of the sum over all queries instead.
+        I_t are the indexer scores of the attended keys. The log gets the KL of each query, [B, L], or, if queries are
+        sampled or sharded, an estimate of the KL's sum over all queries.
 
         The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
         compute p_t, the ranks all-gather queries, keys and log-sum-exps, whose size grows with L. They do not

@@ -141,9 +141,9 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """Count operations per token in a phase, averaged over the positions of a sequence.
 
-    Only matrix products count, and recomputation does not count. If parameters are trained, their backward pass costs
-    twice their forward pass. The indexer's projections always run over all queries. The indexer's scores have gradients
-    only for the queries in the indexer loss, and for each of these queries only on the attended keys.
+    Only matrix products count, without recomputation. The backward pass of trained parameters costs twice their forward
+    pass. The indexer's projections always run over all queries. Its scores have gradients only for queries in the
+    indexer loss, and only on the keys that these queries attend to.
 
     Args:
         mean_selected: measured mean |S_t|, at most the causal keys; None: with budget k_base (`mean_selected_keys`).
@@ -214,8 +214,8 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    Each query also selects its local window. The estimate assumes that none of the keys in the window are among the
-    keys selected by the budget. If there is a window, the result is therefore an upper bound.
+    Each query also selects its local window. The estimate adds the window to the budget as if they shared no key, so
+    with a window the result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:

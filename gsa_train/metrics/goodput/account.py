@@ -3,10 +3,10 @@
 Each line is written at a step of the run, and says how the main rank has spent its time since its process began:
 
     start   the process has opened the run folder; `began` is the time when the process began
-    steps steps have ended; `phase` is the phase of the last step
+    steps   some steps have ended; `phase` is the phase of the last step
     end     the process ends on purpose; `reason` says why
-    lost    the process has ended without an `end` line, so the next start has written this line; `time` is the time of
-            the ended process's last sign of life, and `progress` the time of its main thread's last progress
+    lost    the process has ended without an `end` line (the next start writes this line); `time` is the time of the
+            process's last sign of life, and `progress` the time of its main thread's last progress
 
 Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
 `began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.

@@ -34,8 +34,8 @@ kill."""
 def read_lines(folder: Path) -> list[Line]:
     """Read the lines of the run so far.
 
-    Damaged lines are skipped, with a warning. Their times are not lost, because the seconds in each line count from the
-    beginning of the process, so that a later line of the process includes them.
+    Damaged lines are skipped, with a warning. Each line counts its seconds from the beginning of the process, so a
+    later line of the process includes the seconds of a damaged one.
     """
     path = folder / FILE
     if not path.is_file():

@@ -63,9 +63,9 @@ class RunClock:
     def during(self, activity: str) -> Iterator[None]:
         """Count the time of the `with` block as this activity, then return to the previous activity.
 
-        If the block raises an error, the clock does not return to the previous activity, because the error may come
-        from a peer that died long before. The time since the main thread's last progress is then assigned to no
-        activity, and counts as lost.
+        If the block raises an error, the clock stays in this activity, so that `read` can end before the error, at the
+        main thread's last progress. The time since then counts as lost and belongs to no activity, because the main
+        thread may have waited for a dead peer.
         """
         before = self._spent.activity
         self.begin(activity)
@@ -85,8 +85,8 @@ class RunClock:
         self._spent = _Spent(seconds, self._spent.activity, now)
 
     def read(self, until: float | None = None) -> tuple[float, dict[str, float]]:
-        """Return a time and the seconds by activity up to this time. The time is `until`, or now if `until` is None.
-        It is never before the start of the current activity. Any thread may call this method."""
+        """Return a time and the seconds by activity up to this time. The time is `until` (None: now), but not earlier
+        than the start of the current activity. Any thread may call this method."""
         spent = self._spent
         moment = max(spent.since, self.now() if until is None else until)
         return moment, _until(spent, moment)

@@ -46,7 +46,7 @@ def joined_weight_gradients(
 ) -> list[torch.Tensor]:
     """Compute the result of `weight_gradient` for several weights in one product.
 
-    The columns of grad_output are in the order of `weights`. Columns after the columns of the last weight are ignored.
+    The columns of grad_output are in the order of `weights`. Any further columns are ignored.
     """
     sizes = [len(weight) for weight in weights]
     if not accumulates:

@@ -1,9 +1,8 @@
 """Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair. A rank that has T tokens with k experts each has T k choices. For each choice, the
-rank sends the token's hidden state as one row. The choices are sorted by expert, so the rows for each rank are
-contiguous.
-One all-to-all sends the rows to the experts, and another all-to-all returns the experts' outputs.
+A choice is a (token, expert) pair. If a rank has T tokens, and each token has k experts, the rank has T k choices. For
+each choice, the rank sends the token's hidden state as one row. The choices are sorted by expert, so the rows for each
+rank are contiguous. One all-to-all sends the rows to the experts, and another returns the experts' outputs.
 
 With expert tensor parallelism, several ranks hold a part of each expert. Each of these ranks gets a copy of the rows
 and returns a partial output. The partial outputs are summed after their return.
@@ -184,8 +183,8 @@ def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tens
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gathers rows [N, d] from `tokens` [T, d]. Row i is a copy of token `places[i]`. `rows_of` [T, c] lists the rows
-    that copy each token, so that the backward pass can gather and sum their gradients."""
+    """Gathers rows [N, d] from `tokens` [T, d]. Row i is a copy of token `places[i]`. `rows_of` [T, c] lists each
+    token's copies, whose gradients the backward pass gathers and sums."""
 
     @staticmethod
     def forward(

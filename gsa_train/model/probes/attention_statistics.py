@@ -186,8 +186,9 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    The averages of overlap, union ratio and random recall include only queries that leave causal keys out. For overlap
-    and union ratio, the compared queries must also be in one document, because queries in two documents share no key.
+    The averages of overlap, union ratio and random recall include only queries that do not select all their causal
+    keys. For overlap and union ratio, the compared queries must also be in one document, because queries in two
+    documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
