@@ -33,9 +33,8 @@ checked.
 STUDY_HEAD = """\
 # Study files
 
-The FILE of `launch/study.py --study FILE` describes a study. The tables list the fields that it can set. The first
-table has the fields at the top level of the file. Each table after it has the fields of one section.
-[studies.md](../how_to/studies.md) says how to run a study.
+A study file (`launch/study.py --study FILE`) can set these fields. The first table has the fields at the top level of
+the file. Each later table has the fields of one section. [studies.md](../how_to/studies.md) says how to run a study.
 """
 
 
