@@ -77,7 +77,7 @@ def setup(results: Results) -> str:
     if unrecorded == len(finished):
         said += " The figure was drawn from the run folders, because [records](records) lack the losses."
     elif unrecorded:
-        said += f" The figure lacks {unrecorded} of the runs, because their losses are not recorded."
+        said += f" The figure lacks {unrecorded} of the runs, because the records have no losses for them."
     return said
 
 
