@@ -108,7 +108,8 @@ class ForkedRanks:
         return "; ".join(f"rank {rank} ended {_in_words(code)}" for rank, code in self._failed.items())
 
     def poll(self) -> int | None:
-        """Return None while ranks run, then 0 or the exit code of a failed rank. A failure ends the other ranks."""
+        """If a rank has failed, end the other ranks and return its exit code. Otherwise return None while ranks run,
+        then 0."""
         codes = [process.exitcode for process in self._processes]
         if not self._failed and any(codes):
             self._failed = {rank: code for rank, code in enumerate(codes) if code}

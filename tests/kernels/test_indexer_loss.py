@@ -307,8 +307,8 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
 
 
 def test_value_near_its_minimum(device: str) -> None:
-    """The target differs from the softmax of the scores by about 1%, so the KL is much smaller than the log-sums from
-    which it is computed. Rounding of these log-sums must hardly change the KL."""
+    """The target differs from the softmax of the scores by about 1%. Therefore the KL is much smaller than the log-sums
+    from which it is computed. Rounding of these log-sums must hardly change the KL."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
     q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
     noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)
@@ -327,8 +327,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["bf16", "fp32", "16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """The target may be passed as several tensors (parts), whose sum it is. This gives the same loss as passing the
-    sum. Entries of unattended keys are NaN, and rows have gaps in memory."""
+    """The target may be passed as several tensors, which the kernels add. The loss and its gradients have the same bits
+    as with the sum of these tensors. Entries of unattended keys are NaN, and rows have gaps in memory."""
     parts = 2 if dtype == BF16 else 3
     problem = make_problem(
         "packed mask", 70, device, dtype=dtype, batch=1, documents=dtype == BF16, log_sum=True
