@@ -1,17 +1,18 @@
-"""Checks that a run which faults interrupt ends with the same weights as an undisturbed run: `make chaos`.
+"""Checks that a run with many faults ends with the same weights as an undisturbed run: `make chaos`.
 
-Four ranks under torchrun train a small model on the bundled text, some of whose shards are damaged
-(data.on_bad_shard=skip). A seed decides which fault happens at which step: a rank or torchrun is killed, the run gets
-SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts failed ranks. If
-torchrun itself has ended, this script starts the same command again, as a Slurm job would.
+Four ranks under torchrun train a small model on the bundled text. Some shards of the text are damaged, and the run
+skips them (data.on_bad_shard=skip). A seed decides at which steps faults happen, and which ones: a rank or torchrun is
+killed, the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts
+failed ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
 
-For each fault the script prints the log line that reports it, the seconds until training continued, and the steps that
-were trained again. It then prints the run's account of its time, and its ETTR (the productive share of its time) next
-to an independent calculation of the ETTR.
+For each fault the script prints the log line that reports the fault, the seconds until training continued, and the
+number of steps that were trained again. At the end it prints the run's own account of its time. It also prints two
+values of the ETTR, which is the productive share of the run's time: one from this account, and one from an independent
+calculation.
 
-The exit code is 0 only if three conditions hold. The last checkpoint and the logged numbers equal the ones of an
-undisturbed run bit for bit. The run's account and the independent calculation give the same ETTR. Only frozen ranks
-were reported as hangs.
+The exit code is 0 only if all checks pass. The last checkpoint and the logged numbers must be equal, bit for bit, to
+the results of an undisturbed run. The two values of the ETTR must agree within 0.003. The run must skip damaged shards,
+report every fault, and report a hang for each frozen rank and for nothing else.
 
 Only root can test the full disk, because the script mounts a file system for this fault.
 

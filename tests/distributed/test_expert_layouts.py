@@ -1,5 +1,5 @@
-"""Tests that mixtures of experts in layouts of four ranks train as one rank does, and resume other layouts'
-checkpoints."""
+"""Tests mixtures of experts in layouts of four ranks. They must train as on one rank, and they must resume checkpoints
+that other layouts have written."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
-"""Tests that all programs that generate text give the same tokens with a chat model, and stop at the end of its turn.
-Also tests that its chat template is unchanged after an export, an import and another export."""
+"""Tests all programs that generate text with a chat model. They must give the same tokens, and must stop at the end of
+the model's turn. Also tests that its chat template is unchanged after an export, an import and another export."""
 
 import json
 import shutil

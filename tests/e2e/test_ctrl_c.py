@@ -1,4 +1,5 @@
-"""Tests that a run saves and ends at Ctrl-C. It ends at once at a second Ctrl-C, or at one before its first step."""
+"""Tests Ctrl-C. At the first Ctrl-C a run saves a checkpoint and ends. The run ends at once at a second Ctrl-C, or if
+the first Ctrl-C comes before the first step."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Tests kernels that start before the previous kernel in a graph ends. They give the bits of kernels that run
-one by one."""
+"""Tests graphs whose kernels start before the previous kernel has ended. Such a graph must give the same bits as
+kernels that run one by one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,8 +42,8 @@ def one_by_one() -> Iterator[None]:
 
 
 def hold(decoder: FusedDecoder) -> Callable[[], None]:
-    """Copy the state that decoding steps change, and return a function that restores this state and sets the counters
-    of the kernels' workspace to 0. The rest of the workspace needs no copy, because each step overwrites it."""
+    """Copy the state that decoding steps change. Return a function that restores this state, and also sets the counters
+    in the kernels' workspace to 0. The rest of the workspace needs no copy, because each step overwrites it."""
     filled = int(decoder.slot)
     written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot]
     for buffers in decoder.buffers:

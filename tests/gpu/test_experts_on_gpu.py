@@ -1,4 +1,5 @@
-"""Tests that mixtures of experts on a CUDA device are near fp64, repeat bit for bit, and never make the host wait."""
+"""Tests mixtures of experts on a CUDA device. Their results are near fp64 and repeat bit for bit. The host never
+waits."""
 
 from typing import Any
 

@@ -13,8 +13,9 @@ from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_mod
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
-    """The expected tokens come from transformers in fp32 with plain torch. A second batch size captures the graphs
-    again. In fp32, matrix products with few rows use our kernels only with `products="rows"`."""
+    """transformers gives the expected tokens, in fp32 and with plain torch. A batch of another size makes the generator
+    capture its graphs again. In fp32, our kernels for matrix products with few rows are used only if a decoder is
+    created with `products="rows"`."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":
@@ -37,8 +38,9 @@ def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "mixed"])
 def test_products_of_few_rows_in_bf16(name: str) -> None:
-    """The kernels for matrix products with few rows have at most twice the error of torch's bf16 products, compared
-    with fp32 logits. Queries select all keys, so that rounding changes no selection."""
+    """Three decoders give logits: one in fp32, one with torch's bf16 products, and one with our kernels for matrix
+    products with few rows. The error is the distance from the fp32 logits. The error of our kernels is at most twice
+    the error of torch's bf16 products. Queries select all keys, so that rounding changes no selection."""
     everything = {"index_topk": 64, "k_min": 64, "k_max": 64}
     exact = make_model(name, **everything).cuda()
     if name != "dense":

@@ -1,5 +1,6 @@
-"""Tests saves on CUDA devices, which copy the state during the next step. The update waits for the copies on the
-device, and the host does not wait. In another test, one of two ranks cannot report that its save has ended."""
+"""Tests saves on CUDA devices, which copy the state while the next step runs. The update of that step waits on the
+device until the copies are complete, but the host does not wait. Another test has two ranks, and one of them cannot
+tell the other how its save ended."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Tests that tasks between training steps on a CUDA device do not change training, and score as the checkpoint does."""
+"""Tests tasks that are scored between training steps on a CUDA device. They must not change training, and must get the
+scores of a later evaluation of the checkpoint, up to bf16 rounding."""
 
 import json
 

@@ -41,8 +41,8 @@ STRATEGIES = {
 
 
 def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], int, int]:
-    """Return loss, gradient norm and update norm of each step, the device memory that the optimizer takes, and the
-    number of trained parameters."""
+    """Return three things: the loss, gradient norm and update norm of each step; the bytes of device memory that the
+    optimizer takes; and the number of trained parameters."""
     path = REPOSITORY / "configs" / "gsa_1.7b.yaml"
     config = load_config(path, [*MODEL, *overrides], world_size=1, need_data=False)
     parallel, phase = single_rank(), config.phases[-1]

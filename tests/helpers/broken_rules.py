@@ -1,5 +1,5 @@
-"""Lists every check that involves several config fields. A row has overrides that violate the check and fragments of
-the expected error: `override ; override -> fragment | fragment`. Indented lines continue the row above."""
+"""Lists every check that involves several config fields, in the form `override ; override -> fragment | fragment`. The
+overrides violate the check, and the error must contain the fragments. Indented lines continue the row above."""
 
 from os.path import expanduser
 

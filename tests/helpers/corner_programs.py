@@ -1,7 +1,7 @@
-"""Runs only the programs at the corners of each launch's grid, for lengths that no test can compute in full.
+"""Runs only the first and last programs along each axis of a grid, for lengths that no test can compute in full.
 
 The tensors' memory is reserved, but most of it is never used. A launch fails if a GPU would reject its grid. It also
-fails if a product of two int32 overflows, which would give a wrong address.
+fails if a product of two int32 values overflows, because an address that is computed from this product would be wrong.
 """
 
 import inspect

@@ -1,5 +1,6 @@
 """Trains mixtures of experts in many layouts, one after another, in one world of four ranks: `expert_layouts.py
-FOLDER`. FOLDER/wanted.json names the layouts, as for many_layouts.py. The results go to FOLDER/results.json."""
+FOLDER`. FOLDER/wanted.json names the layouts, in the same form as for many_layouts.py. The results go to
+FOLDER/results.json."""
 
 import json
 import math
@@ -142,8 +143,8 @@ def measured_margin() -> Iterator[list[float]]:
 
 @contextmanager
 def measured_loads() -> Iterator[dict[str, int]]:
-    """Count the elements that ranks send each other when they load checkpoints. Also count elements that are sent to
-    ranks which do not need them."""
+    """Count the elements that ranks broadcast when they load checkpoints (`sent`). Also count the elements that ranks
+    receive although they do not need them (`unwanted`)."""
     found = {"sent": 0, "unwanted": 0}
     exchange = exchange_utils.exchange_loaded_tensors_broadcast
 

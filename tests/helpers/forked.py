@@ -1,13 +1,14 @@
 """Forks the ranks of a test run from a process that has imported everything.
 
-Importing torch, megatron-core and gsa_train takes more CPU time than most test runs. Therefore one server process
-(multiprocessing's forkserver) imports them, and forks a child for each rank. A child gets what torchrun gives its
-ranks: its own session, environment, output and command line. It then runs the launcher's file as `__main__`.
+In most test runs, importing torch, megatron-core and gsa_train takes more CPU time than everything else. Therefore one
+server process (multiprocessing's forkserver) imports them once, and forks a child for each rank. Like a rank under
+torchrun, a child gets its own session, environment, output and command line. It then runs the launcher's file as
+`__main__`.
 
-`ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child, which forks the ranks instead of
-starting interpreters. torchrun then handles failures, signals and lost nodes as always. With `real=True` in runs.py a
-run starts the real torchrun. Only then does each rank have its own seed of string hashes, and tear down its
-interpreter at the end.
+`ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child. This torchrun handles failures,
+signals and lost nodes as always, but it forks its ranks instead of starting interpreters. If a test passes `real=True`
+(runs.py), the run starts the real launcher without forks. Only then does each rank have its own seed of string hashes,
+and only then does it tear down its interpreter at the end.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class ForkedRanks:
         return "; ".join(f"rank {rank} ended {_in_words(code)}" for rank, code in self._failed.items())
 
     def poll(self) -> int | None:
-        """Return None while ranks run, then 0 or the exit code of a failed rank. A failure ends the other ranks."""
+        """If a rank has failed, end the other ranks and return its exit code. Otherwise return None while ranks run,
+        then 0."""
         codes = [process.exitcode for process in self._processes]
         if not self._failed and any(codes):
             self._failed = {rank: code for rank, code in enumerate(codes) if code}
@@ -328,8 +330,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Close this rank's copies of the agent's connections, so that a connection ends when torchrun's agent ends. Their
-    file descriptors then point to /dev/null, because inherited objects may still close them."""
+    """Close this rank's copies of the connections of torchrun's agent, so that a connection ends when the agent ends.
+    Each file descriptor then points to /dev/null, because inherited objects may still close their descriptors."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:

@@ -1,5 +1,5 @@
 """Runs fused kernels under tensor parallelism in Triton's interpreter: `fused_ranks.py OUT` on two ranks. Each case
-runs with two tensor-parallel ranks, which share the heads, and with two data-parallel ranks for comparison."""
+runs twice: on two tensor-parallel ranks, which divide the heads, and on two data-parallel ranks for comparison."""
 
 import json
 import os

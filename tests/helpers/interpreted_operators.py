@@ -1,5 +1,5 @@
 """Replaces frequent operators, casts and indices of the interpreter's tensors by single numpy calls, which are faster.
-All other cases go through Triton's own checks, so that code which Triton's compiler refuses still raises an error."""
+All other cases go through Triton's own checks. Code that Triton's compiler refuses therefore still raises an error."""
 
 import math
 from collections.abc import Callable
@@ -44,8 +44,9 @@ def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
 
 
 def _at_once(name: str, operator: Any, whole: Call) -> Call:
-    """Return a fast version of Triton's operator `whole` for two tensors of one type, or for a tensor and a number. It
-    has the same numpy operation and result type. `whole` handles all other cases."""
+    """Return a fast version of one of Triton's operators for the usual operands, such as two tensors of one type, or a
+    tensor and a number. The result has the same values and type as with Triton's operator `whole`, which handles all
+    other operands."""
     compares, reflected, adds = (
         operator in COMPARISONS,
         name in ("__radd__", "__rsub__", "__rmul__"),
@@ -150,8 +151,8 @@ def cast_at_once(whole: Call) -> Call:
 
 
 def to_tensor_at_once(whole: Call) -> Call:
-    """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment. It returns tensors
-    unchanged, and converts a number only once."""
+    """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment. The fast version
+    returns tensors unchanged. It converts each number only once, and then reuses the result."""
     numbers = lru_cache(maxsize=4096, typed=True)(
         lambda number: whole(interpreter.interpreter_semantic, number)
     )

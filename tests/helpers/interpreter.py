@@ -1,13 +1,14 @@
 """Patches Triton's interpreter for the tests: three times as fast, and right for bf16 and NaN.
 
-The interpreter of Triton 3.7 is slow for four reasons. It repeats integer operations in 64 bits to find overflows,
-although it reports them only in debug mode. Each call of a device function lists all members of triton.language. Each
-operation rebuilds tables of types and shapes, and makes a dozen calls before it calls numpy. The patch avoids this work
-(see also interpreted_operators.py).
+The interpreter of Triton 3.7 is slow for four reasons. First, it repeats integer operations in 64 bits to find
+overflows, although it reports overflows only in debug mode. Second, each call of a device function lists all members of
+triton.language. Third, each operation rebuilds tables of types and shapes. Fourth, each operation makes a dozen Python
+calls before it calls numpy. The patch avoids this work (see also interpreted_operators.py).
 
-The interpreter stores bf16 as 16-bit integers, truncates fp32 to bf16 without rounding, and multiplies and adds these
-integers. After the patch, matrix products, casts and operations of two bf16 tensors are right. Kernels must cast to
-fp32 before functions of one tensor and sums along an axis, as on a GPU.
+The interpreter is also wrong for bf16. It stores a bf16 value as a 16-bit integer, and adds and multiplies these
+integers as if they were the values. It casts fp32 to bf16 by truncation, without rounding. After the patch, matrix
+products, casts and operations of two bf16 tensors are right. As on a GPU, kernels must cast to fp32 before they use
+functions of one tensor or sums along an axis.
 """
 
 import dataclasses
@@ -161,8 +162,9 @@ def _remember_shapes() -> None:
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
-    This patch covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. An
-    operand's type gets the shape of the result, and numpy broadcasts its data. Triton handles all other operands.
+    This patch covers four combinations of operands: two tensors of one type, a tensor and a number, a pointer and an
+    offset, and int32 with int64. It gives the type of each operand the shape of the result. It does not expand the
+    data, because numpy broadcasts them. Triton handles all other operands.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl
@@ -211,8 +213,8 @@ def _leave_shapes_to_numpy() -> None:
 
 
 def _multiply_in_fp64() -> None:
-    """Compute matrix products in fp64 and round them to fp32. numpy chooses the order of a sum by shapes and processor,
-    and after rounding this order rarely changes a result."""
+    """Compute matrix products in fp64 and round them to fp32. The order in which numpy adds depends on shapes and
+    processor. In fp64 this order changes a sum so little that the value rounded to fp32 rarely changes."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         assert d.dtype.scalar == core.float32, d.dtype
@@ -251,8 +253,9 @@ def _calculate_bf16() -> None:
 
 
 def _compare_as_a_gpu() -> None:
-    """Let the maximum and minimum of a number and a NaN be the number, as on a GPU (PTX: max.f32, min.f32). Reductions
-    along an axis already do this. Operations that should return the NaN (create_maximumf, create_minimumf) still do."""
+    """If one of two numbers is NaN, let their maximum and minimum be the other number, as on a GPU (PTX: max.f32,
+    min.f32). Reductions along an axis already do this. Operations that should return the NaN (create_maximumf,
+    create_minimumf) are not changed."""
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)

@@ -195,9 +195,9 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). The writer's own
-    layout also continues, and must give the same bits as without the checkpoint. In one case for each kind of
-    optimizer, the first reader also tries to load a damaged copy before it continues."""
+    """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). All readers must
+    give the numbers of the writer, which continues without a load. If a reader has the writer's layout, even the bits
+    must be equal. The first reader also tries to load a damaged copy before it loads the checkpoint."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

@@ -3,15 +3,17 @@
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
 
-In bf16 another order of a sum changes its result. Therefore five runs of one rank first measure how much training
-changes if only rounding changes. All runs are compared with the first one. One run takes its micro-batches in opposite
-order, and another takes two sequences at a time. Two runs compute every matrix product in two or four parts, each
-rounded to bf16 before the sum, as in tensor parallelism. A layout passes if in every step its loss, KL and gradient
-norm deviate by at most FACTOR times the largest deviation of the one-rank runs (see `allowed`).
+In bf16, a sum in another order gives another result. Therefore five runs on one rank first measure how much training
+changes if only rounding changes. The first of these runs is the reference. The second run takes its micro-batches in
+opposite order, and the third takes two sequences at a time. The last two runs compute every matrix product in two or in
+four parts, and round each part to bf16 before they add the parts, as tensor parallelism does. For each layout the
+script computes how far the loss, KL and gradient norm of each step deviate from the reference. A layout passes if no
+deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
 
-The ranks divide the one-rank runs among themselves. Then all ranks join one process group and run layout after layout.
-Ranks that a layout does not use for other axes are data parallel. `make layouts-gpu` sets CUDA_DEVICE_MAX_CONNECTIONS
-as for training with tensor parallelism (gsa_train/distributed/cuda_connections.py).
+First, the ranks divide the one-rank runs among themselves. Then all ranks join one process group and train one layout
+after another. If a layout needs fewer ranks, the remaining ranks are data parallel. `make layouts-gpu` sets
+CUDA_DEVICE_MAX_CONNECTIONS to the value for training with tensor parallelism
+(gsa_train/distributed/cuda_connections.py).
 """
 
 import argparse
@@ -127,8 +129,9 @@ More than one part needs separate gradients, and therefore no fused operations. 
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) -> Config:
-    """Return a config of width 256, 8 layers (four stages of two chunks), 512 tokens, and small budgets. With `experts`
-    feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
+    """Return a config with 8 layers (enough for four pipeline stages of two chunks), width 256, 512 tokens and small
+    budgets. With `experts`, feed-forward layers are mixtures of experts. Even on one rank, other rounding then also
+    makes some tokens choose other experts."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
     sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
     gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
@@ -151,8 +154,9 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) ->
 
 
 def in_parts(model: Model, parts: int) -> None:
-    """Compute matrix products on one rank with the rounding of `parts` tensor-parallel ranks: outputs of row-parallel
-    layers, and input gradients of column-parallel layers, are sums of parts that are rounded first."""
+    """Compute matrix products on one rank with the rounding of `parts` tensor-parallel ranks. The outputs of
+    row-parallel layers, and the input gradients of column-parallel layers, become sums of `parts` products. Each
+    product is rounded before the sum."""
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear | ColumnParallelLinear):
@@ -198,9 +202,9 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
     """Return the allowed deviation from the reference run for each step. It is FACTOR times the largest deviation of
-    the other one-rank runs, and at least FLOOR. The largest deviation is taken over this step and the earlier steps of
-    its phase. The first SETTLED_STEPS steps of every phase also count, because rounding has similar effects there in
-    all phases. `steps` is the length of a phase."""
+    the other one-rank runs, and at least FLOOR. The largest deviation is taken over three groups of steps: this step,
+    the earlier steps of its phase, and the first SETTLED_STEPS steps of every phase. The third group counts because
+    rounding has similar effects at the start of all phases. `steps` is the length of a phase."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)

@@ -1,7 +1,8 @@
 """Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
 FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the same ranks
-train one layout after another. Unused ranks are data parallel. The results go to FOLDER/results.json.
+train one layout after another. If a layout needs fewer than four ranks, the remaining ranks are data parallel. The
+results go to FOLDER/results.json.
 """
 
 import gc
@@ -60,8 +61,9 @@ from helpers.single_rank import EOS, SPARSE, as_numbers
 def blocks(step: int, config: Config) -> torch.Tensor:
     """Draw int32 [sequences, L + 1]: a global batch of documents of about max(12, L / 3) tokens.
 
-    Documents cross the borders of context-parallel chunks. If the vocabulary is larger than a sequence, no token
-    repeats in a sequence. In the first layer repeated tokens have equal keys, and rounding would choose one.
+    Documents cross the borders of context-parallel chunks. If the vocabulary is larger than a sequence, only the EOS
+    can occur twice in a sequence. If another token repeated, its keys in the first layer would be equal, and rounding
+    would decide which of them is selected.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -129,8 +131,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """Return each half of a sequence as a request whose last tokens are scored. Requests have no EOS, because the keys
-    of two EOS in one document would have equal scores."""
+    """Return each half of a sequence as a request whose last tokens are scored. EOS tokens are removed, because the
+    keys of two EOS in one request would have equal scores."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
@@ -172,8 +174,9 @@ def go_on(
 ) -> list[dict[str, Any]]:
     """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
 
-    The checkpoint is written in the background during the next two steps, but must not contain their changes. After a
-    load the first loss tests the weights, the second the optimizer's state, and the statistics the moving averages.
+    The checkpoint is written in the background during the next two steps, but it must not contain the changes of these
+    steps. After a load, the loss of the first step tests the weights. The loss of the second step tests the optimizer's
+    state, and the statistics test the moving averages.
 
     Args:
         number: 0 writes the checkpoint; 1 reads a damaged copy before the good one.
@@ -215,11 +218,11 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, take only these two, from
-    the checkpoint.
+    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, load this checkpoint and
+    take only the two steps of the next phase.
 
-    A validation runs before the checkpoint, and another after it at the end of the phase. Also return whether this rank
-    continued from fp32 weights that bf16 cannot represent.
+    Without `resumes`, one validation runs before the checkpoint is written, and one after it, at the end of the phase.
+    Also return whether this rank began the next phase with fp32 weights that bf16 cannot represent.
     """
     model = build_model(config, parallel)
     kept = None

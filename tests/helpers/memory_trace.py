@@ -1,9 +1,10 @@
 """Traces the device memory of a training step without a device: `memory_trace.py CASES.json OUT.json` writes bytes.
 
-The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing. A CPU can therefore
-trace any model size, any rank of any layout, or only the selection of some queries. The traced code is the same as on a
-GPU, but fused kernels are not launched. `_as_on_a_gpu` replaces what differs between GPUs and CPUs. Every storage
-counts while it exists, in the CUDA allocator's blocks of 512 bytes.
+The step runs on tensors without contents (FakeTensorMode), in a process group that sends nothing. Therefore a CPU can
+trace a model of any size, and any rank of any layout. It can also trace only the selection of some queries. The traced
+code is the code that runs on a GPU, with two exceptions: fused kernels are not launched, and `_as_on_a_gpu` replaces
+what differs between GPUs and CPUs. A storage counts while it exists. Its size is rounded up to the CUDA allocator's
+blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
-    """Return a function that replaces `triton_build.count_keys`. It gives the host the largest possible number of keys
-    for each tile of queries: all causal keys of the tile, up to `most`."""
+    """Return a function that replaces `triton_build.count_keys`. For each tile of queries, the function reports the
+    largest possible number of keys to the host. This is the number of causal keys of the tile, but at most `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:

@@ -36,8 +36,8 @@ def text_config(phases: Sequence[PhaseConfig], **sections: Any) -> Config:
 def train_on_text(
     config: Config, folder: Path, resume_from: Path | None = None, **fields: Any
 ) -> tuple[list[dict[str, Any]], Run, BaseException | None]:
-    """Train the config's first phase, from the checkpoint `resume_from` if given. Return its records except records of
-    saves, the run, and what ended the run. `fields` go to `tiny_run`."""
+    """Train the first phase of the config. If `resume_from` is given, continue from this checkpoint. Return the records
+    (without records of saves), the run, and the exception that ended the run. `fields` go to `tiny_run`."""
     torch.manual_seed(1)
     phase_range = phase_ranges(config.phases)[0]
     tokenizer, state = Tokenizer(config.data.tokenizer), None

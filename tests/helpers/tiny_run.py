@@ -18,8 +18,8 @@ from helpers.single_rank import random_batches, single_rank
 
 
 def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
-    """Return a run that trains on random tokens, saves and logs nothing, and is never asked to stop. `fields` replace
-    the fields of these names in `Run` and in its parts."""
+    """Return a run that trains on random tokens. It saves and logs nothing, and is never asked to stop. Each value in
+    `fields` replaces the field of the same name in `Run` or in one of its parts."""
     text = {"next_step": lambda step: random_batches(config), "wait_seconds": 0.0, "counters": {}}
     defaults = {
         "batches": Mock(state=dict, checksum=lambda: 0, **text),

@@ -1,8 +1,9 @@
 """Forks workers of a test session after all tests are collected: `pytest --workers N`.
 
-Importing torch, megatron-core, transformers and all tests takes many CPU seconds. The pytest session imports them once,
-and then forks workers. (The workers of pytest-xdist are separate interpreters, which import everything again.) A worker
-runs whole test files, so that a file's shared fixtures are created once. The session prints and counts the results.
+Importing torch, megatron-core, transformers and all tests takes many CPU seconds. With pytest-xdist, each worker is a
+separate interpreter and imports everything again. Here the pytest session imports everything once, and then forks its
+workers. A worker runs whole test files, so that the shared fixtures of a file are created once. The session prints and
+counts the results.
 """
 
 import atexit

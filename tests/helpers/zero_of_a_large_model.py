@@ -11,8 +11,8 @@ _settings = zero._settings
 
 
 def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
-    """Replace `zero._settings`, so that every parameter is sharded, and released after each use. DeepSpeed's defaults
-    would not shard a tiny model."""
+    """Replace `zero._settings`, so that DeepSpeed treats a tiny model like a large one: it shards every parameter, and
+    releases a gathered parameter after each use. With its default settings it would not shard a tiny model."""
     settings = _settings(*args)
     settings["zero_optimization"].update(
         stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=100

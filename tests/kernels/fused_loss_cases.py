@@ -101,7 +101,8 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 def check(case: Fused, **options: Any) -> Results:
     """Check that the errors of the fused kernels are at most twice the errors of the reference in the same dtype, plus
-    rounding. For attention's results this is the largest error, for the indexer's results the norm of the error."""
+    rounding. All errors are differences from the fp64 reference. For attention's results the largest difference counts,
+    and for the indexer's results the norm of all differences."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")

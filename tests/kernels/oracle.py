@@ -1,7 +1,8 @@
 """Computes a Gated Sparse Attention layer in explicit loops in fp64, without code from `gsa_kernels`.
 
-The code follows the definition, one query t, head and key at a time. Query t selects the k_t keys S_t. G1 and G2 are
-gates. Autograd computes the gradients.
+The code follows the definition: it computes one query t, one head and one key at a time. S_t is the set of the k_t
+keys that query t selects. G1 and G2 are gates. Autograd computes the gradients. The order of the steps is:
+
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
 """
 
@@ -220,9 +221,9 @@ def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
 def _rate(i: int, channels: int, o: LayerOptions) -> float:
     """Return the angle of the i-th pair per position.
 
-    YaRN finds the two channel pairs whose angle makes `beta_fast` and `beta_slow` turns over the original length. It
-    rounds the first index down and the second up. Between these pairs the rate falls linearly from its original value
-    to this value divided by `factor`.
+    For each of `beta_fast` and `beta_slow`, YaRN finds the channel pair whose angle makes this number of turns over the
+    original length. It rounds the index of the `beta_fast` pair down, and the index of the `beta_slow` pair up. Between
+    these two pairs the rate falls linearly, from its original value to this value divided by `factor`.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:

@@ -43,7 +43,8 @@ def assert_equal(results, wanted):
 
 @every_format
 def test_strides_do_not_matter(device, form):
-    """Memory in the order [L, B, ...], slices of a fused projection, and an expanded gradient give the same bits."""
+    """Contiguous tensors give the same bits as memory in the order [L, B, ...], slices of a fused projection, and an
+    expanded gradient."""
     torch.manual_seed(5)
     batch, length = 2, 50
     mask = make_mask(form, batch, length, device)
@@ -62,8 +63,8 @@ def test_strides_do_not_matter(device, form):
 
 @every_format
 def test_everything_is_written(device, form, monkeypatch):
-    """All buffers begin as NaN or a large integer, which must not reach a result. Entries after the end of a list are
-    not read."""
+    """All buffers begin with NaN or a large integer, which must not reach a result. Entries after the end of a key list
+    must not be read."""
     torch.manual_seed(6)
     inputs = make_inputs(2, 75, 4, 2, 32, torch.bfloat16, device)
     mask, grad = make_mask(form, 2, 75, device), torch.randn_like(inputs[0])

@@ -20,8 +20,8 @@ LENGTHS, MAX_LENGTH, WINDOW = [321, 132, 0, 17], 384, 9
 
 
 def paged(case: Case, size: int) -> Case:
-    """Move the caches to pages in random order, in vLLM's layout. Unused rows of a page are NaN, and unused entries of
-    the page table point outside the cache, so that a wrong read is noticed."""
+    """Move the caches to pages, in random order and in vLLM's layout. Unused rows of a page are NaN, and unused entries
+    of the page table point outside the cache. The test therefore notices if a kernel reads them."""
     batch, width = len(case.q), MAX_LENGTH // size
     order = torch.randperm(batch * width + 3, generator=torch.Generator().manual_seed(size))
     table = order[: batch * width].view(batch, width).to(case.q.device)

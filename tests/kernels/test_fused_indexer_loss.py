@@ -1,7 +1,8 @@
 """Tests attention whose backward pass also computes the indexer's gradients.
 
-Tests run on Hopper, or with small shapes in Triton's interpreter. Results are compared with the fp64 reference.
-Attention's output and gradients must equal, bit for bit, the results of the kernels without the indexer loss.
+Tests run on a Hopper GPU, or with small shapes in Triton's interpreter. Results are compared with the fp64 reference.
+Attention's output and gradients must also be equal, bit for bit, to the results of the kernels that compute no indexer
+loss.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch
 
 @devices
 def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All buffers begin as NaN, which must not reach a result. The last query tiles skip the first key tile."""
+    """All buffers begin with NaN, which must not reach a result. Because of the document starts, the last query tiles
+    skip the first key tile."""
     case = make_case(130, device, documents=True)
     starts = case.problem.geometry.document_starts
     assert starts is not None

@@ -1,6 +1,6 @@
-"""Compares the indexer loss by Triton, through the public API, with the reference in fp64, on a GPU or interpreted.
-test_fused_indexer_loss.py tests the loss in attention's backward pass. test_indexer_loss_errors.py tests refused
-inputs."""
+"""Compares Triton's indexer loss, as the public API computes it, with the fp64 reference. The kernels run on a GPU or
+in the interpreter. test_fused_indexer_loss.py tests the loss in attention's backward pass, and
+test_indexer_loss_errors.py tests refused inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -64,8 +64,9 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, in which more digits can
-    be compared. A sample takes whole stretches of `STRETCH_ROWS` queries. Each case has at least three."""
+    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, because more digits can
+    be compared there. A sample consists of whole stretches of `STRETCH_ROWS` queries. Each case with a sample has
+    enough queries for at least three stretches."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, SMALL if case["kernels"] == "small" else None, None if case["one_chunk"] else 1)
@@ -183,8 +184,8 @@ def test_long_sequences(
 def test_rows_without_target_or_attended_keys(
     device: str, form: str, log_sum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows without a target, and rows without attended keys, give a value and gradient of 0. With a log-sum every row
-    has a target."""
+    """Rows without a target, and rows without attended keys, have a loss and gradients of 0. If the selection's log-sum
+    is given, every row has a target, so only rows without attended keys are tested."""
     cut(monkeypatch, SMALL, 1)
     problem = make_problem(form, 50, device, batch=1, log_sum=log_sum)
     mask = problem.mask.clone()
@@ -228,8 +229,9 @@ def test_temperature_scale_and_frozen_tensors(
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing the queries in chunks changes no bits, because the order of sums over tiles stays. Only the gradients
-    of keys over key lists may differ by rounding, because chunks divide their sums."""
+    """If the queries are computed in chunks, the results keep their bits, because the order of sums over tiles does not
+    change. With key lists there is one exception: chunks divide the sums of the keys' gradients, so these gradients may
+    differ by rounding."""
     problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 
@@ -305,8 +307,8 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
 
 
 def test_value_near_its_minimum(device: str) -> None:
-    """The target differs from the softmax of the scores by about 1%, so the KL is much smaller than the log-sums from
-    which it is computed. Rounding of these log-sums must hardly change the KL."""
+    """The target differs from the softmax of the scores by about 1%. Therefore the KL is much smaller than the log-sums
+    from which it is computed. Rounding of these log-sums must hardly change the KL."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
     q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
     noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)
@@ -325,8 +327,8 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["bf16", "fp32", "16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """The target may be passed as several tensors (parts), whose sum it is. This gives the same loss as passing the
-    sum. Entries of unattended keys are NaN, and rows have gaps in memory."""
+    """The target may be passed as several tensors, which the kernels add. The loss and its gradients have the same bits
+    as with the sum of these tensors. Entries of unattended keys are NaN, and rows have gaps in memory."""
     parts = 2 if dtype == BF16 else 3
     problem = make_problem(
         "packed mask", 70, device, dtype=dtype, batch=1, documents=dtype == BF16, log_sum=True

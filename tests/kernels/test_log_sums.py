@@ -11,8 +11,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("num_keys", [1100, 70])
 def test_log_sums_over_keys_of_few_tiles(num_keys: int) -> None:
-    """For a tile of 32 queries the kernel visits only the keys from the first to the last selected key of the tile. A
-    query without keys has a log-sum-exp below -1e19."""
+    """For each tile of 32 queries, the kernel visits only the keys from the first to the last key that a query of the
+    tile selects. A query without keys has a log-sum-exp below -1e19."""
     generator = torch.Generator().manual_seed(5)
     q = torch.randn(1, 192, 2, 32, generator=generator).to(DEVICE)
     k = torch.randn(1, num_keys, 1, 32, generator=generator).to(DEVICE)

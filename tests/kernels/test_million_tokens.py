@@ -1,5 +1,6 @@
-"""Tests the kernels for long contexts at 2^20 tokens, where q has 2^32 elements and int32 offsets would overflow. Only
-the first and the last programs of each launch run. Their results are compared with torch on the rows that they read."""
+"""Tests the kernels for long contexts at 2^20 tokens. At this length q has 2^32 elements, so int32 offsets would
+overflow. Only the first and the last programs of each launch run. For the rows that these programs read, torch gives
+the expected results."""
 
 from __future__ import annotations
 

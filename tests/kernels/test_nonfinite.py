@@ -1,7 +1,8 @@
 """Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
-A row (query) with a NaN among its inputs has a NaN variance and a NaN KL, and selects `k_base` causal keys. The results
-of all other rows keep their bits. Only their KL over key lists may change, because rows of a tile share a key list.
+A row is a query. If one of its inputs is NaN, its variance and its KL are NaN, and it selects `k_base` causal keys. The
+results of all other rows keep their bits. There is one exception: with key lists their KL may change, because the rows
+of a tile share a key list.
 """
 
 import dataclasses
@@ -99,8 +100,8 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
 
 def check_valid(geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Check that selected keys are causal, at most the budget outside the window, and at least the budget
-    with it."""
+    """Check that all selected keys are causal, that at most `budget` of them are outside the window, and that the
+    selection and the window together have at least `budget` keys."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)

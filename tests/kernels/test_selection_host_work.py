@@ -1,5 +1,5 @@
 """Tests that one selection needs few torch operations and launches, and that the host never waits for the device.
-Tensors have no data (device meta), so code that reads a value on the host raises an error."""
+Tensors are on torch's device "meta". They have no data, so code that reads a value on the host raises an error."""
 
 import pytest
 import torch
@@ -69,8 +69,8 @@ def empty(*shape: int) -> torch.Tensor:
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_layer(length, heads, budget, operations, launches, launched):
-    """The host only launches kernels for selection, attention and loss. Otherwise short kernels would end
-    before the host launches the next ones."""
+    """For selection, attention and loss, the host only launches kernels. If it also did other work, a short kernel
+    would end before the host launches the next one."""
     count, kv_count, size = heads
     geometry = Geometry(local_window=64)
     q, gate = (empty(1, length, count, size) for _ in range(2))

@@ -1,8 +1,9 @@
-"""Tests selection by candidates: keys above a guessed score, which comes from a sample. No guess changes the
-result.
+"""Tests selection by candidates, which are keys above a guessed score. A sample gives the guess, and no guess changes
+the result.
 
-A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the same rows as the whole
-sequence. In the interpreter kernels estimate thresholds from every second key. A GPU also tests long sequences.
+If the queries are a chunk from the middle of a sequence, as on a context-parallel rank, the results equal the same rows
+of the whole sequence. In the interpreter, kernels estimate thresholds from every second key. Tests on a GPU also cover
+long sequences.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Compares decoding with its reference: interpreted on the CPU, or on a CUDA device.
 
-The expected selection comes from a stable sort of the kernels' own scores. The expected attention over this selection
-is computed in fp64. In all tests cache entries after the end of a sequence are NaN.
+The expected selection comes from a stable sort of the scores that the kernels have computed. The expected attention
+over this selection is computed in fp64. In all tests, cache entries after the end of a sequence are NaN.
 """
 
 from dataclasses import replace
@@ -59,8 +59,8 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """Each program attends to several tiles of a sequence's keys. The last tile is not full, and the selection has free
-    slots. After two calls `workspace.written` must have counted the outputs of both."""
+    """Each program attends to several tiles of the keys of one sequence. The last tile is not full, and the selection
+    has free slots. After two calls, `workspace.written` must have counted the outputs of both calls."""
     rule = BudgetRule(120, 4, 150, "off")
     case = make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits)
     check(case.with_new(in_chain=True, counted=True), rule, 9)
@@ -151,8 +151,8 @@ def test_default_parts(programs: int, rows: int, splits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
-    """The newest key is the first or last of a chunk, one of few keys, or the only key of its sequence. One slot of the
-    batch is unused. The step must call the function that is passed as `beside`."""
+    """The newest key of a sequence is the first or last key of a chunk, one of few keys, or the only key. One slot of
+    the batch is unused. The step must call the function that is passed as `beside`."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
     launched: list[int] = []

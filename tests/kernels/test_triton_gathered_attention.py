@@ -179,8 +179,8 @@ def in_segments(attend, segments, monkeypatch):
     ],
 )
 def test_segments(device, batch, heads, head_size, dtype, monkeypatch):
-    """The key list of a tile is divided among one to three programs (segments). Some lists are empty, have fewer
-    loop steps than segments, or do not divide evenly. The number of segments changes no bits of dK and dV."""
+    """The key list of a tile is divided into one to three segments, each with its own program. Some lists are empty,
+    have fewer loop steps than segments, or do not divide evenly. dK and dV do not depend on the number of segments."""
     torch.manual_seed(9)
     length, empty = 165, 32
     mask = random_mask(batch, length, 0.4, device)

@@ -1,4 +1,5 @@
-"""Tests cool-downs from a checkpoint, or as a phase that keeps the optimizer: both equal the run that planned one."""
+"""Tests cool-downs that start from a checkpoint, and cool-downs that are a later phase and keep the optimizer. Both
+must equal a run whose learning rate was planned with the cool-down."""
 
 import hashlib
 from pathlib import Path

@@ -29,7 +29,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_an_expert_is_found_among_its_replicas(tmp_path: Path) -> None:
-    """The first and the third of four ranks have the same experts, and so have the second and the fourth."""
+    """Ranks 0 and 2 have the same experts, and ranks 1 and 3 have the same experts."""
     checks = ("monitor.compare_replicas_every_steps=4", "parallel.distributed_optimizer=false")
     layout = (*EXPERTS, "parallel.expert=2", "train.micro_batch_size=1", *checks)
     run = start(tmp_path, *layout, ranks=4, faults={"flipped_bit": [8, 3, 2]})

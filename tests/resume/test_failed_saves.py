@@ -1,5 +1,5 @@
-"""Tests saves that fail on one rank, because its files cannot grow. The run reports them, tries again, and finally
-stops. The failures do not change training."""
+"""Tests saves that fail on one rank, because the files of this rank cannot grow. The run reports each failed save,
+tries again, and stops after too many failures in a row. Failed saves do not change training."""
 
 import re
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Tests ranks that hang, are slow or die, and nodes that are lost. The run names them, restarts from the last
-checkpoint, and ends with the numbers of an undisturbed run."""
+"""Tests ranks that hang, are slow or die, and nodes that are lost. The run must name the rank or node, restart from the
+last checkpoint, and end with the numbers of an undisturbed run."""
 
 import contextlib
 import os

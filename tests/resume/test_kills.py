@@ -55,8 +55,8 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
 def start_until(
     run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
-    """Start the run by the same command as every other start. Return once `step` is logged and the checkpoint of step
-    `saved` is complete. Rank 1 then blocks before the next step, so the run takes no further step."""
+    """Start the run with the command of all other starts. Return when `step` is logged and the checkpoint of step
+    `saved` is complete. Rank 1 blocks before step `step + 1`, so the run takes no further step."""
     held = {"held": [[step + 1, 1]], **faults}
     run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)
     run.wait_until(lambda: step in run.steps_printed())
@@ -78,9 +78,9 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
-    """Kill five starts of a run, and let the sixth start complete it. The run saves at steps 5, 10 (the end of the
-    warm-up) and 15. Two of the starts run under torchrun. In the second of these two only one rank is killed, and
-    torchrun ends the others."""
+    """Kill five starts of a run, and let the sixth start complete it. The run saves at steps 5, 10 and 15, and the
+    warm-up ends at step 10. The second and the fourth start run under torchrun. In the fourth start only one rank is
+    killed, and torchrun ends the other rank."""
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
     during_write = killed_in_a_write(start_until(run_dir, 11, agent=True, held_write=[10, 1]))

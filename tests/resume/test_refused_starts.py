@@ -1,5 +1,5 @@
-"""Tests that a refused start gives the reason, exits with code 2 and leaves no trace. test_run_folders.py tests the
-same on two ranks and with W&B."""
+"""Tests that a refused start gives the reason, exits with code 2 and leaves no trace. test_run_folders.py tests refused
+starts on two ranks, with W&B."""
 
 import runpy
 from collections.abc import Callable

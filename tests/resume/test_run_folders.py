@@ -1,5 +1,5 @@
-"""Tests starts of `python launch/pretrain.py` in a folder that already contains a run, and runs whose folder or text
-fails."""
+"""Tests `python launch/pretrain.py` in a folder that already contains a run. Also tests runs whose folder is removed,
+and runs whose text cannot be read."""
 
 import json
 import shutil

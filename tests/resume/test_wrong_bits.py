@@ -1,4 +1,5 @@
-"""Tests that a wrong bit on one rank is found and the rank named, and that a clean run does not change."""
+"""Tests that a run finds a wrong bit on one rank and names the rank. The checks do not change a run without wrong
+bits."""
 
 from __future__ import annotations
 

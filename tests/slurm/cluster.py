@@ -1,5 +1,6 @@
-"""Starts a real Slurm of two nodes on one machine, as child processes with all files in one folder. It needs slurmctld,
-slurmd and munged (Debian: slurm-wlm and munge). It uses no cgroups, so Slurm tracks jobs by process tree."""
+"""Starts a real Slurm with two nodes on one machine. Its daemons (slurmctld, slurmd and munged, from the Debian
+packages slurm-wlm and munge) are child processes, and all files are in one folder. Without cgroups, Slurm finds the
+processes of a job by the process tree."""
 
 from __future__ import annotations
 

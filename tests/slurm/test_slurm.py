@@ -1,5 +1,5 @@
 """Tests jobs under a real Slurm (`make test-slurm`): preemption, stop signals, lost and faulty nodes, and time limits.
-A disturbed run ends with the metrics of an undisturbed run."""
+A disturbed run must end with the metrics of an undisturbed run."""
 
 import re
 import shutil

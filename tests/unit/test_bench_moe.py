@@ -45,8 +45,8 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
 @WITH_GROUPED_MLP
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(router: dict[str, Any]) -> None:
-    """Our balance loss uses the expert loads of the previous step, and megatron-core's loss the loads of the
-    micro-batch. Our model takes the same step twice, so that its previous step has the loads of the micro-batch."""
+    """Our balance loss uses the expert loads of the previous step, but megatron-core's balance loss uses the loads of
+    the current micro-batch. Therefore our model takes the same step twice. In the second step both use equal loads."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)

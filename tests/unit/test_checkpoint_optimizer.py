@@ -1,5 +1,5 @@
-"""Tests that a checkpoint of the plain or the distributed optimizer, in fp32 or bf16, loads into each of these four.
-tests/resume/test_cool_down.py and tests/distributed/test_many_layouts.py test DeepSpeed."""
+"""Tests four optimizers: plain or distributed, each in fp32 or bf16. A checkpoint of any of them must load into all
+four. tests/resume/test_cool_down.py and tests/distributed/test_many_layouts.py test DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that a start notices damage to any file of a run folder and its checkpoints, and repairs or refuses it. `pytest
--s tests/unit/test_damage_walk.py` prints each file, the damage, and the result of the start."""
+"""Tests damage to any file of a run folder and its checkpoints. A start must notice the damage, and repair it or refuse
+to run. `pytest -s tests/unit/test_damage_walk.py` prints each file, the damage, and the result of the start."""
 
 import contextlib
 import dataclasses
@@ -113,7 +113,7 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture(autouse=True)
 def a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the commit, because asking git two hundred times is slow and no file of the run depends on it."""
+    """Fix the commit of the source. Asking git two hundred times is slow, and no file of the run depends on it."""
     monkeypatch.setattr(starts, "source_commit", lambda source: "0" * 40)
 
 

@@ -129,7 +129,8 @@ def test_a_run_that_ends_by_itself(tmp_path: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """Write the log of a process that began at second 1000, blocked in step 12 at 1021 and was last seen at 1025."""
+    """Write the log of a process that began at second 1000. It blocked in step 12 at second 1021, and was last seen at
+    second 1025."""
     log, clock = start(folder, 1000)
     train(log, clock, 1, 10)
     clock.wait(3, "training")

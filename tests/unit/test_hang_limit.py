@@ -1,4 +1,5 @@
-"""Tests how long a rank may show no progress. The limit follows from step times, and is longer outside steps."""
+"""Tests how long a rank may show no progress. In a step, the limit follows from the times of earlier steps. Outside
+steps, the limit is longer."""
 
 import os
 import threading
@@ -53,7 +54,7 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
 
 
 def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch):
-    """The first step of a kind compiles, so the time of this step does not predict the time of the second step."""
+    """The steps of a new phase are of another kind. The times of earlier steps therefore do not predict their times."""
     watched = Watched(tmp_path, monkeypatch)
     watched.steps(FEWEST_STEPS + 1)
     assert watched.watch._limit.seconds == LEAST_SECONDS
@@ -129,8 +130,8 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
 
 
 class Watched:
-    """Holds a HangWatchdog that sets `found` at a hang instead of ending the process. With running=False the watchdog's
-    thread does not run, and tests call its methods."""
+    """Holds a HangWatchdog that sets `found` at a hang instead of ending the process. If `running` is False, the thread
+    of the watchdog does not run, and tests call the methods of the watchdog themselves."""
 
     def __init__(self, folder: Path, monkeypatch: Any, running: bool = True, **limits: float) -> None:
         self.found = threading.Event()

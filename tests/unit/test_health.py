@@ -1,4 +1,4 @@
-"""Tests that a device which multiplies, stores or sends wrongly is named before a run, and a good one never."""
+"""Tests that the health check names each device that multiplies, stores or sends wrongly, and no good device."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

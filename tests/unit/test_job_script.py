@@ -88,8 +88,8 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
-    """monitor_stop.json of an earlier stop remains until a start opens the run folder. If a start ends before that, the
-    job is requeued, unless the exit code is 13 (the monitor's)."""
+    """After a stop by the monitor, monitor_stop.json remains until a later start opens the run folder. If a start ends
+    before it opens the folder, the job is requeued, unless the exit code is 13 (stopped by the monitor)."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
     assert job.requeued is (code != 13)
@@ -102,8 +102,9 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 @pytest.mark.parametrize(("excluded", "exclude"), [("(null)", "n1,n3"), ("n[7-9]", "n[7-9],n1,n3")])
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
-    """A new job is submitted even if this start wrote no checkpoint. Later jobs of the chain wait for the new job. The
-    new job's --exclude replaces the script's option, so it also names the nodes that the script excluded."""
+    """If a start finds a bad device, a new job is submitted, even if the start wrote no checkpoint. Later jobs of the
+    chain wait for the new job. The --exclude of the new job replaces the option in the script, so it also names the
+    nodes that the script excludes."""
     monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
     monkeypatch.setenv("EXCLUDED", excluded)

@@ -1,4 +1,4 @@
-"""Tests that compiled kernels are stored with the runs, complete and shared, and that a full disk ends no run."""
+"""Tests the cache of compiled kernels: processes share it, its kernels are complete, and a full disk ends no run."""
 
 import errno
 import os

@@ -69,7 +69,7 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
 
 
 class ReluctantFile:
-    """Accepts some bytes. Then one write is partial and the next one fails, as on a disk that fills up."""
+    """Accepts `room` bytes. A longer write is partial, and the next write fails, as on a disk that fills up."""
 
     def __init__(self, file, room):
         self._file, self.room, self.truncates = file, room, True

@@ -1,7 +1,7 @@
 """Compares the memory that a dry run estimates with the traced memory of a step.
 
-Layer sizes, vocabulary and lengths come from the shipped configs, because small models divide their memory differently.
-The models have few layers, so that memory outside of the layers is a large share.
+Layer sizes, vocabulary and lengths come from the shipped configs, because the memory of a small model has other
+proportions. The models have few layers, so that memory outside of the layers is a large share.
 """
 
 import json
@@ -156,8 +156,9 @@ FEW = ["model.num_layers=2", "train.global_batch_size=8"]
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
-    """The traced memory of a step, without parameters and optimizer state, is at most 3% above and 9% below the dry
-    run's estimate. Parameters and state agree within 0.5%. A trace does not include cuBLAS's workspaces."""
+    """The dry run estimates the memory of a step, without weights, gradients and optimizer state. This estimate must be
+    at most 3% below and at most 9% above the traced memory. A trace does not include cuBLAS's workspaces, so they are
+    subtracted from the estimate. The sum of weights, gradients and optimizer state must agree within 0.5%."""
     config_path, overrides, rank, world_size, phase = CASES[name]
     config = load_config(REPOSITORY / config_path, [*FEW, *overrides], world_size=world_size, need_data=False)
     stage = rank * config.parallel.pipeline // world_size
@@ -242,8 +243,9 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
 
 
 def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
-    """Programs that share a key list (segments) store separate partial gradients. The backward pass frees this memory
-    before it allocates the gradients of k and v, which take 512 bytes per token with one bf16 head of size 128."""
+    """If several programs share a key list, each of them stores partial gradients of its own (a segment). The backward
+    pass frees the segments before it allocates the gradients of k and v. These take 512 bytes per token with one bf16
+    head of size 128. Only segments that are larger than these gradients need additional memory."""
     lengths, counted = (4096, 32768, 131072), {}
     for segments in (limits.segments_bytes, lambda *_: 0):
         monkeypatch.setattr(limits, "segments_bytes", segments)

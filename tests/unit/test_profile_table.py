@@ -1,4 +1,5 @@
-"""Tests the times in a table of a trace, with invented events of a GPU and with torch's profiler on a CPU."""
+"""Tests the times in the table of a profiler's trace. The events are invented events of a GPU, or come from torch's
+profiler on a CPU."""
 
 from typing import Any
 

@@ -150,7 +150,8 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
 
 
 def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: Path) -> None:
-    """Recorded values are known only at that time. A new run that ends earlier has none; a slower one is read then."""
+    """A recorded run has a value only at the equal time of the earlier comparison, so new runs are read at this time,
+    too. If a new run ends before it, the new run has no value."""
     ask(folder, metrics=[{"key": "loss", "equal_time": True}])
     finish(folder, "one", 1, 20.0)
     assert main() == 0

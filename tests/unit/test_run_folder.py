@@ -1,4 +1,5 @@
-"""Tests what a start does with its run folder: one run at a time, changes since the checkpoint, an older summary."""
+"""Tests what a start does with its run folder. It admits one run at a time, reports what changed since the checkpoint,
+and keeps an older summary."""
 
 import dataclasses
 import errno

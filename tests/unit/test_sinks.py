@@ -1,4 +1,5 @@
-"""Tests that a run's logs can be read back exactly, after a kill, and without repeated steps after a resume."""
+"""Tests that the logs of a run can be read back exactly, also after a kill. After a resume, no step is in the logs
+twice."""
 
 import json
 import math

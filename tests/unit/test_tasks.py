@@ -1,6 +1,6 @@
-"""Tests tasks that are scored between training steps. Their log-likelihoods equal separate forward passes, with any
-number of data-parallel ranks. Tasks change no training step, and keep within their share of the time. A run that stops
-during tasks scores them later."""
+"""Tests tasks that are scored between training steps. For any number of data-parallel ranks, their log-likelihoods must
+equal the results of separate forward passes. Tasks must not change training steps, and must keep within their share of
+the time. If a run stops during its tasks, it must score them after the next start."""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
-"""Tests warnings of a run: a large model on CPUs, documents so short that queries attend to all keys, and indexers that
-select no better than at random. The last warning comes once per phase, and not while the indexer learns."""
+"""Tests three warnings of a run: a large model trains on CPUs, documents are so short that queries attend to all keys,
+and indexers select no better than at random. The third warning comes once per phase, and not while the indexer still
+learns."""
 
 import dataclasses
 import logging

@@ -1,5 +1,6 @@
-"""Tests what a new run takes from the checkpoint in `checkpoint.initial_weights`, and which checkpoints it refuses. In
-bf16 training the run continues with the fp32 weights. tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests what a new run takes from `checkpoint.initial_weights`, and which checkpoints it refuses. If the checkpoint is
+from bf16 training, the new run begins with its fp32 weights. tests/distributed/test_many_layouts.py uses several
+ranks."""
 
 import dataclasses
 import gc
@@ -206,8 +207,8 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some errors are found only while weights are loaded, such as fp32 weights of another model. A run folder that
-    cannot be created is reported before anything is loaded."""
+    """Some errors are found only while weights are loaded, for example if the fp32 weights are from another model. Then
+    no run folder remains. If a run folder cannot be created, the start reports this before it loads anything."""
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())

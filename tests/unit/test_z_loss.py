@@ -1,4 +1,5 @@
-"""Tests the z-loss of the output layer against plain torch in fp64, and in a step. The layout tests train with it."""
+"""Tests the z-loss of the output layer: its losses and gradients against plain torch in fp64, and its use in a step.
+The layout tests also train with the z-loss."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def weights(alter: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pat
 
 
 def in_shards(folder: Path) -> None:
-    """Write the whole model as a shard with an index, and a part of the model as one file without an index.
+    """Write the whole model as one shard with an index. Also write a part of the model as a file without an index.
     transformers prefers the file without an index."""
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model-00001-of-00001.safetensors", {"format": "pt"})

@@ -1,5 +1,5 @@
-"""Provides a clock for the time limits of reads. It advances only when an action would hang. Slow machines therefore
-never reach a limit, and the tests never wait."""
+"""Provides a clock for the time limits of reads. The clock advances only in a sleep, or when an action would hang.
+Therefore slow machines never reach a limit, and the tests never wait."""
 
 from collections.abc import Callable, Sequence
 from concurrent import futures

@@ -29,8 +29,8 @@ LINES = 40
 
 
 def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
-    """Return sampled hashes of the corpus's files and the sum of all token ids. Raises DataFault if the hashes differ
-    from `before`, or the corpus cannot be read."""
+    """Return sampled hashes of the corpus's files, and the sum of all token ids. Raises DataFault if the hashes differ
+    from `before`, or if the corpus cannot be read."""
     corpus = open_corpus(str(root), reading=READING)
     samples = sample_contents(corpus, READING)
     changed = changed_files(before, samples)
@@ -128,8 +128,8 @@ def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
 
 
 def test_samples_of_many_shards_do_not_wait_for_one_another(tmp_path, monkeypatch):
-    """Opening a file takes milliseconds on a network file system. Here each opening waits for another one, so
-    sequential openings would never end."""
+    """On a network file system, opening a file takes milliseconds, so files are opened in parallel. In this test each
+    opening waits for another one. If the files were opened one after another, the test would fail."""
     for number in range(64):
         (tmp_path / f"{number}.jsonl").write_bytes(bytes(4 * SAMPLE_BYTES + number))
     corpus, plain_open, two_are_opened = open_corpus(str(tmp_path)), open, threading.Barrier(2)

@@ -1,4 +1,4 @@
-"""Tests that each fault of a corpus stops a run by default, and is skipped and counted with `on_bad_shard=skip`.
+"""Tests faults of a corpus. By default each fault stops a run. With `on_bad_shard=skip`, the run skips and counts it.
 test_data_formats.py covers faults of gzip and Parquet files, and copied shards."""
 
 import os

@@ -1,4 +1,5 @@
-"""Tests shards as plain, gzipped and zstd JSON lines and as Parquet, mixed in one folder, at any fsspec address."""
+"""Tests shards as Parquet and as plain, gzipped and zstd JSON lines. They are mixed in one folder, at any fsspec
+address."""
 
 import gzip
 import io

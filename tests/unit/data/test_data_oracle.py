@@ -1,8 +1,8 @@
 """Compares random corpora and random runs, with or without failing shards, with an oracle on lists.
 
-The test compares every token, position and count. A run has several starts, each with another number of ranks, other
-source weights and another sequence length. Some corpora have shards without lines, lines without text, documents
-without tokens or longer than ten sequences, fewer documents than lanes, or epochs of a few blocks.
+The test compares every token, position and count. Each run has several starts, which differ in the number of ranks, the
+source weights and the sequence length. Some corpora are unusual. They have shards without lines, lines without text,
+documents without tokens, documents longer than ten sequences, fewer documents than lanes, or epochs of a few blocks.
 """
 
 import itertools

@@ -1,4 +1,5 @@
-"""Tests a network share whose server is gone, so no call returns. Every access has a limit, retries and a message.
+"""Tests a network share whose server is gone, so that no call returns. Each access must give up after a time limit, try
+again, and then report the failure.
 
 The limits use a clock that advances only in a hang (data_clock.py). A call without a limit raises `Hangs`.
 """

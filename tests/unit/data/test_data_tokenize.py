@@ -28,7 +28,8 @@ def trained(path: Path, **options: Any) -> str:
 
 
 def round_trip(each: Tokenizer, text: str) -> np.ndarray:
-    """Return the tokens of a text, after checks that hold for all tokenizers. Text that spells the EOS is only text."""
+    """Check what must hold for all tokenizers, and return the tokens of `text`. If the text spells the EOS, this is
+    encoded as text and not as the EOS token."""
     tokens = each.encode(text)
     assert tokens.dtype == np.int32
     assert each.eos_id not in tokens

@@ -1,5 +1,5 @@
-"""Tests an evaluation that reads checkpoints while the run deletes them. Neither process disturbs the other. An
-evaluation that is killed leaves no partial results."""
+"""Tests an evaluation that reads checkpoints of a run while this run deletes old checkpoints. Neither process may
+disturb the other. If the evaluation is killed, it must leave no partial results."""
 
 import dataclasses
 import os

@@ -1,5 +1,5 @@
-"""Tests weight gradients that a product's backward pass adds to fp32 buffers, as on GPUs. test_gate_variants.py and
-test_layer_oracle.py test the gradients themselves."""
+"""Tests weight gradients that the backward pass of a matrix product adds directly to fp32 buffers, as on GPUs.
+test_gate_variants.py and test_layer_oracle.py test the gradients themselves."""
 
 import dataclasses
 from typing import Any

@@ -154,7 +154,7 @@ def one_sequence(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_filler_changes_no_statistic_of_choices(one_sequence: Config, phase: PhaseConfig) -> None:
-    """A document of 17 tokens with 7 of filler is compared with the same document alone in a sequence of 17."""
+    """A document of 17 tokens, followed by 7 tokens of filler, is compared with the same document without filler."""
 
     filled = batch_of([17], one_sequence, filler=8)
     assert filled.causal_keys()[0].tolist() == [*range(1, 18), *[1] * 7]
