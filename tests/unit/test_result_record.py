@@ -199,7 +199,7 @@ def test_a_figure_stays_where_no_losses_are_recorded(folder, capsys):
     assert main() == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
     page = (folder / "out" / "small.md").read_text()
-    assert "The figure lacks 1 of the runs, because their losses are not recorded." in page
+    assert "The figure lacks 1 of the runs, because the records have no losses for them." in page
 
 
 @pytest.mark.parametrize(
