@@ -4,18 +4,6 @@ import torch
 from transformers.cache_utils import Cache
 
 
-def key_numbers(visible: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the number from 0 of each slot's token, int64 [B, Lk]. Padding has the number of the token before it.
-
-    Args:
-        visible: bool [B, L, Lk], the keys that each query may see
-        slots: int64 [L], the slots of this forward pass's tokens
-    """
-    # With a cache a row is one document, whose last token is not padding. Otherwise padding does not see itself.
-    whole = visible.shape[-1] == len(slots)
-    return (visible.diagonal(dim1=1, dim2=2) if whole else visible[:, -1]).cumsum(-1) - 1
-
-
 def token_numbers(x: torch.Tensor, padding: torch.Tensor | None, cache: Cache | None) -> torch.Tensor:
     """Return the numbers of the tokens x [B, L, d] of this forward pass: int64 [B or 1, L].
 
