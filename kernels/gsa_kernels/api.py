@@ -119,8 +119,8 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows: GSA, equations 14 and 15.
 
-    The target p_t is the attention probability of query t for each key, averaged over the heads. Gradients reach only the
-    indexer's tensors, including its inverse temperature beta.
+    The target p_t is the attention probability of query t for each key, averaged over the heads. Gradients reach only
+    the indexer's tensors, including its inverse temperature beta.
 
     Args:
         q, k: all heads
