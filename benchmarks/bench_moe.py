@@ -162,7 +162,7 @@ def take_turns(found: dict[str, Found], turns: Turns, parallel: Parallel) -> Non
                     each.failed = f"out of memory: {str(error).splitlines()[0]}"
                 except CaptureError as error:
                     each.failed, each.is_fault = f"no graph: {error.__cause__}".splitlines()[0], True
-                # This runs after the handler, because its error holds references to the tensors.
+                # This runs after the handler, because the handler's error holds references to the tensors.
                 before, allocated = allocated, release_memory(parallel.device)
                 each.left_gib = max(each.left_gib, (allocated - before) / 2**30)
             shown = each.failed or f"{1e3 * each.step_seconds[-1]:.1f} ms"

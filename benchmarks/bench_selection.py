@@ -63,7 +63,7 @@ def measure(report: harness.Report, length: int) -> None:
             write_scores(selector.inputs, rows.start, rows.stop, view)
 
     def selection_pass() -> None:
-        # The buffer holds values of earlier chunks. They are overwritten, and they are scores in any case.
+        # All chunks share one buffer, so a chunk finds scores of other chunks. Any scores do for timing.
         for rows, view in views:
             select_chunk(selector.criteria, view, rows, outputs)
 

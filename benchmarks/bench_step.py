@@ -6,11 +6,11 @@
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
 field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
-`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries. Step times
-are medians over unlogged steps. The first config and another config take turns, step by step, because the clock of a
-device changes with its temperature. `ratio` is the median of another config's step time divided by the step time of the
-first config next to it, with its standard error. The table by part shows the kernel time of one profiled step in ms per
-sequence. `idle` is the time without any kernel.
+`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries. Step times are medians
+over unlogged steps. Each config takes turns with the first config, step by step, because the clock of a device changes
+with its temperature. For each pair of neighbouring steps the config's time is divided by the first config's. `ratio` is
+the median of these quotients, with its standard error. The table by part shows the kernel time of one profiled step in
+ms per sequence. `idle` is the time without any kernel.
 
 --lengths (`make bench-step`) measures standard models (cuDNN attention) and GSA at several lengths
 (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each row is saved at
@@ -19,8 +19,8 @@ once in bench_step_lengths.json. A later call measures only cases without a row 
 `speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
 the host's time to launch a step. `mean_k` is the mean number of keys that a query selects. `r` is the union ratio: the
 number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`. `indexer` says what selects
-the keys: the model's untrained indexers (`own`), or given projections in their place, which select neighbouring
-queries' keys as alike as in a trained model (`alike`, whole_steps/planted_indexer.py). Models named `..._graphs` run
+the keys. `own`: the model's untrained indexers. `alike`: given projections, with which neighbouring queries select
+keys as similar as in a trained model (whole_steps/planted_indexer.py). Models named `..._graphs` run
 with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms` and the step of the whole model are
 extrapolated from models of two depths. `--layers 24` measures whole models.
 """

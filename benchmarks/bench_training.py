@@ -11,9 +11,9 @@ neither memory nor MFU.
 
 --breakdown traces two more steps of each model. It prints the mean time of each part of the model in milliseconds, on
 rank 0's device. `exposed` is the time in which NCCL's kernels ran alone, including waits for other ranks, and
-`exposed_max` the largest such time over the ranks. `idle` is the time without kernels. These times add up to the traced
-step, which is slower than the measured step. The times of the parts include communication that overlaps other kernels
-(`overlapped`). The rules are in gsa_train/profiling/step_breakdown.py.
+`exposed_max` the largest such time over the ranks. `idle` is the time without kernels. The parts, `exposed` and
+`idle` add up to the traced step, which is slower than the measured step. `overlapped` is the time of parts in which
+communication ran as well. The rules are in gsa_train/profiling/step_breakdown.py.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> int:
         return refuse(error)
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
-    # This import comes late, because an import may ask CUDA for devices, and CUDA then reads the variable.
+    # An import may ask CUDA for devices, and CUDA then reads VARIABLE, which the line above may set.
     import harness  # benchmarks/harness.py
     import torch
 

@@ -102,7 +102,7 @@ def indexer_inputs(
 
     inputs = IndexerInputs(
         alike(heads, INDEXER_SIZE),
-        # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
+        # The keys' scale of 1.5 gives logits a standard deviation of 1.5, with which sigmoids do not saturate.
         1.5 * normal(batch, length, INDEXER_SIZE),
         alike(heads),
         normal(heads),

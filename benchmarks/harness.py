@@ -3,7 +3,7 @@
     args = harness.parser(__doc__).parse_args()
     harness.require_cuda()
     report = harness.Report("bench_long", args)
-    times = harness.measure({"ours": run, "dense": run_dense})      # interleaved: their ratio is of one run
+    times = harness.measure({"ours": run, "dense": run_dense})      # in turns, so the ratio is fair
     report.row(length=4096, ours_ms=times["ours"].ms, dense_ms=times["dense"].ms)
     report.bar("ours / dense at 4096", times["ours"].ms / times["dense"].ms, at_most=2.0)
     sys.exit(report.finish())

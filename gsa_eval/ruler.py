@@ -93,7 +93,7 @@ def _needle(kind: str, key: str, value: str) -> str:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert needles at `places`, fractions of the text. With `at_sentences` a needle splits no sentence. Also
+    """Insert needles at `places`, fractions of the text. With `at_sentences`, a needle splits no sentence. Also
     returns the number of units (pieces of text) before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
@@ -139,7 +139,7 @@ def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
 
 
 SHORT_TOKENS = 4096
-"""Below this length the list of `cwe` repeats its words less often."""
+"""Below this length, the list of `cwe` repeats its words less often."""
 
 
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:

@@ -64,7 +64,7 @@ class GSAConfig(PreTrainedConfig):
         output_gate (`bool`, *optional*, defaults to `True`):
             Whether the gate G1 multiplies the attention output by sigmoid(h W + b).
         key_gate, query_gate, projection_gate (`bool`, *optional*, defaults to `False`):
-            Whether G3 gates the keys and G4 the queries (before their rotary embedding), and whether G5 gates the
+            Whether G3 gates the keys, G4 gates the queries (both before the rotary embedding), and G5 gates the
             result of the output projection.
         gate_granularity (`str`, *optional*, defaults to `"elementwise"`):
             `"elementwise"` gates have one value per channel, `"headwise"` gates have one value per head. This option
@@ -76,7 +76,7 @@ class GSAConfig(PreTrainedConfig):
         gate_activation (`str`, *optional*, defaults to `"sigmoid"`):
             Function of the logits h W + b: `"sigmoid"`, `"silu"`, `"ns_sigmoid"` (0.5 + 0.5 sigmoid) or `"identity"`.
         gate_input (`str`, *optional*, defaults to `"query_dependent"`):
-            `"query_dependent"` gates have the logits h W + b, `"input_independent"` gates the logits b.
+            `"query_dependent"` gates have the logits h W + b, `"input_independent"` gates have the logits b.
         output_transform (`str`, *optional*, defaults to `"none"`):
             A replacement of G1: `"rms_norm"` or `"silu"` of each head's attention output.
         sandwich_norm (`bool`, *optional*, defaults to `False`):
@@ -114,7 +114,7 @@ class GSAConfig(PreTrainedConfig):
         dense_below (`int`, *optional*, defaults to 0):
             Queries with fewer causal keys than this number attend to all of them.
         adaptive_k (`str`, *optional*, defaults to `"inverse"`):
-            The budget of a query whose scores have the variance v, where a is the moving average of v from training:
+            The budget of a query. v is the variance of its scores, and a is the moving average of v from training:
             `"inverse"` gives index_topk * a / v, `"direct"` gives index_topk * v / a, `"off"` gives index_topk.
         indexer_activation (`str`, *optional*, defaults to `"sigmoid"`):
             Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer). `"plain"` is
@@ -128,7 +128,7 @@ class GSAConfig(PreTrainedConfig):
         local_window (`int`, *optional*, defaults to 0):
             Number of latest keys that every query attends to, in addition to its budget.
         index_topk_freq (`int`, *optional*, defaults to 1):
-            Number of neighbouring layers that share the selection of the first of these layers.
+            Number of consecutive layers that share a selection. The first of these layers makes it.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
             Weight of the indexer loss in training. With 0 the indexer is frozen.
 
@@ -216,7 +216,7 @@ class GSAConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and copy the code files that `auto_map` names.
 
-        transformers copies code only for classes that it loaded itself. Models that this package loaded keep
+        transformers copies code only for classes that it loaded itself. But models that this package loaded also have
         `auto_map`."""
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent

@@ -1,9 +1,9 @@
 """Decode one token of each sequence for `Generator`, by the model's forward pass or by fused steps.
 
-`FusedDecoder` concatenates the weights of all projections of one input into a joined weight. It multiplies by torch, or
-by kernels for few sequences (row_layers.py). It writes into a static cache and never synchronizes with the host, so
-CUDA graphs can capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d,
-and Lk cache slots.
+`FusedDecoder` concatenates the weights of all projections of one input into a joined weight. It computes the
+products in torch, or in kernels for few sequences (row_layers.py). It writes into a static cache and never synchronizes
+with the host, so CUDA graphs can capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size
+D, hidden size d, and Lk cache slots.
 """
 
 import dataclasses
@@ -137,8 +137,8 @@ class FusedDecoder:
             if sizes.row:
                 layer.lazy_initialization_indexer(weight.new_zeros(batch, 0, sizes.row))
                 rows = layer.indexer_keys
-            # Take views, because transformers marks its tensors as constants of a compiled graph. Here all layers share
-            # one graph.
+            # Take views, because transformers marks the tensors of a layer as constants of a compiled graph. Here all
+            # layers share one graph.
             self.buffers.append(Buffers(layer.keys[:], layer.values[:], None if rows is None else rows[:]))
             for buffer, dim in zip(self.buffers[-1], (2, 2, 1), strict=True):
                 if buffer is not None:

@@ -135,7 +135,7 @@ class GSAIndexer(nn.Module):
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """Return a module's parameter, which may be None, also outside the module's forward pass.
+    """Return a module's parameter or None, even outside the module's forward pass.
 
     With `device_map`, accelerate puts offloaded weights on the device only during the forward pass. This function
     therefore calls the hooks of the forward pass.
@@ -175,7 +175,7 @@ def select_keys(
         visible: bool [B, L, Lk], the causal keys of each query
     """
     budget = budgets(scores, visible, indexer.variance_ema, config)
-    # Adding 0 turns -0.0 into 0.0. A sort that compares bits would order them.
+    # Adding 0 turns -0.0 into 0.0. A sort that compares bits would put one before the other.
     ranked = torch.where(visible, scores + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within = torch.arange(ranked.shape[-1], device=ranked.device) < budget[..., None]

@@ -196,7 +196,7 @@ def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_module(name: str) -> Any:
-    """Import a module of gsa_kernels when a forward pass needs it. With "sdpa" an exported folder runs without it."""
+    """Import a module of gsa_kernels when a forward pass needs it. An exported folder with "sdpa" never needs one."""
     try:
         return import_module(f"gsa_kernels.{name}")
     except ModuleNotFoundError as missing:

@@ -112,7 +112,7 @@ class GSAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True. transformers would look in this file for its decorator of experts, which is in another file."""
+        """Return True. transformers would look for its decorator in this file, but the experts are in another file."""
         return True
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class GSAModel(GSAPreTrainedModel):
             `indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
-            that are not causal are ignored. A query without a causal key among them keeps the indexer's choice.
+            that are not causal are ignored. If none of a query's keys is causal, the query keeps the indexer's choice.
         """
         coefficient = self.config.indexer_loss_coef
         joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()

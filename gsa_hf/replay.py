@@ -131,11 +131,11 @@ def replayed_selections(model: nn.Module, generations: int = 1) -> Iterator[None
 
     Args:
         model: contains a `GSAModel`, perhaps in adapters
-        generations: number of latest `generate` calls whose selections are kept. They take one byte for each pair of
-            tokens in each layer with an indexer.
+        generations: number of latest `generate` calls whose selections are kept. A selection takes one byte for each
+            pair of tokens in each layer with an indexer.
 
     Raises:
-        ValueError: the model has no `GSAModel`; in a pass, tokens that `model.generate` did not generate
+        ValueError: the model has no `GSAModel`, or a pass has tokens that `model.generate` did not generate
     """
     gsa = next((each for each in model.modules() if isinstance(each, GSAModel)), None)
     if gsa is None:

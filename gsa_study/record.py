@@ -82,8 +82,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
     A run is left out if its records are cut off, or if it began with another config than the study now has. A
-    recorded run without a local folder keeps its recorded values. With such a run, all runs are compared at the
-    recorded tokens and time, where a new run that ended earlier has no value.
+    recorded run without a local folder keeps its recorded values. If there is such a run, all runs are compared
+    at the recorded tokens and time. A new run that ended earlier then has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.

@@ -20,7 +20,7 @@ class StepPlan:
     trains: bool
     """Whether the step trains. If False, its batch is read and skipped."""
     left_out_through: int | None
-    """At the first of consecutive skipped steps, the last of these steps, for the log. Otherwise None."""
+    """If this is the first of consecutive skipped steps, the last of these steps, for the log. Otherwise None."""
     logs: bool
     """Whether to measure the attention and write a metrics record."""
     validates: bool

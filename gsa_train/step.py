@@ -230,8 +230,8 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return this rank's share of the summed loss of each owner's labels (such as a request's), fp64 [count]. An
-    all-reduce gives the totals.
+    """For each owner of labels, such as a request, return this rank's share of the labels' summed loss: fp64 [count].
+    An all-reduce gives the totals.
 
     Args:
         batches: micro-batches of one shape, each with the owners of its labels: int64 [B, L], from 0 to

@@ -76,7 +76,7 @@ DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """Free space on the full disk: enough for lines of metrics, but not for a checkpoint."""
 SAME_ETTR = 0.003
-"""Tolerance between the ETTRs, because the independent calculation replaces each start's first step by a mean."""
+"""Allowed difference of the ETTRs. The independent calculation replaces each start's first step by a mean."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class Disturbed:
         found = re.search(patterns[planned.kind], output)
         text = found[0] if found else "nothing said"
         if planned.kind == "rank killed" and found:
-            # torchrun's line has the exit code of a rank that ended, which may only have lost its peer.
+            # torchrun's line has the exit code of a rank that may have ended only because it lost its peer.
             codes = ", ".join(re.findall(r"failed \((exitcode: -?\d+)\)", output))
             text = f"rank {planned.rank} without last words; torchrun: {codes}"
         if planned.kind == "rank frozen":

@@ -18,7 +18,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
@@ -29,11 +28,16 @@ from gsa_train.model.mcore.grouped_experts import GROUPED_MM
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.profiling.trace_spans import trace_span
 
+GroupedMLP: Any = getattr(megatron_experts, "GroupedMLP", None)
+"""None from megatron-core 0.19 on, which groups experts with Transformer Engine only."""
+
 COMPARED_TOKENS = 256
 
 
 def unsupported_by_megatron_experts(config: Config) -> str:
     """Return why megatron-core's layer differs from ours with this config; empty if it does not."""
+    if GroupedMLP is None:
+        return "from 0.19 on its grouped experts need Transformer Engine; install megatron-core 0.16.1"
     if config.moe.experts_impl != "grouped":
         return f"moe.experts_impl = {config.moe.experts_impl} is megatron-core's already"
     if config.moe.balancing == "aux_free" or config.moe.capacity_factor > 0:
@@ -101,7 +105,7 @@ def _layer_like(
 def _copy_weights(ours: MixtureOfExperts, theirs: MoELayer) -> None:
     theirs.router.weight.copy_(ours.router.weight)
     inner, outer = ours.experts.linear_fc1.weight, ours.experts.linear_fc2.weight
-    # megatron-core has [in, experts x out], in the order of [experts, in, out].
+    # megatron-core's weights have the shape [in, experts x out], but the memory order [experts, in, out].
     transposed = inner.transpose(1, 2), outer.transpose(1, 2)
     for weight, value in zip((theirs.experts.weight1, theirs.experts.weight2), transposed, strict=True):
         weight.view(value.shape).copy_(value)
@@ -144,7 +148,7 @@ class NamedMoELayer(MoELayer):
             return super().combine(*args, **kwargs)
 
 
-class NamedGroupedMLP(GroupedMLP):
+class NamedGroupedMLP(GroupedMLP or torch.nn.Module):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("experts"), patch.object(megatron_experts.gg, "ops", TorchProducts):
             return super().forward(*args, **kwargs)

@@ -19,8 +19,8 @@ from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.build import Model
 
 LIKENESS = 0.96
-"""Similarity of neighbouring queries' indexer inputs. With 1024 keys r is then 2.1 at 8192 tokens and 2.7 at 32,768.
-The trained SmolLM2-135M has 2.14 and 2.83 (docs/LOG.md, "The speed of the recommended selection")."""
+"""Similarity of neighbouring queries' indexer inputs. With 1024 keys r is 2.1 at 8192 tokens (trained SmolLM2-135M:
+2.14), and 2.7 at 32,768 tokens (trained: 2.83; docs/LOG.md, "The speed of the recommended selection")."""
 
 TILE = 32
 """Number of neighbouring queries that are similar: the queries whose union defines r."""
@@ -54,7 +54,7 @@ def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
         of_tile = shared.repeat_interleave(TILE, 1)[:, :length]
         return (likeness**0.5 * of_tile + (1 - likeness) ** 0.5 * own).to(weight.dtype)
 
-    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
+    # The keys' scale of 1.5 gives logits a standard deviation of 1.5, with which sigmoids do not saturate.
     queries, keys, weights = of_queries(heads, dim), 1.5 * normal(1, length, dim), of_queries(heads)
     projections = IndexerProjections(queries, keys.to(weight.dtype), weights)
     return Planted(projections, normal(heads), normal(heads))

@@ -43,7 +43,7 @@ COLUMNS = (
 
 AIMED = ("gsa", "gsa_graphs")
 AIMS = {4096: 1 / 1.06, 8192: 1.0, 16384: 1.2, 32768: 1.5, 131072: 3.0}
-"""Maps a length to the smallest `speed_up` that AIMED models should reach as whole models of 1.7B."""
+"""Maps a length to the smallest `speed_up` that the AIMED models should reach with all layers of the 1.7B shape."""
 
 FIXED = (
     "gpu", "commit", "shape", "length", "layers", "model", "sequences", "micro_batch", "vocab", "indexer",
@@ -53,7 +53,7 @@ FIXED = (
 """Columns of a row before the parts."""
 
 SAME_MODEL = ("shape", "length", "model", "sequences", "micro_batch", "vocab", "indexer")
-"""Cells that rows of different depths must share for a whole model to follow from them."""
+"""Cells in which rows of two depths must agree if the time of a whole model is to be computed from them."""
 
 Cells = dict[str, harness.Cell]
 

@@ -100,7 +100,7 @@ def _measure(
 
 
 def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
-    """Add the speed by the slowest rank's steps."""
+    """Add the speed, computed from the slowest rank's time in each step."""
     slowest = [max(times) for times in zip(*seconds, strict=True)]
     result.step_ms = 1e3 * statistics.median(slowest)
     result.step_ms_low, result.step_ms_high = 1e3 * min(slowest), 1e3 * max(slowest)

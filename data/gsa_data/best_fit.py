@@ -10,10 +10,10 @@ is filled in three steps:
 
 A document longer than a block is first cut into whole blocks. Each of these blocks begins with the last token of the
 previous one. The rest of the document stays in the pool as a shorter document. Every token except a document's first is
-therefore predicted exactly once, from its own document. After an EOS nothing is predicted (pack.loss_mask).
+therefore predicted exactly once, from its own document. After an EOS, nothing is predicted (pack.loss_mask).
 
 A block begins with the oldest document, so a saved position refers only to recently read documents. The pool grows by
-one document per block until it is full. If it were full at once, a run would begin with blocks of long documents only.
+one document per block until it is full. With a full pool at the start, a run would begin with long documents only.
 """
 
 from __future__ import annotations

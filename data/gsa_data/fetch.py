@@ -172,7 +172,7 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
     """Returns the result of `action`, or raises ReadError `seconds` after its start or the last beat of its pulse.
 
-    `action` runs in a thread of its own, which is then abandoned.
+    `action` runs in a thread of its own, which is abandoned when time runs out.
     """
     pulse = pulse or Pulse()
     outcome = in_background(action)

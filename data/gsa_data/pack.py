@@ -20,7 +20,7 @@ class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
     The document is in the unit (a part of a shard) that the lane reads as number `unit` in this epoch. Its slot in the
-    unit is (`document`, `copy`), see source_weights.py. Without weights of sources `copy` is 0.
+    unit is (`document`, `copy`), see source_weights.py. Without weights of sources, `copy` is 0.
     """
 
     epoch: int

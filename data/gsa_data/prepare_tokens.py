@@ -1,7 +1,7 @@
 """Tokenize the shards of a folder once, into one of megatron-core's indexed datasets per shard (`prepare.py tokens`).
 
-Each dataset has a record (prepared.py). Its .idx file gets its name last. After a kill, the same command therefore
-continues with the datasets that lack an .idx. Only one command at a time may write a folder.
+Each dataset has a record (prepared.py). The .idx file of a dataset gets its name last. After a kill, the same command
+therefore continues with the datasets that lack an .idx. Only one command at a time may write a folder.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def group_blocks_of(config: StreamConfig) -> int:
 
 
 def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Block, None, None]:
-    """Yields the rank's blocks in the order of their numbers. Workers start at once and fill their queues."""
+    """Yields the rank's blocks in the order of their numbers. Workers start immediately and fill their queues."""
     if config.num_workers == 0:  # a DataLoader would cost as much time as a block of prepared tokens
         return (block for group in samples for block in group)
     return _undo_dealing(_start_workers(samples, config), config.num_workers)

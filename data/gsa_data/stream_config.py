@@ -17,7 +17,7 @@ class StreamConfig:
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. A resume may change the length without losing a token."""
     num_lanes: int
-    """The number of lanes is fixed for the run. More lanes mix more documents into a batch. With few shards use few
+    """The number of lanes is fixed for the run. More lanes mix more documents into a batch. With few shards, use few
     lanes (8). Any number of readers (data-parallel ranks x workers) works, but each block is made by readers /
     gcd(readers, num_lanes) readers."""
     seed: int

@@ -72,7 +72,7 @@ def read_validation_set(
     """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
     To group by source, the documents of each source are concatenated, and its last sequence is padded. No text is left
-    out. With isolated documents the scored tokens of the sources therefore add up to the scored tokens of the set. A
+    out. With isolated documents, the scored tokens of the sources therefore add up to the scored tokens of the set. A
     source without scored tokens is left out.
 
     Raises TooLittleText if the split is shorter than one sequence or has nothing to score, and DataFault if it cannot

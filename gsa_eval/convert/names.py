@@ -105,7 +105,7 @@ def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
 
 
 def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
-    """Returns the gates' pairs. In training the gates on heads are one matrix. Each key-value head has the rows of all
+    """Returns the gates' pairs. In training, the gates on heads are one matrix. Each key-value head has the rows of all
     its gates there."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)

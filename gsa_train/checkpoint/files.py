@@ -356,7 +356,7 @@ def prune(
 
 
 def _delete_leftovers(checkpoints: Path) -> list[str]:
-    """Delete the folders that a save has replaced or left unfinished, and those that could not be deleted before. If a
+    """Delete the folders that a save has replaced or left unfinished, or that an earlier call could not delete. If a
     user moved a folder elsewhere and left a link, delete only the link. Returns the failures."""
     failures = []
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):

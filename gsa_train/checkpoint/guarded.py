@@ -1,7 +1,7 @@
 """Load the pickles in a checkpoint without running arbitrary functions.
 
 A pickle may name any function, and unpickling calls the function. torch unpickles the file `.metadata` without a
-restriction. torch's planner unpickles objects other than tensors with `weights_only=False`. This module replaces both
+restriction. For objects other than tensors, torch's planner sets `weights_only=False`. This module replaces both
 readers by readers with a list of allowed names. torch itself reads tensors with `weights_only=True`.
 """
 

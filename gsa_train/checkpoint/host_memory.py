@@ -13,7 +13,7 @@ ALIGNMENT = 512
 """Alignment in bytes, as for torch's tensors on devices."""
 MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
-"""Block size of reserving before a save. The CUDA driver is locked while a block is pinned."""
+"""Smallest block that `reserve` pins before a save. The CUDA driver is locked while a block is pinned."""
 PAUSE_OVER_BLOCK = 4.0
 """Pause after each block, as a multiple of the time that pinning it took. Without pauses, a run's first step could load
 its kernels only after the last block."""
@@ -122,7 +122,7 @@ def _first_fit(
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the sizes of a few pinned blocks, and (block, offset) of each tensor, in bytes. torch rounds
-    pinned memory up to a power of two. All blocks have the same power of two, the one that wastes least."""
+    pinned memory up to a power of two. Each block is filled up to a limit, the power of two that wastes least."""
     if not sizes:
         return [], []
     rounded = [_rounded(size) for size in sizes]

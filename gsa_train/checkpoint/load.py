@@ -206,7 +206,7 @@ def _fill(
             mine = names_of_others(names_of_mains, parameters, rounded, saved)
     phase_optimizer.start_from_weights()
     targets = {name: box.data for name, box in wanted.items()}
-    # A rank that loads nothing finds nothing.
+    # If a rank loads nothing, the result has no key "state".
     shared = phase_optimizer.state_group is None
     for name, tensor in _read(checkpoint, {"state": wanted}, model, shared).get("state", {}).items():
         targets[name].copy_(tensor)  # mostly a copy onto itself

@@ -90,7 +90,7 @@ def wanted_state(
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")
         if MAIN_WEIGHT in part.tensors:
-            # Without a separate fp32 weight, the weight itself is fp32, or has the precision of the checkpoint.
+            # If the checkpoint has no separate fp32 weight, its model weight is read, in whatever precision it has.
             main = main_weight_key(like.key, saved)
             if main is not None or moments:
                 keys[MAIN_WEIGHT] = main or like.key
@@ -189,7 +189,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
         yield ((start,), (end - start,)) if shape else ((), ())
         return
     row, rest = math.prod(shape[1:]), shape[1:]
-    whole, after = -(-start // row), end // row  # whole rows from the first up to the second
+    whole, after = -(-start // row), end // row  # rows `whole` to `after` - 1 are whole
     if whole > after:  # within one row
         yield from _in_row(rest, after, start - after * row, end - after * row)
         return

@@ -51,7 +51,7 @@ LONGEST_SAVE = timedelta(hours=2)
 """Longest wait of the ranks' threads for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Bytes of a file, and limits for the number of files of a rank. Several threads write faster than one, but a thousand
+"""Bytes per file, and limits for a rank's number of files. Several threads write faster than one, but a thousand
 ranks must not write too many files."""
 
 
@@ -272,8 +272,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies in host memory, filled before the return if `waits`, else
-        later. Returns an error text if there is no memory for the copies."""
+        """Replace the tensors of the plan by copies in host memory. If `waits`, return once the copies are filled.
+        Returns an error text if there is no memory for the copies."""
         try:
             groups = [tensors for _, _, (_, tensors) in save.buckets]
             save.copies = begin_copies(groups, self._host_memory, self._copy_thread)
@@ -313,7 +313,7 @@ class CheckpointSaver:
                 others[save.folder / "config.yaml"] = save.state.config_yaml.encode()
                 others.update({save.folder / name: content for name, content in self._small_files.items()})
             return write_share(save.writer, save.buckets, others, rank)
-        except Exception as error:  # noqa: BLE001  as of a device, or where the system gives no more threads
+        except Exception as error:  # noqa: BLE001  such as a device error, or no more threads
             return Written([f"rank {rank}: {error!r}"])
         finally:
             save.buckets = []

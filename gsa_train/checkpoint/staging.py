@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copies:
-    """Makes the copies of one save, in progress from the construction of this object."""
+    """Makes the copies of one save. The constructor starts them."""
 
     def __init__(self, of_gpu: Sequence[Pair], of_host: Sequence[Pair], thread: ThreadPoolExecutor) -> None:
         self._sources: list[torch.Tensor] = [source for _, source in (*of_gpu, *of_host)]

@@ -90,7 +90,7 @@ def config_from_yaml(content: str, path: str | Path) -> Config:
     """Load a config that `config_to_yaml` wrote, as in checkpoints. Missing fields get their defaults.
 
     Args:
-        path: of the checkpoint, for the message.
+        path: the checkpoint's path, for the message.
 
     Raises:
         ConfigError: the content is damaged, or has fields of another version.

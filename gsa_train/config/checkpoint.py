@@ -27,7 +27,7 @@ class CheckpointConfig:
     """What a resume checks of a checkpoint. `full`: size and checksum of every file. `sizes`: sizes only."""
     initial_weights: str = ""
     """Folder of a checkpoint, or of a run for its newest checkpoint, which gives the weights at step 0. Schedules start
-    again. Optimizer and text also do, unless `initial_state` or `initial_text` says otherwise. Sequence length, rotary
+    again. Optimizer and text also start again by default (`initial_state`, `initial_text`). Sequence length, rotary
     base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random weights."""
     initial_text: Literal["fresh", "continue"] = "fresh"
     """With `initial_weights`, where the text begins. `continue`: where that checkpoint stopped reading. Text,

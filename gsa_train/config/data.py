@@ -10,9 +10,9 @@ from typing import Literal
 class DataConfig:
     train_dir: str = "data/sample/train"
     """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
-    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. It may instead hold
-    megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens` also writes, in the folder or in one sub-folder for
-    each source."""
+    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. Instead, the
+    folder or one sub-folder for each source may hold megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens`
+    also writes."""
     validation_dir: str = "data/sample/validation"
     """Folder or address of the validation text, in the formats of `train_dir`. The set's name is `validation`. It is
     not read if `validation_sets` names any set."""
@@ -70,8 +70,8 @@ class DataConfig:
     """Number of retries of a read that failed or timed out, after 0.5, 1, 2, 4, ... seconds."""
     read_timeout_seconds: float = 60.0
     """Seconds without an answer after which a read, an opening or a listing has failed. All tries together must take
-    less than `parallel.timeout_minutes`. A reader process that hangs ends the run a minute after its last try should
-    have ended."""
+    less than `parallel.timeout_minutes`. If a reader process hangs, the run ends a minute after the reader's last try
+    should have ended."""
 
     @property
     def validation_folders(self) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Problems:
     def __init__(self, root: type, of_checkpoint: bool = False) -> None:
         """
         Args:
-            of_checkpoint: a checkpoint has the config, which nobody can change.
+            of_checkpoint: whether the config is a checkpoint's, which nobody can change.
         """
         self.root, self.of_checkpoint = root, of_checkpoint
         self.lines: list[str] = []

@@ -30,10 +30,10 @@ class MonitorConfig:
     loss_min_rise_nats: float = 0.2
     """Smallest rise of the loss, in nats, that can be a spike, even if the loss varied little before."""
     grad_norm_min_ratio: float = 4.0
-    """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. At 4.5 the
-    squared gradient equals 20 usual squared gradients, the number that AdamW's second moment averages at beta 2 = 0.95.
-    If `train.grad_clip` scales the gradient down, a large norm alone is a spike only from the square of this factor on,
-    or if it lasts."""
+    """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. At a
+    factor of 4.5, the square of this one gradient outweighs the 20 squares that AdamW's second moment averages at
+    beta 2 = 0.95. If `train.grad_clip` scales the gradient down, a large norm alone is a spike only if it lasts, or if
+    the factor reaches the square of this field."""
     patience_steps: int = 3
     """Spiking steps in a row before `stop` acts. The updates of these steps are left out."""
     max_skips_in_a_row: int = 50
@@ -44,8 +44,8 @@ class MonitorConfig:
     recheck_spikes: bool = False
     """Compute each spiking step twice before any reaction. The host then waits for the device at every step."""
     compare_replicas_every_steps: int = 0
-    """Steps between bit-for-bit comparisons of the weights of all data-parallel replicas, which also precede each
-    save. 0: never."""
+    """Steps between bit-for-bit comparisons of the weights of all data-parallel replicas. A comparison also
+    precedes each save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
     """Reaction if bits differ. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
     `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
@@ -82,7 +82,7 @@ def check_monitor(config: Config, replicas: int) -> Iterator[str]:
 
 
 def _check_corruption(config: Config, replicas: int) -> Iterator[str]:
-    """Check that the bit comparisons have something to compare, and numbers that repeat."""
+    """Check that replicas to compare exist, and that a step computed twice repeats bit for bit."""
     monitor, dense = config.monitor, config.gsa.dense_attention
     if monitor.compare_replicas_every_steps > 0 and replicas * config.parallel.context == 1:
         wrong = "but there is one replica of the model, and nothing to compare"

@@ -28,7 +28,7 @@ class ParallelConfig:
     pipeline: int = 1
     """Pipeline stages (1F1B). The ranks left after tensor x context x pipeline are data parallel."""
     virtual_pipeline: int = 1
-    """Model chunks per stage (interleaved 1F1B). With more chunks stages wait less and send more. Above 1 the number
+    """Model chunks per stage (interleaved 1F1B). With more chunks, stages wait less and send more. Above 1, the number
     of micro-batches of a step must be a multiple of `pipeline`."""
     pipeline_layers: list[int] = field(default_factory=list)
     """Layers of each model chunk in the order of the model, pipeline x virtual_pipeline numbers. Chunk i belongs to

@@ -31,7 +31,7 @@ def prepare_connections(
     importing torch.
 
     Args:
-        layouts: all of this process, because CUDA reads the variable once.
+        layouts: all layouts of this process, because CUDA reads the variable once.
     """
     if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return

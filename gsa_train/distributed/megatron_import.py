@@ -43,7 +43,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def _missing(names: tuple[str, ...]) -> Iterator[None]:
-    """Make the import of packages that are not loaded yet fail in this context."""
+    """In this context, let the import of each of these packages fail unless the package is already loaded."""
     blocked = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # None: Python's way to say so
     try:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outage:
-    """Counts during the outage of a file. Its records wait until they can be written (metrics_file.py), or are lost.
+    """Reports when a file fails and works again, and counts lost records. Other records wait (metrics_file.py).
 
     Args:
         meanwhile: what happens to the records, for the message.
@@ -28,7 +28,7 @@ class Outage:
         """First and last step of the lost records."""
 
     def go_on(self, record: Mapping[str, Any], error: OSError) -> dict[str, Any] | None:
-        """Count a record that could not be written. Returns an event for the other logs at the first failure."""
+        """Note a record that could not be written. Returns an event for the other logs at the first failure."""
         if self._lasts:
             return None
         self._lasts = True

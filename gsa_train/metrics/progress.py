@@ -114,14 +114,14 @@ def _bar_text(record: dict[str, Any]) -> str:
 
 
 def _recall(record: dict[str, Any], prefix: str, form: str) -> str:
-    """Format the recall of the selected keys, and of the same number of random keys as the baseline."""
+    """Format the recall of the selected keys and, for comparison, the recall of as many random keys."""
     selected, random = record.get(f"{prefix}recall"), record.get(f"{prefix}random_recall")
     return f"recall {_number(selected, form)} (random {_number(random, form)})"
 
 
 def _columns_of_event(record: dict[str, Any]) -> list[list[str]]:
-    """Returns the columns of each line: one for each validation set or task, and none for events that are logged where
-    they happen."""
+    """Returns the columns of each line. Each validation set or task has a line. Events that are logged where they
+    happen have no line."""
     if record["event"] == "validation":
         return [
             [

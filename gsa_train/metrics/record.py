@@ -39,7 +39,7 @@ class IntervalClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out work inside this context. Waits for the device first, because its work belongs to the steps."""
+        """Leave out work inside this context. Waits for the device first, because queued work belongs to the steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._began
@@ -176,7 +176,7 @@ def send_step(
 
 
 OTHER_SOURCES = "(others)"
-"""Name for all sources without a weight in the metrics; summary.json lists each by its name."""
+"""The metrics sum all sources without a weight under this name. summary.json lists each source by its own name."""
 
 
 def data_totals(counters: Mapping[str, int], data: DataConfig) -> dict[str, int]:
@@ -206,8 +206,8 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
 
     The overall value is the mean over the layers that have a value, or for some metrics the maximum or minimum.
-    It is NaN if a layer has NaN. Names `name/label` become a dict label -> overall value. Values of heads
-    become a list by layer of lists by head, and their spread per layer. `expert_metrics` takes experts' values.
+    It is NaN if a layer has NaN. Names `name/label` become a dict label -> overall value. The values of heads
+    become one list per layer, and the spread of each list is also a metric. `expert_metrics` handles experts.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []
@@ -238,8 +238,8 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
 
 
 def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Returns the experts' loads by layer, as multiples of the even share, and the largest and smallest per layer and
-    overall.
+    """Returns the experts' loads by layer, as multiples of the even share. Also returns the largest and the smallest
+    load, per layer and overall.
 
     Args:
         shares: each expert's share of the choices, by expert and layer; None for layers without experts.

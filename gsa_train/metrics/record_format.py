@@ -114,8 +114,8 @@ def _without_step(record: Any) -> str:
 def read_lines(
     path: Path, fault_of: Callable[[Any], str] = _without_step, kind: str = "record"
 ) -> tuple[list[tuple[str, Any]], str]:
-    """Returns (line, value) for each intact line of JSON, and a text: the first fault of other lines with the number
-    of further faults, or "". A last line that a kill or a full disk cut off is dropped.
+    """Returns (line, value) for each intact line of JSON, and a text about damaged lines, or "". The text has the first
+    fault and the number of further faults. If a kill or a full disk cut off the last line, that line is dropped.
 
     Args:
         fault_of: returns the fault of a value, or "".
@@ -158,8 +158,8 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    All ranks wait, so the file is read once, and written only if it changes. Lines stay as they are, so that
-    floats stay bit-equal. If lines are damaged, `*.damaged` keeps a copy of the file.
+    The main rank calls this while the other ranks wait. To save time, the file is read once, and written only if it
+    changes. Lines stay as they are, so that floats stay bit-equal. If lines are damaged, `*.damaged` keeps a copy.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

@@ -33,7 +33,7 @@ INIT_SECONDS = 30.0
 FINISH_SECONDS = 30.0
 """Limit for sending the last records at the end."""
 RETRIES = 10_000
-"""Retries of sending records during an outage, at most a minute apart, for a week."""
+"""Number of retries to send records during an outage: enough for a week, at most a minute apart."""
 REFUSED_RECORDS = "filestream: fatal error"
 """Line in W&B's log if the server has refused records, as with a revoked key. W&B then stops sending, and its `finish`
 raises nothing."""

@@ -330,7 +330,7 @@ class AttentionOverChunks:
     def sampled_tokens(
         self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
     ) -> torch.Tensor:
-        """Return the tokens (int64) of this rank's `length` to measure in statistics with many values per token."""
+        """Return which of this rank's `length` tokens (int64) to measure in statistics with many values per token."""
 
         def tokens() -> torch.Tensor:
             pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]

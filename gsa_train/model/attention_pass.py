@@ -20,7 +20,7 @@ class AttentionPass:
     """Whether to compute the indexer loss and its gradients."""
     base_has_graph: bool = True
     """Whether the base model runs with an autograd graph. In the indexer warm-up it runs without a graph, and each
-    layer runs its indexer's backward pass at once."""
+    layer runs its indexer's backward pass immediately."""
     evaluating: bool = False
     """Whether this is a validation, in which there are no gradients and moving averages keep their values."""
     measuring: bool = False

@@ -262,8 +262,8 @@ class GSASelfAttention(MegatronModule):
 class _RecomputedAttention:
     """Calls `attend` for activation checkpointing: in the forward pass without a graph, then in the backward pass.
 
-    The second call drops the selections. The autograd node would keep them until the schedule drops the micro-batch's
-    loss.
+    The second call drops the selections, because the autograd node would keep them until the schedule drops the
+    micro-batch's loss.
     """
 
     def __init__(

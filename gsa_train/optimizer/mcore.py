@@ -116,7 +116,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
     @torch.no_grad()
     def reduce_grad_norm(self, loss_share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Use one collective over all ranks, which then decide by equal bits."""
+        """Use one collective over all ranks, so that all ranks decide from equal bits."""
         self.optimizer.prepare_grads()
         squares = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
         by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -130,9 +130,9 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
     @torch.no_grad()
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
-        """In megatron-core's version the host waits for each tensor's norm. torch's fused optimizers read the
-        gradients' scale and the flag to skip the update on the device. With such an optimizer the host does not wait
-        here."""
+        """In megatron-core's version the host waits for each tensor's norm. Here the host does not wait if torch's
+        optimizer is fused. Such an optimizer reads two numbers on the device: the gradients' divisor, and whether to
+        skip the update."""
         if self.qk_clip is not None:
             self.qk_clip.measure(applied)  # _qk_clip's hook scales with the result
         divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)

@@ -10,7 +10,7 @@ The scale 0.2 sqrt(...) brings an update to the root mean square of AdamW's upda
 Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
 shard of a weight matrix gathers the matrix's whole direction, first over data-parallel and then over tensor-parallel
 ranks. The rank orthogonalizes the direction and updates its shard of the weights. Shards are ranges of a buffer, so
-data-parallel ranks send only directions of matrices that cross a border of ranges.
+data-parallel ranks send only the directions of matrices that lie in several ranges.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class QKClip:
             attention.over_chunks.largest_log_sums = of_layer.view(-1)
 
     def begin_step(self) -> None:
-        """Forget the log-sum-exps of the last step, or of the first time that this step was computed."""
+        """Forget the log-sum-exps of the last step or, if this step is computed again, of its first computation."""
         self.largest.fill_(-torch.inf)
 
     @torch.no_grad()

@@ -145,7 +145,7 @@ def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) 
 
 class ZeroPhaseOptimizer(PhaseOptimizer):
     state_copy = 0
-    # ZeRO-2 and 3 reduce gradients at the end of a backward pass. ZeRO-3 also gathers weights for it.
+    # ZeRO-2 and 3 reduce gradients at the end of a backward pass. ZeRO-3 also gathers weights for this pass.
     local_backward = False
 
     def __init__(

@@ -1,4 +1,4 @@
-"""List the config fields that choose code by its name, from the tables of rooms above the config."""
+"""List the config fields that choose code by its name, from tables in other packages."""
 
 from __future__ import annotations
 

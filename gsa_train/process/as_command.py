@@ -19,7 +19,7 @@ READER_LEFT = 141
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
     """Decorate a command's `main`: print a line instead of a traceback at Ctrl-C or out of memory. If the reader of
-    the output has ended, print nothing. Training does not use this decorator, because it handles signals itself."""
+    the output has ended, print nothing. Training handles signals itself, without this decorator."""
     try:
         try:
             yield

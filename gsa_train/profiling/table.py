@@ -30,8 +30,8 @@ def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> 
 
     Args:
         events: torch.autograd.profiler_util.FunctionEvent of all threads.
-        on_gpu: count each instant of the device's time once (gsa_train.profiling.step_breakdown); else the CPU time of
-            each operation itself.
+        on_gpu: count each instant of the device's time once (gsa_train.profiling.step_breakdown). Otherwise sum each
+            operation's own CPU time.
     """
     events = list(events)
     return _device_table(events, steps) if on_gpu else _host_table(events, steps)

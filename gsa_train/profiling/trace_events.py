@@ -114,8 +114,8 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """Return the span as `host_part` does, without forward operations. In a backward pass return None, except for
-    recomputed operations."""
+    """Return the innermost span around an event, or None for an operation of a backward pass. Recomputed operations
+    have spans inside the backward pass."""
     while event is not None:
         if event.name in PARTS:
             return str(event.name)

@@ -51,7 +51,7 @@ ORPHAN_SECONDS = 0.5
 REPORT = "report.txt"
 ALL_SAFE = "the run was over, and its newest checkpoint is safe"
 NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
-"""Matches a rank that holds up the others in a report."""
+"""Matches what a report says about a rank that holds up the others."""
 
 
 class Beat(NamedTuple):
@@ -107,8 +107,8 @@ def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
-    """Returns a report, or None if there is no hang. It names the ranks that hold up the run and every rank's
-    place. If one rank exceeds the limit, all ranks are compared, because this rank may only wait for another.
+    """Returns a report, or None if there is no hang. The report names the ranks that hold up the run and every rank's
+    place. If one rank exceeds the limit, all ranks are compared, because this rank may only be waiting for another.
     While a heartbeat is late, returns None until its process counts as frozen, for at most 1.5 limits."""
     longest = max(age.of_progress for age in ages)
     if longest < timeout_seconds:
@@ -148,7 +148,7 @@ def in_short(report: str) -> str:
 
 
 def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
-    """Returns the newest hang since `since_unix_seconds` in a run's `faults` folder in short, or None."""
+    """Returns, in short, the newest report of a hang since `since_unix_seconds` in a run's `faults` folder, or None."""
     reports = [path for path in folder.glob(f"*/{REPORT}") if path.stat().st_mtime >= since_unix_seconds]
     texts = [path.read_text(errors="replace") for path in sorted(reports)]
     hangs = [text for text in texts if NAMED.search(text)]  # other reports are about corruption

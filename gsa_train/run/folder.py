@@ -72,7 +72,7 @@ def open_run_folder(
         place = wandb.place() if wandb else ()
         run_id = (start.same_run and start.state and start.state.run_id) or new_run_id()
         try:
-            # Read before `_open_files` moves goodput.jsonl away, as if no checkpoint of this run is loaded.
+            # Read first: `_open_files` moves goodput.jsonl away if no checkpoint of this run is loaded.
             before = read_lines(folder) if start.same_run or start.same_job else []
             lost = lost_line(folder, before)
             sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id)

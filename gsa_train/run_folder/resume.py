@@ -91,8 +91,8 @@ def choose_start(
     --no-resume, or without a checkpoint, choose step 0. Collective.
 
     --resume-from and --no-resume apply only to the first start of a job. Restarts of the job resume from the
-    run folder once it has a checkpoint. Damaged checkpoints are not renamed here, but when nothing can refuse
-    the start any more (`set_damaged_aside`).
+    run folder once it has a checkpoint. Damaged checkpoints are renamed later, once nothing can refuse the start
+    any more (`set_damaged_aside`).
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls
@@ -330,8 +330,8 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
 
 
 def other_fields(config: Config, state: RunState, fields: Mapping[str, Iterable[str]]) -> list[str]:
-    """Returns a line for each of these fields, by section, that differs from the checkpoint's config. A field that the
-    checkpoint lacks is newer than the checkpoint, and had today's default value."""
+    """Returns a line for each of `fields` (names by section) that differs from the checkpoint's config. A field that
+    the checkpoint lacks is newer than the checkpoint, and had today's default value."""
     saved, lines = saved_sections(state.config_yaml), []
     for section, names in fields.items():
         part = getattr(config, section)

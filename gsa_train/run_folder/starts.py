@@ -77,7 +77,7 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 def read_starts(run_dir: Path, needed: Sequence[str] = (), warns: bool = True) -> list[dict[str, Any]]:
     """Returns the starts in order, or an empty list for runs of versions that recorded none.
 
-    Damaged lines are left out with a warning. A last line that a kill or a full disk cut off causes no warning.
+    Damaged lines are left out with a warning. If a kill or a full disk cut off the last line, no warning is logged.
 
     Args:
         needed: keys that each start must have, in addition to `unix_seconds`.

@@ -135,9 +135,8 @@ def schedule_group(config: Config, parallel: Parallel) -> int:
 
 
 def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """Returns this replica's micro-batches. All replicas get the same number. Missing sequences are
-    repetitions, which do not count in the loss. They count in the statistics, so all sequences are repeated in
-    turn."""
+    """Returns this replica's micro-batches. All replicas get the same number. If there are too few sequences,
+    they are repeated in order. Repetitions count in the statistics, but not in the loss."""
     size = config.train.micro_batch_size
     missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.resize(text.blocks, (len(text.blocks) + missing, text.blocks.shape[1]))
@@ -165,7 +164,7 @@ def ngram_perplexities(
         text: the position after the training sequences.
 
     Raises:
-        StateMismatch: the config makes other sequences of the text than the run.
+        StateMismatch: with this config the text gives other sequences than the run has read.
     """
     model = fit_ngrams(
         replay_training_blocks(config, tokenizer, text),

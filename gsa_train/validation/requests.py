@@ -33,10 +33,10 @@ def encode_requests(
     belongs to the continuation.
 
     Args:
-        max_tokens: number of inputs of a forward pass, one less than tokens.
+        max_tokens: number of inputs of a forward pass. A request has at most one token more.
 
     Raises:
-        ValueError: a continuation is longer.
+        ValueError: a continuation has no token, or more than `max_tokens`.
     """
     adds_space = tokenizer.front_bytes > 0
 

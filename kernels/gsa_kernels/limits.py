@@ -98,7 +98,7 @@ CANDIDATE_SAMPLE_STRIDE = 32
 """Stride of the sampled keys, from which the lowest useful score of a row is estimated."""
 
 CANDIDATE_SLACK = 0.0625
-"""Relative excess of sampled keys above the wanted number that the estimate of the threshold accepts
+"""The number of sampled keys that reach an estimated threshold may exceed the wanted number by this fraction
 (selection/triton_guess.py)."""
 
 CANDIDATE_BYTES = 8
@@ -142,7 +142,7 @@ FUSED_LOSS_CHUNK_BYTES = 2**30
 """Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
 
 LIST_LOSS_CHUNK_BYTES = 512 * 2**20
-"""Like LOSS_CHUNK_BYTES, over key lists. The keys' gradients by entry, fp32, take DI / 32 times as much in addition."""
+"""Like LOSS_CHUNK_BYTES, over key lists. The keys' gradients (fp32, by entry) take DI / 32 times this size as well."""
 
 GATHERED_GRADIENT_BYTES = 2 * 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""

@@ -23,9 +23,9 @@ class YarnScaling:
     original_max_position_embeddings: int
     """Tokens of a sequence before the extension."""
     beta_fast: float = 32.0
-    """Turns within the original length from which on a channel keeps its rate."""
+    """Smallest number of turns within the original length with which a channel keeps its rate."""
     beta_slow: float = 1.0
-    """Turns below which a channel is slowed down by the whole factor."""
+    """A channel with fewer turns within the original length is slowed down by the whole factor."""
     attention_factor: float | None = None
     """Factor of cosines and sines, which therefore scales the attention logits twice. Default: 0.1 ln(factor) + 1."""
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One job of a run: torchrun on every node; saves before its end, and puts itself back into the queue until the run is
-# complete. Rendered by launch/slurm/submit.py, which replaces the words between two underscores.
+# One job of a run starts torchrun on every node. The job saves before its end, and requeues itself until the run is
+# complete. launch/slurm/submit.py replaces the words between double underscores.
 #SBATCH --job-name=__NAME__
 #SBATCH --nodes=__NODES__
 #SBATCH --ntasks-per-node=1
@@ -15,7 +15,7 @@ run_dir=__RUN_DIR__
 
 # --- on each node: torchrun, one agent -----------------------------------------------------------------------
 if [ "${1:-}" = node ]; then
-    trap '' USR1  # until torchrun and the ranks handle it: their start would die of it, and they have a clock
+    trap '' USR1  # would end torchrun and ranks that do not handle it yet; the ranks also watch the clock
     is_host=0
     [ "$SLURM_NODEID" -eq 0 ] && is_host=1
     exec __PYTHON__ -m torch.distributed.run --nnodes=__NODES__ --nproc_per_node=__RANKS_PER_NODE__ \
@@ -41,12 +41,12 @@ if [ ! -d "$folder/source" ]; then
     exit 2
 fi
 cd __WORKING_DIR__ || exit 1
-# Starts after the first one go on from the run folder, also those by other jobs of the chain.
+# With this variable, each start after the first continues from the run folder, also in later jobs of the chain.
 export GSA_SUBMISSION="$folder"
 export PYTHONPATH="$folder/source:$folder/source/kernels:$folder/source/data"
-# Else torchrun's ranks find the addresses of the start before, after a restart of several nodes.
+# Otherwise, after a restart of several nodes, torchrun's ranks would find the addresses of the previous start.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# torchrun kills ranks half a minute after it has passed a signal on; a save may take longer.
+# By default torchrun kills its ranks 30 s after it forwards a signal, but a save may take longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=__MARGIN_SECONDS__
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -62,12 +62,12 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then  # before Slurm 23.02
 fi
 
 latest() { tr -cd 'a-z0-9_' < "$run_dir/checkpoints/latest" 2>/dev/null; }
-# Which file it is: a run that goes on from such a stop (--resume-after-stop) deletes it as it opens its folder.
+# Inode and time of the file, because a run with --resume-after-stop deletes the old file when it opens its folder.
 spike() { stat -c '%i %Y' "$run_dir/monitor_stop.json" 2>/dev/null; }
 
 asked=
-# USR1: Slurm sends it to this script only. TERM: before a preemption, and to every process of the job.
-# `$!` is srun's as soon as it runs; the line that names it may not have been reached.
+# Slurm sends USR1 to this script only. Before a preemption it sends TERM to every process of the job.
+# The trap uses `$!`, because a signal may come after the start of srun but before `step=$!`.
 trap 'asked=USR1; interrupted=yes; kill -USR1 "$!" 2>/dev/null' USR1
 trap 'asked=TERM; interrupted=yes' TERM
 before=$(latest)
@@ -94,7 +94,7 @@ say "srun ended with code $code; asked to stop: ${asked:-no}; latest checkpoint:
 if [ "$state" != RUNNING ]; then
     exit "$code"  # cancelled, or Slurm is requeueing it already
 fi
-# What the main rank ended with, where torchrun ends with 1: gsa_train/process/exit_codes.py.
+# The main rank's exit code (gsa_train/process/exit_codes.py). torchrun itself exits with 1.
 end=$(cat "$folder/exit_code" 2>/dev/null)
 spike_after=$(spike)
 if [ "$end" = 13 ] || { [ -n "$spike_after" ] && [ "$spike_after" != "$spike_before" ]; }; then
@@ -106,9 +106,9 @@ if [ ! -d "$folder/source" ]; then
     say "$folder is gone, with the source of this job; submit the run again: it goes on from its newest checkpoint"
     exit "$code"
 elif [ "$end" = 15 ] && scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -qxFf "$folder/bad_nodes"; then
-    # Slurm changes the excluded nodes of a job in the queue only, and ends this script when it puts the job there: so
-    # another job takes the place of this one, also for the jobs of the chain that wait for it. An option of sbatch counts
-    # instead of the one in the script, so it says all that this job had excluded, too.
+    # Slurm can change the excluded nodes only of a queued job, and ends this script when it requeues the job. A new job
+    # therefore replaces this job, and the waiting jobs of the chain wait for it. The option of sbatch overrides the
+    # option in the script, so it must also list the nodes that this job excluded.
     bad=$(sort -u "$folder/bad_nodes" | paste -s -d,)
     excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
     [ -z "$excluded" ] || [ "$excluded" = "(null)" ] || bad="$excluded,$bad"
@@ -130,7 +130,7 @@ elif [ "$end" = 2 ] || [ "$end" = 3 ]; then
         "the line above, and submit it again; not started again"
     exit "$end"
 elif [ -n "$asked" ] || [ -e "$run_dir/stopped.json" ]; then
-    # Once may be chance: a busy node, a long validation. A preemption says nothing of the time there was.
+    # One stop without a new checkpoint may be chance (a busy node, a long validation). A preemption does not count.
     if [ "$after" != "$before" ] || [ "$asked" = TERM ]; then
         rm -f "$folder/no_progress"
     elif [ -e "$folder/no_progress" ]; then

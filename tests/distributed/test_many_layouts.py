@@ -52,7 +52,7 @@ def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
 
 
 def test_documents_cross_the_borders_of_chunks() -> None:
-    """Only such documents test documents under context parallelism."""
+    """Otherwise the layouts would not test documents under context parallelism."""
     ids = document_ids(blocks(0, CASES["context"].config())[:, :LENGTH].long(), EOS)
     for size in (2, 4):
         borders = range(LENGTH // (2 * size), LENGTH, LENGTH // (2 * size))

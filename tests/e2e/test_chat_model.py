@@ -98,7 +98,7 @@ def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, questio
         said = capsys.readouterr().out
         assert said == f"{prompt}{written}\n"
 
-    # DeepSpeed sets it, and accelerate would wait for its world.
+    # DeepSpeed sets LOCAL_RANK, and accelerate would then wait for other ranks.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     theirs = HFLM(pretrained=str(chat.exported), device="cpu", batch_size=1)
     settings = {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False}

@@ -1,4 +1,4 @@
-"""Tests that a run saves and ends at Ctrl-C, and ends at once at a second Ctrl-C or before its first step."""
+"""Tests that a run saves and ends at Ctrl-C. It ends at once at a second Ctrl-C, or at one before its first step."""
 
 import json
 import os

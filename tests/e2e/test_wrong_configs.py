@@ -68,7 +68,7 @@ runpy.run_path({launch!r} + "/pretrain.py", run_name="__main__")
 
 
 FAULTS = {
-    # It would train to the end, with a different model on each rank.
+    # Without an error the run would train to the end, with a different model on each rank.
     "sys.argv.append('model.rope_base=5000')": "has another config: model.rope_base = 5000.0, on rank 0 10000.0. Give",
     "os.chdir('/')": "does not see the run folder of rank 0, /runs/r: ",  # it would fail at the first save
 }

@@ -210,7 +210,7 @@ def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
         "variance_ema": torch.tensor(0.6 if p.activation == "relu" else 0.04),
     }
     if p.ties:
-        # Scores of small integers and only seven keys are exact, so that rounding does not separate them.
+        # Only seven keys differ. Products of small integers are exact, so rounding does not separate equal scores.
         inputs["q_idx"] = inputs["q_idx"].float().round().clamp(-2, 2).to(p.dtype)
         few = inputs["k_idx"][:, :7].float().round().clamp(-2, 2).to(p.dtype)
         inputs["k_idx"] = few[:, torch.arange(keys) % 7]

@@ -34,7 +34,7 @@ class TrainingRun:
 
 
 CONSTANT = "phases.1.decay=constant"
-"""For runs whose warm-up leaves one step, which had the peak rate when the golden files were made."""
+"""For runs with one step after the rate's warm-up. That step had the peak rate when the golden files were made."""
 
 CPU_RUNS = (
     TrainingRun("cpu-tp2-pp2", ("parallel.tensor=2", "parallel.pipeline=2"), ranks=4),

@@ -23,7 +23,7 @@ from gsa_hf.generation import DecodingGraph
 SHAPES = yaml.safe_load((harness.ROOT / "configs" / "gsa_1.7b.yaml").read_text(encoding="utf-8"))
 FILLED, LAYERS = 8192, 4
 REPLAYS = 30
-"""Number of replays, because a kernel that reads too early may still read the right values sometimes."""
+"""Number of replays. There are many, because a kernel that reads too early may sometimes read the right values."""
 
 
 @contextmanager

@@ -142,8 +142,8 @@ def measured_margin() -> Iterator[list[float]]:
 
 @contextmanager
 def measured_loads() -> Iterator[dict[str, int]]:
-    """Count the elements that ranks send each other when they load checkpoints, and how many ranks do not
-    need."""
+    """Count the elements that ranks send each other when they load checkpoints. Also count elements that are sent to
+    ranks which do not need them."""
     found = {"sent": 0, "unwanted": 0}
     exchange = exchange_utils.exchange_loaded_tensors_broadcast
 

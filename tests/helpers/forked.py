@@ -6,8 +6,8 @@ ranks: its own session, environment, output and command line. It then runs the l
 
 `ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child, which forks the ranks instead of
 starting interpreters. torchrun then handles failures, signals and lost nodes as always. With `real=True` in runs.py a
-run starts the real torchrun. Two things differ only there: each rank has its own seed of string hashes, and tears down
-its interpreter at the end.
+run starts the real torchrun. Only then does each rank have its own seed of string hashes, and tear down its
+interpreter at the end.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 
 
 def keep_server() -> None:
-    """Reuse the parent's server in a fork, for which multiprocessing would otherwise wait as for a child."""
+    """In a fork, reuse the parent's server. Otherwise multiprocessing would wait for the server as for a child."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:
         server.ensure_running = resource_tracker.ensure_running

@@ -75,7 +75,7 @@ ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 
 SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
 """Settings of gsa_train.model.probes.query_sample: half of the 32 queries are measured, as in a long sequence. With
-four context-parallel ranks every second chunk is a run."""
+four context-parallel ranks every second chunk of a sequence is measured as a whole."""
 
 
 @dataclass(frozen=True)

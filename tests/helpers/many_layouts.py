@@ -176,7 +176,7 @@ def go_on(
     load the first loss tests the weights, the second the optimizer's state, and the statistics the moving averages.
 
     Args:
-        number: 0 writes; 1 has read a damaged copy before.
+        number: 0 writes the checkpoint; 1 reads a damaged copy before the good one.
     """
     saves = number == 0
     model = build_model(config, parallel)

@@ -89,7 +89,7 @@ def left_by(run: Run, records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def assert_trained_alike(found: dict[str, Any], wanted: dict[str, Any], but: str) -> None:
-    """Compare two runs to the last bit; only the first one has events `but`."""
+    """Compare two runs to the last bit, but ignore the first run's events named `but`."""
     assert [each for each in found["records"] if each.get("event") != but] == wanted["records"]
     assert (found["averages"], found["data"]) == (wanted["averages"], wanted["data"])
     assert torch.equal(found["rng"], wanted["rng"])

@@ -113,7 +113,7 @@ def test_the_layer_equals_the_oracle(
 def step(
     layer: GatedSparseAttention, hidden: torch.Tensor, learns: bool, **mode: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return output, indexer loss and all gradients; without `learns` by the call that returns no loss."""
+    """Return output, indexer loss and all gradients. If `learns` is false, make the call that returns no loss."""
     layer.zero_grad()
     if learns:
         output, loss, _ = layer.forward_with_loss(hidden, **mode)

@@ -306,7 +306,7 @@ def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], 
     for first in {0, 8170 if num_rows > 16384 else 0, num_rows // 2, num_rows - 64}:
         check(chunk, found, FULL_RULE, 64, range(first, first + 64))
     if start and start % 64 == 0:
-        # Otherwise tiles of rows hold other rows, and some rows before 8192 are selected by all scores.
+        # For other starts, tiles hold other rows than in the whole sequence, and some rows are selected by all scores.
         whole = case.select(FULL_RULE, 64, candidates_from=8192)
         check_rows_of_whole(found, whole, start)
         assert torch.equal(found.variance, whole.variance[:, start:])

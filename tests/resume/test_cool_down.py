@@ -1,4 +1,4 @@
-"""Tests that a cool-down, from a checkpoint or as a phase that keeps the optimizer, equals the run that planned it."""
+"""Tests cool-downs from a checkpoint, or as a phase that keeps the optimizer: both equal the run that planned one."""
 
 import hashlib
 from pathlib import Path

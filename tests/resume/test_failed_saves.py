@@ -32,7 +32,7 @@ class Failing:
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    """Let all saves of rank 1 fail, except the second attempt of the first."""
+    """Let all saves of rank 1 fail, except the second attempt of the first save."""
     faults = {"failing_saves": [1, [0, 2, 3]], "saves_end": True}
     run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, faults=faults).wait(expected=3)
     names = sorted(path.name for path in run.checkpoints.iterdir())

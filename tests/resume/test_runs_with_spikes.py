@@ -19,7 +19,7 @@ SECTIONS: dict[str, Any] = {
     "evaluate": {"every_steps": 0, "max_blocks": 8, "ngram_baselines": False},
     "checkpoint": {"every_steps": 40, "keep_last": 9},
     "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False},
-    # So early and so small, the norm sometimes triples.
+    # So early in the training of so small a model, the gradient norm sometimes triples.
     "monitor": {"window_steps": 40, "min_history_steps": 24, "grad_norm_min_ratio": 5.0},
 }
 PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_steps": 10}

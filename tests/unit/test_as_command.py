@@ -16,7 +16,7 @@ from gsa_train import commands
 from gsa_train.process.as_command import READER_LEFT, as_command
 
 ROOT = Path(__file__).parents[2]
-# Training continues without a reader and handles signals itself; `make docs`.
+# Training continues without a reader and handles signals itself. config_reference is for `make docs`.
 NOT_MAINS = ("pretrain", "config_reference")
 
 

@@ -12,7 +12,7 @@ import torch
 from gsa_train.optimizer.micro_batch_graph import CaptureError
 from helpers.bench_without_cuda import stand_in_for_cuda
 from helpers.single_rank import DENSE, random_batches, single_rank, step_gradients, tiny_config, tiny_model
-from whole_steps.megatron_experts import take_megatron_experts, unsupported_by_megatron_experts
+from whole_steps.megatron_experts import GroupedMLP, take_megatron_experts, unsupported_by_megatron_experts
 from whole_steps.megatron_peer import unsupported_by_megatron
 
 SIZES: dict[str, Any] = {
@@ -24,6 +24,9 @@ SIZES: dict[str, Any] = {
     "z_loss_coeff": 0.1,
 }
 """Coefficients so large that a wrong loss changes the gradients."""
+WITH_GROUPED_MLP = pytest.mark.skipif(
+    GroupedMLP is None, reason="megatron-core 0.19 groups no experts without TE"
+)
 
 
 def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
@@ -39,6 +42,7 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
     return [mine["linear_fc1.weight"], mine["linear_fc2.weight"]]
 
 
+@WITH_GROUPED_MLP
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(router: dict[str, Any]) -> None:
     """Our balance loss uses the expert loads of the previous step, and megatron-core's loss the loads of the
@@ -66,6 +70,7 @@ def test_megatrons_mixture_is_ours(router: dict[str, Any]) -> None:
         assert (one - other).norm() <= 1e-4 * one.norm()
 
 
+@WITH_GROUPED_MLP
 def test_what_cannot_be_compared_says_so() -> None:
     for moe, words in (
         ({"experts_impl": "sequential"}, "megatron-core's already"),
@@ -77,6 +82,7 @@ def test_what_cannot_be_compared_says_so() -> None:
     assert "bench_moe.py" in unsupported_by_megatron(config), "and not a dense model in its place"
 
 
+@WITH_GROUPED_MLP
 @pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that do not fit, or cannot be captured, say so, and the others continue."""

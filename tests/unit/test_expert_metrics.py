@@ -139,7 +139,7 @@ def test_operations_of_dropped_choices_do_not_count() -> None:
     measured = Measured(interval, data_totals=data_totals({}, config.data))
     reduced = send_step(stats, torch.ones(()), 1.0, measured, single_rank())()
     record = step_record(reduced, interval, SPARSE, config, single_rank(), "fp32")
-    # A pass and two backward, two operations, two experts of three matrices.
+    # One forward and two backward products, multiplication and addition, two experts, three matrices.
     routed = 3 * 2 * 2 * 3 * config.model.hidden_size * config.moe.expert_ffn_hidden_size
     flops = flops_per_token(config.model, config.gsa, config.moe, SPARSE, 16).total - 0.25 * routed
     assert record["tflops_per_second"] == pytest.approx(1000 * flops / 1e12)

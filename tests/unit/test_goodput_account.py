@@ -77,10 +77,10 @@ RARE = {"text": 2.0, "stragglers": 0.5, "folding": 0.5}
 @pytest.mark.parametrize(
     ("first", "last", "productive", "expected"),
     [
-        # A checkpoint between two lines shares what is between them.
+        # A checkpoint between two lines divides their time: its share of the steps is kept.
         (5.0, [line("steps", 15, 11, first_step=5.0, training=10.0), start(15, 15, 4)], 1 + 3,
          {"first_step": 4.0, "repeated": 7.0}),
-        # Text and stragglers are no productive time, and rare names are other.
+        # Waits for text and stragglers are not productive. Rare activities count as `other`.
         (1.0, [line("steps", 14, 11, first_step=1.0, training=10.0, **RARE)], 11,
          {"text": 2.0, "stragglers": 0.5, "other": 0.5}),
     ],

@@ -34,7 +34,7 @@ SHORT = ["train.micro_batch_size=2"]
 """Four micro-batches, the most that a first stage of 4, or the last stage of two chunks, has in flight."""
 EIGHT = "train.global_batch_size=16"
 ONE_MICRO_BATCH = "train.global_batch_size=4"
-"""One micro-batch. Cases of two test what the second finds of the first."""
+"""One micro-batch. Cases with two test the second one with what the first one left in memory."""
 
 EXPERT_2, FEW_WORDS = "parallel.expert=2", ["model.vocab_size=8192"]
 EXPERTS = ["moe.experts=128", "moe.top_k=8"]
@@ -75,8 +75,8 @@ experts in every other layer, first stage of 2 | STANDARD 0/4 SPARSE |
     TWO_MICRO_BATCHES parallel.context=2 parallel.tensor=2 PP_2 model.num_layers=4
 64K tokens, first stage of 2 | GSA 0/2 SPARSE | LONG parallel.pipeline=2
 """
-"""Name, config, rank and ranks, phase, overrides and lists of them by name. The default is two layers and two
-micro-batches."""
+"""Columns: name; config, rank/ranks and phase; overrides, or names of lists of overrides. By default there are two
+layers and two micro-batches."""
 Traced = tuple[str, list[str], int, int, int]
 
 

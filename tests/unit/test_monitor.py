@@ -85,7 +85,7 @@ STOPS = [
     ({"action": "stop", "patience_steps": 3}, "ss.ss.sn.", "sss", r"step 12: .* 3 steps in a row"),
     ({"action": "skip", "max_skips_in_a_row": 7}, "ssssss.", "sssssnn", "7th step in a row"),
 ]
-"""Fields, steps that a run outlives, the steps after them, and what stops it."""
+"""Config fields, steps that do not stop the run, further steps that do, and the message of the stop."""
 
 
 @pytest.mark.parametrize(("fields", "before", "last", "said"), STOPS, ids=lambda each: str(each))

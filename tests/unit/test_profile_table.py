@@ -50,7 +50,7 @@ def gpu_trace() -> EventList:
             named(f"{STEP}*", 1500, 2000),
             named("attention", 1010, 1100),
             named("indexer", 1040, 1060),
-            # Operations and launches have separate numbers, here equal and crossed.
+            # Operations and launches are numbered separately. Here 11 and 21 are numbers of both, in opposite order.
             on_host("aten::mm", 1015, 1030, number=11, sequence_nr=7),
             on_host("cudaLaunchKernel", 1020, 1025, number=21),
             on_host("aten::bmm", 1045, 1055, number=21, sequence_nr=8),
@@ -79,7 +79,7 @@ def gpu_trace() -> EventList:
             on_host("cudaGraphLaunch", 1850, 1860, 35),
             kernel("adam", 2200, 2300, 35),
             kernel("norm", 2300, 2400, 35),
-            # Launched before the trace; the host's ranges as drawn on the device; and no work.
+            # A kernel launched before the trace, the host's ranges as drawn on the device, and an event without work.
             kernel("left_over", 900, 1010, 99),
             kernel("attention", 1030, 2900, 0, is_range=True),
             kernel("nccl:_reduce_scatter_base", 1600, 2950, 0, stream=20, is_range=True),

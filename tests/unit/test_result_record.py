@@ -96,7 +96,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
 
 
 def test_the_pages_of_this_repository_match_their_record(monkeypatch, tmp_path):
-    """Runs of this machine do not count: a study's folders are read elsewhere."""
+    """The test runs in another folder, so that run folders of this machine do not count."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
     for name in ("studies", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -150,7 +150,7 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
 
 
 def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: Path) -> None:
-    """Recorded values are known only at that time: a faster run has none, a slower one is read there."""
+    """Recorded values are known only at that time. A new run that ends earlier has none; a slower one is read then."""
     ask(folder, metrics=[{"key": "loss", "equal_time": True}])
     finish(folder, "one", 1, 20.0)
     assert main() == 0

@@ -74,7 +74,7 @@ def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_pa
         (run / moved).symlink_to(far)
     assert go_on(config).same_run
     assert (start_of(config).step, start_of(config).damaged) == (6, ())
-    # An older one that a link names: newer ones are set aside. Otherwise a restart before the next save would use them.
+    # If a link names an older checkpoint, newer ones are set aside. A restart before the next save would use them.
     (tmp_path / "link").symlink_to(run / "checkpoints" / "step_00000004")
     assert go_on(config, resume_from=str(tmp_path / "link")).same_run
     assert start_of(config).step == 4

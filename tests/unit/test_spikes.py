@@ -82,10 +82,10 @@ def quiet(steps: int, *edits: tuple[int, int, float]) -> torch.Tensor:
     [
         ([(150, LOSS, 4.19), (170, NORM, 1.95)], 0.0, []),  # least rises hold however quiet the run was
         ([(150, LOSS, 4.21), (170, NORM, 2.05)], 0.0, [150, 170]),
-        # Both together are a spike where neither is by itself.
+        # A loss and a norm that are no spikes by themselves are a spike together.
         ([(150, LOSS, 4.14), (160, LOSS, 4.14), (160, NORM, 1.2), (180, NORM, 1.3)], 0.0, []),
         ([(170, LOSS, 4.14), (170, NORM, 1.3)], 0.0, [170]),
-        # A large gradient alone is text where it is clipped, unless no text makes one so large.
+        # If gradients are clipped, a large norm alone is put down to the text, unless no text has one so large.
         ([(150, NORM, 7.9), (170, NORM, 8.1)], 2.0, [170]),
         ([(150, NORM, 7.9), (170, NORM, 8.1)], 2.1, [150, 170]),  # clipping leaves a rise of 4.2
     ],

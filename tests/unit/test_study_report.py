@@ -87,7 +87,7 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     # All have 10 s, which are 5 steps of arm two.
     assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
     assert at_time.at == "at 10s of training"
-    # With seed 1 arm two ends at 10.5, and arm one at 10.
+    # With seed 1, arm two ends at a loss of 10.5 and so never reaches arm one's 10.
     assert [each.values["two-seed1"] for each in reached] == [None, None]
     assert [each.values["one-seed1"] for each in reached] == [10 * TOKENS_A_STEP, 10 / 60]
     assert [first_reached([(0, 9.0), (4, 7.0), (6, 3.0)], y) for y in (9, 8, 4, 2)] == [0, 2.0, 5.5, None]
@@ -119,7 +119,7 @@ def test_differences_of_arms_match_their_seeds(compared: Study, tmp_path: Path) 
     last = next(run for run in compared.runs if run.name == "two-seed2")
     log_run(last, [record(step, 20.0 - step, 2.0) for step in range(2, 11, 2)], {"val_loss": 9.25})
     results = read_results(compared, {})
-    # At 5 steps two-seed1 has 15.5 for 15, two-seed2 15 for 16.
+    # After 5 steps the losses of seed 1 are 15 (arm one) and 15.5 (arm two), of seed 2 they are 16 and 15.
     head = ["arm", "seeds", f"{results.columns[0].title}, less one"]
     assert seed_rows(results) == [head, ["two", "2", "-0.2 ± 1.1"]]
     assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results, tmp_path)

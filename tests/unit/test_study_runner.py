@@ -43,7 +43,7 @@ def scripted(run: StudyRun, script: str, kind: Any = "train") -> Job:
     return Job(run, kind, "end" if kind == "evaluate" else "", words, 1)
 
 
-# An uncaught error of a run leaves: rank 1 in between, torch's warning, and torchrun's own error.
+# Output after an uncaught error of a run: mixed lines of both ranks, torch's warning, and torchrun's own error.
 ERROR = "ValueError: document_starts is given with indexer_pool 4; pass None"
 CRASHED = f"""\
 [rank0]: Traceback (most recent call last):

@@ -146,7 +146,7 @@ def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
     expected, found = series
     for action, numbers, others in zip(ACTIONS, found, expected, strict=True):
         assert numbers == pytest.approx(others, rel=1e-6, nan_ok=True), action
-    # Only announced weights are read outside of their module; DeepSpeed gathers these in every pass.
+    # Only these weights are announced as read outside of their module. DeepSpeed gathers them in every pass.
     assert outside == {id(bias) for each in indexers for bias in (each.score_bias, each.weight_bias)}
 
 

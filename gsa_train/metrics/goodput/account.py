@@ -1,6 +1,6 @@
 """Compute a run's account of wall time from goodput.jsonl: ETTR and the time lost, each second counted once.
 
-A line says how the main rank has spent its time since its process began, at a step of the run:
+Each line is written at a step of the run, and says how the main rank has spent its time since its process began:
 
     start   the process has opened the run folder; `began`: when the process began
     steps   steps are done; `phase`: of the last step
@@ -44,7 +44,7 @@ class StartAccount:
     start_up_seconds: float = 0.0
     """Start-up time without the first step."""
     detection_seconds: float = 0.0
-    """Time until the fault that ended the start was detected."""
+    """Time from the main thread's last progress to the last sign of life, if the process wrote no end."""
     ended: str = ""
     """Reason of the end; `lost` for a process that wrote no end; empty while the process runs."""
     last_step: int = 0

@@ -30,8 +30,8 @@ def weight_gradient(
     """Return grad_output [tokens, out]^T inputs [tokens, in], for autograd.
 
     Args:
-        accumulates: add the product to `weight.main_grad` instead, and return an uninitialized tensor. megatron-core's
-            hook runs only if there is a gradient.
+        accumulates: add the product to `weight.main_grad` instead, and return an uninitialized tensor, because
+            megatron-core's hook runs only if there is a gradient.
     """
     if not accumulates:
         return grad_output.t().matmul(inputs)
@@ -44,8 +44,8 @@ def weight_gradient(
 def joined_weight_gradients(
     weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
 ) -> list[torch.Tensor]:
-    """Compute `weight_gradient` of concatenated weights in one product. grad_output has columns for the weights in
-    their order. Further columns are ignored."""
+    """Compute `weight_gradient` of concatenated weights in one product. The columns of grad_output belong to the
+    weights in the same order. Columns after the last weight are ignored."""
     sizes = [len(weight) for weight in weights]
     if not accumulates:
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))

@@ -19,7 +19,7 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 GROUPED_MM: Callable[..., torch.Tensor] = (
     torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 )
-"""Maps rows [M, k] sorted by group, weights [groups, k, n] and offs int32 [groups], the end of each group, to [M, n].
+"""Maps rows [M, k] (sorted by group), weights [groups, k, n] and offs (int32 [groups], each group's end) to [M, n].
 Older versions of torch have a private name for it."""
 
 

@@ -1,7 +1,7 @@
 """Build the linear layers of attention and feed-forward layers.
 
-For a new precision, add a function of the settings to LINEAR_LAYERS. `train.linear_layers` names it.
-Projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer do not use it.
+To add a precision, add a function to LINEAR_LAYERS, from which `train.linear_layers` chooses. The choice does not
+apply to projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
 
 
 class MixtureOfExperts(MegatronModule):
-    """Adds the outputs of a token's chosen experts, weighted by the router, and of the shared expert. Each rank routes
-    its own tokens."""
+    """Adds the outputs of a token's chosen experts, weighted by the router, and the shared expert's output. Each rank
+    routes its own tokens."""
 
     def __init__(
         self,

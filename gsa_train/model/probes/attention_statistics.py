@@ -108,9 +108,9 @@ class TopKeyOverlap(NamedTuple):
     """Share of each head's top keys (by attention probability) that the selection holds, for this rank's heads, [B, T,
     n_h]."""
     of_mean: torch.Tensor
-    """Share of the top keys by the mean probability over the heads of all ranks that the selection holds, [B, T, 1]."""
+    """The same share of the top keys by the mean probability over the heads of all ranks, [B, T, 1]."""
     recall_of_mean: torch.Tensor
-    """Part of this mean probability (over the heads of all ranks) that falls on the selection, [B, T, 1]."""
+    """Part of this mean probability that falls on the selection, [B, T, 1]."""
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
 The sampled positions depend only on the sequence length, and are equal in each sequence, layer, step and layout. A
-change between two logged steps is a change of the model, and checkpoints need no state for the sample.
+change between two logged steps is thus a change of the model, and checkpoints need no state for the sample.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ def loss_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     if has_graph(config, phase):
         backward = sizes.bytes(sizes.hidden) + (sizes.stream if sizes.shards > 1 else 0.0)
         backward += sizes.value * vocabulary * sizes.hidden
-    # The fused loss overwrites the logits with their gradient. megatron-core's loss has their softmax in fp32 in
-    # addition, which is freed once the gradient exists.
+    # The fused loss overwrites the logits with their gradient. megatron-core's loss also holds their softmax in fp32
+    # until the gradient exists.
     softmax = 4 * logits if config.train.fused_ops == "none" else 0.0
     if config.train.z_loss_coeff > 0 and (softmax > 0 or config.train.objective != "cross_entropy"):
         softmax += 8 * logits  # exp(logits - maximum) and its gradient, in fp32

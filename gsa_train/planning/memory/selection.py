@@ -101,12 +101,12 @@ def _key_parts(config: Config, sizes: Sizes) -> float:
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     """Returns the bytes of the indexer loss for one chunk of queries. They include target and partial gradients of
-    those queries that the loss computes at a time."""
+    the queries that the loss processes at a time."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
     heads = gathered_heads(sizes)
-    # Before it: Q of this rank, of all ranks as they sent it, and in the order of the heads.
+    # Before the loss: Q of this rank, Q of all ranks as they sent it, and the same Q in the order of the heads.
     gathering = (
         sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
     )
@@ -147,8 +147,8 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_key_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the sum of the indexer keys' gradients over all chunks, fp32 [B, Lw, d_I], in parts of the
-    indexer's heads."""
+    """Returns the bytes of the gradients of the indexer's keys, summed over all chunks: fp32 [B, Lw, d_I] for each part
+    of the indexer's heads."""
     gsa, batch, length = config.gsa, config.train.micro_batch_size, config.train.seq_len_tokens
     programs = batch * limits.ceil_div(length, limits.GRADIENT_KEYS[sizes.value])
     parts = limits.count_key_parts(programs, gsa.indexer_heads, limits.MULTIPROCESSORS)

@@ -49,7 +49,7 @@ class Exchange:
         """Share this rank's finding. Returns the findings of all ranks, with the same faults on each rank.
 
         Args:
-            at_first: called with the findings on one rank before any other rank has them, because ranks may then end.
+            at_first: called with the findings on one rank before any other rank has them, because a rank may end then.
 
         Raises:
             RuntimeError: neither the first nor the last rank answers.

@@ -36,7 +36,7 @@ FOLLOWS_STEPS = 10
 """Number of steps, from the step of a large gradient on, in which this gradient may affect the loss. AdamW's momentum
 lasts 1 / (1 - beta 1) steps."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
-"""Standard deviation over the median absolute difference of two independent normal values."""
+"""Standard deviation divided by the median absolute difference of two independent normal values."""
 
 
 class Verdict(NamedTuple):

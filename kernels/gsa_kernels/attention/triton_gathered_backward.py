@@ -284,7 +284,7 @@ def _backward_kernel(
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
         if D > 128:
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
-        # The product does not accumulate into acc. Such a product would still run when the next iteration begins its
+        # The product does not accumulate into acc. If it did, it would still run when the next iteration begins its
         # first product, and the compiler would then wait for each matrix instruction separately.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         if D <= 128:

@@ -80,8 +80,8 @@ class DecodeWorkspace:
     counter."""
 
     written: torch.Tensor
-    """int32 [1]: with `LayerCache.counted`, the number of key-value heads in all sequences whose output is written. The
-    caller sets it to 0 before the next call."""
+    """int32 [1]: with `LayerCache.counted`, the number of key-value heads, over all sequences, whose output is written.
+    The caller sets it to 0 before the next call."""
 
     splits: int
     """Number of parts into which attention cuts the keys of one key-value head."""
@@ -116,14 +116,14 @@ class LayerCache:
     `lengths` and the selection count from the sequence's first token. starts + lengths is at most L_max."""
 
     settled: bool = False
-    """Whether all indexer keys except each sequence's newest were written before the chain of early started kernels
-    began (row_product/op.py). The scores kernel then reads these keys while the previous kernel runs. Must be False if
-    the previous kernel copied the cache."""
+    """Whether all indexer keys except each sequence's newest were written before the current chain of kernels began
+    (row_product/op.py). The scores kernel then reads these keys while the previous kernel runs. Must be False if the
+    previous kernel copied the cache."""
 
     in_chain: bool = False
     """Whether the kernels before and after a step also start early and wait (row_product/op.py). The scores kernel then
-    starts before the previous kernel ends, and attention lets the next kernel start after its own wait. Between other
-    kernels True makes a step slower, because waiting programs take the place of working programs."""
+    starts before the previous kernel ends, and attention lets the next kernel start after attention's own wait. If the
+    neighbours do not start early, True makes a step slower, because waiting programs take the place of working ones."""
 
     counted: bool = False
     """Whether attention counts its written outputs in `DecodeWorkspace.written`. Later kernels can then wait for the
@@ -131,8 +131,8 @@ class LayerCache:
 
     beside: Callable[[], object] | None = None
     """Launches a caller's kernel that does not need the selection. `decode_select` calls this function between its
-    kernels. The caller's kernel runs at the same time as the kernel before it, and waits for that kernel before it ends
-    itself (row_product/op.py)."""
+    kernels. The caller's kernel runs at the same time as the preceding kernel, and must not end before it has waited
+    for that kernel (rule 4 of row_product/op.py)."""
 
     block_table: torch.Tensor | None = None
     """int32 [B, pages per sequence]; None without pages. Token t of sequence b is row t % N of page

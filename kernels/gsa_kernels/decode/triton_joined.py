@@ -47,12 +47,12 @@ class Part(NamedTuple):
     """Tensors into which to write the results that attention and selection need; None allocates all of them."""
 
     beside: bool = False
-    """Whether to run at the same time as the previous kernel. That kernel must let this launch start only after its own
-    wait. It must not write x and must not read what this launch writes."""
+    """Whether to run at the same time as the previous kernel. That kernel must first wait itself, and only then
+    let this launch start. It must not write x and must not read what this launch writes."""
 
     waits: bool = True
-    """If False, with `beside`, this launch never waits for the previous kernel. The next kernel must then wait for the
-    previous kernel by a counter (rule 5 of row_product/op.py)."""
+    """If False, with `beside`, this launch never waits for the previous kernel. The next kernel must then wait for both
+    launches, for the earlier one by a counter (rule 5 of row_product/op.py)."""
 
     restarts: torch.Tensor | None = None
     """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
@@ -300,7 +300,7 @@ def _joined_kernel(
         if start == 0:
             tl.store(restarts_ptr, 0)
 
-    # Beside the previous kernel, loads bypass the first-level cache, which may still hold old values.
+    # If the previous kernel still runs, loads bypass the first-level cache, which may hold old values.
     CACHE: tl.constexpr = ".cg" if BESIDE else ""
     x = load_piece(x_ptr, COLUMNS, 0, FIRST, CACHE)
     squares = tl.sum(x * x)

@@ -19,7 +19,7 @@ from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
 _SAMPLES_ABOVE = tl.constexpr(6)
-"""Keys above the floor beyond the expected number. In random order, fewer than one floor in 10^4 is too high."""
+"""Sampled keys above the floor, beyond the share of 2 k_max. In random order fewer than 1 floor in 10^4 is too high."""
 _LEAST_HEADS = 8  # the smallest number of columns of a product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more values in registers
@@ -172,7 +172,7 @@ def _score_kernel(
         return
 
     # The sample is a tile like the program's own tiles of keys. The loop lets Triton load all tiles before it uses the
-    # first. The floor is then computed while the program's own keys load, which takes most of the time.
+    # first. Loading the program's own keys takes most of the time, and the floor is computed meanwhile.
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
     end = length
     if SETTLED:  # the newest key is handled after the wait

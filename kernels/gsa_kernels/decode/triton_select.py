@@ -6,8 +6,8 @@ to a list. In the second kernel a program finds the exact k-th score in the list
 keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another. The
 order of the list depends on timing, but the result does not.
 
-Each kernel lets the next kernel start after about half of its work (programmatic dependent launch). The kernel that
-`LayerCache.beside` launches starts at once.
+When about half of a kernel's work is done, the kernel allows the next one to start (programmatic dependent launch).
+The kernel that `LayerCache.beside` launches may already start after the first kernel's wait.
 """
 
 import torch

@@ -25,7 +25,7 @@ from gsa_kernels.triton_constants import LOG2_E
 
 TILES = _Tiles(32, 64, 8, 3, registers=232)
 """Tile with 32 queries of each head. Without a register limit ptxas saves registers, and the second product then waits
-for the exponentials of the first."""
+for the exponentials of the first product."""
 
 WIDE_TILES = _Tiles(32, 32, 8, 2)
 """Tile for heads of 256. In 227 KiB of shared memory, 128 KiB hold q and the output's gradient, and two stages of 16

@@ -28,8 +28,8 @@ class KeyHits:
     """Lists the partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
 
     starts: torch.Tensor
-    """int32 [B * Lk + 1]: the partial rows of key s of sequence b are the entries of `rows` from starts[b * Lk + s] up
-    to, without, starts[b * Lk + s + 1]."""
+    """int32 [B * Lk + 1]: the partial rows of key s of sequence b are the entries starts[b * Lk + s] to
+    starts[b * Lk + s + 1] - 1 of `rows`."""
 
     rows: torch.Tensor
     """int32 [num_rows]: numbers of the partial rows of each key, in the order of the tiles. Only the first starts[-1]

@@ -37,8 +37,8 @@ from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
 """Maps rows to fp32 or fp16 [B, count, columns]: attention probabilities of these rows, summed over the heads. A column
-is a key, or an entry of the key list of the row's tile, with `list_columns` columns. The result may also be [B, parts,
-count, columns], whose sum over parts is the target, or the parts in blocks, [B, parts, row blocks, key blocks, 1024]
+is a key, or an entry of the key list of the row's tile, with `list_columns` columns. The result may also have
+parts, whose sum is the target: [B, parts, count, columns], or in blocks [B, parts, row blocks, key blocks, 1024]
 (target_blocks.py)."""
 
 ALL_ROWS = RowSample()

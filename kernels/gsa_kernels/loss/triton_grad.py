@@ -2,8 +2,8 @@
 
 The first pass computes the log-sum-exp of the scores and the sum of the target over the attended set. The second pass
 computes the KL, and the gradient of the scores G, which is the softmax of the scores minus the target.
-triton_grad_products.py computes the other gradients from G. A program that accumulates the gradients of all heads
-spills registers.
+triton_grad_products.py computes the other gradients from G. A program that accumulated the gradients of all heads
+would spill registers.
 """
 
 import triton
@@ -26,7 +26,7 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_rows import rows_of_program
 
 G_SCALE = tl.constexpr(2.0**14)
-"""Factor of G in memory. With it, fp16 has 11 digits for probabilities above 4e-9, and its largest number is 4."""
+"""Memory holds G times this factor. In fp16 values of G above 4e-9 then keep 11 bits, and the largest value is 4."""
 
 
 @triton.jit
@@ -119,8 +119,8 @@ def score_pass_kernel(
     WITH_VALUE: tl.constexpr,
 ):
     """One program computes scores of BM rows for SEGMENT keys. The grid is (segments, tiles, B). A program writes
-    nothing if its segment has no causal key of the rows. With key lists the
-    columns are entries of the tile's list, else keys. Scores are multiplied by log2(e), for exp2.
+    nothing if its segment has no causal key of the rows. Columns are keys, or with key lists entries of the tile's
+    list. Scores are multiplied by log2(e), for exp2.
 
     G is written for key tiles with a causal key of the rows. It has the same bits whether the KL is computed or not.
     """

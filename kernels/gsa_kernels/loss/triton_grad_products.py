@@ -152,7 +152,7 @@ def grad_queries_kernel(
 
 @triton.jit
 def sum_of_groups(x, valid, BR: tl.constexpr):
-    """Sum the valid ones of each BR neighbouring rows: [BM] to [BM / BR]."""
+    """Sum the valid rows among each BR neighbouring rows: [BM] to [BM / BR]."""
     return tl.sum(tl.reshape(tl.where(valid, x, 0.0), [x.shape[0] // BR, BR]), 1)
 
 
@@ -194,7 +194,7 @@ def grad_keys_kernel(
     HAS_STARTS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """One program owns BN keys and HEADS heads, and loops over the tiles of rows with these causal keys. The grid is
+    """One program owns BN keys and HEADS heads, and loops over the tiles of rows that attend to the keys. The grid is
     (HI / HEADS, key tiles, B). The first keys have the most rows, and run first. With key lists a program owns BN
     entries of one tile, and the grid is (1, key tiles, B * tiles)."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences

@@ -11,8 +11,8 @@ dependent launch). Five rules make this safe for all kernels of this package tha
    of a chain may write the data after its own wait, when all readers have ended. The next chain begins with a kernel
    that starts only after all earlier kernels have ended (look_up.py).
 4. A kernel may run at the same time as its predecessor P and read results of kernels before P. P must let it start
-   only after P's own wait, when these kernels have ended. The kernel may write what P neither reads nor writes. One of
-   its programs waits before the kernel ends, for rule 2.
+   only after P's own wait, because they have ended by then. The kernel may write what P neither reads nor writes. One
+   of its programs waits before the kernel ends, for rule 2.
 5. A kernel B that runs at the same time as its predecessor A need not wait if the next kernel C waits for both. C waits
    for B by `gdc_wait`, and for A by a counter (`Awaited`). A increments the counter when its results are written. C
    cannot wait forever, because all programs of A are on the device before C starts. An earlier kernel sets the counter

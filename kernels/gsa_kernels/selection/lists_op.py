@@ -49,7 +49,7 @@ def select_key_lists(
         buffers = _mask_buffers(selector)
         filled: list[FilledLists] = []
         waiting: _Chunk | None = None
-        # The longest rows run first and hide the host's work on them, so that little remains to wait for.
+        # The host works on a chunk while the device computes the next one. The last chunk has the shortest rows.
         for number, rows in enumerate(reversed(selector.chunks)):
             packed_mask = _mask_of(buffers[number % 2], selector, rows)
             chunk = _select_and_count(selector, rows, Outputs(packed_mask, budget, variance, rows.start))

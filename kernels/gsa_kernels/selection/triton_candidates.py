@@ -237,7 +237,7 @@ def _candidates_kernel(
         if starts_ptr is not None:
             # Tiles before the documents of all queries are skipped, too.
             start_col = tl.maximum(start_col, first_start) // BLOCK_COLS * BLOCK_COLS
-        # Each eight keys have four sums, for the keys that one thread holds after a product on Hopper.
+        # A row has four sums. Each adds two of every eight keys, which one thread holds after a product on Hopper.
         total = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
         squares = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
 
@@ -270,8 +270,8 @@ def _candidates_kernel(
                 scores = tl.where(visible, scores, float("-inf"))
 
             if TIED:
-                # After `last`, only scores above the threshold count. Above infinity there is only NaN. No score is
-                # below a NaN, so keys that are not causal would become candidates.
+                # After `last`, only scores above the threshold count. An infinite threshold stays, because the next
+                # value is NaN. No score is below NaN, so even keys that are not causal would become candidates.
                 higher = score_of_key(order_key(threshold) + 1)
                 threshold = tl.where((col > last) & (threshold < float("inf")), higher, threshold)
                 last = tl.where(col > last, float("inf"), last)

@@ -1,4 +1,4 @@
-"""Compute attention over vLLM's pages by kernels (kernels.py), or in plain torch, one request after another.
+"""Compute attention over vLLM's pages by kernels (kernels.py) or, one request after another, in plain torch.
 
 Letters in shapes are as in pages.py.
 """

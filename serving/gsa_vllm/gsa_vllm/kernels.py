@@ -29,7 +29,7 @@ def attend(
     caches: Caches,
     metadata: PageMetadata,
 ) -> torch.Tensor:
-    """Return the attention [1, T, H, D] of the queries [1, H, T, D], multiplied by the gate G1 of these logits."""
+    """Return the attention [1, T, H, D] of the queries [1, H, T, D], times the gate G1 with the given logits."""
     out = q.new_zeros(q.transpose(1, 2).shape)
     gate = None if logits is None else logits.view(out.shape)
     if batch := len(metadata.lengths):

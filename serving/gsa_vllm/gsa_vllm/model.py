@@ -1,5 +1,5 @@
-"""Define GSA models for vLLM, which run the layers of gsa_hf with vLLM's paged caches. Shapes have T tokens of the
-step."""
+"""Define GSA models for vLLM, which run the layers of gsa_hf with vLLM's paged caches. In shapes T is the number of
+tokens in a step."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,8 +1,8 @@
 """Define the paged caches of a layer, and the places of a step's tokens in these caches.
 
 A layer has keys and values in one cache, and indexer keys in another cache. vLLM puts all caches into one group with
-one block table, so prefix caching, chunked prefill and preemption work for both caches. In shapes T is the number of
-tokens in a step of vLLM, t of one request's tokens in it, n of this request's keys, and N of tokens per page.
+one block table, so prefix caching, chunked prefill and preemption work for both caches. In shapes T counts the
+tokens in a step of vLLM, t one request's tokens in the step, n this request's keys, and N the tokens of a page.
 """
 
 import os

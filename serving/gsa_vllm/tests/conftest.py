@@ -10,8 +10,8 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-# Triton interprets functions that are defined while the variable is set. Here these are Triton's own functions.
-# test_kernels.py sets the variable for the kernels.
+# Triton interprets functions that are defined while this variable is set. The import below defines Triton's own
+# functions. test_kernels.py sets the variable again for our kernels.
 os.environ["TRITON_INTERPRET"] = "1"
 import triton  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Tests that exported transformers folders have equal logits, are whole or missing, and import bit for bit."""
+"""Tests that exported transformers folders have equal logits, are complete or absent, and import bit for bit."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def readers(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_reader_that_dies_or_hangs_stops_the_run_soon(readers, kill_signal):
     assert readers.iterator._timeout == QUICK.longest_wait_seconds + rank_samples.HANG_SECONDS
-    # torch's handler raises at a reader's death wherever this process is. It must wait until all are dead.
+    # torch's handler would raise an error at the first reader's death. It is off until all are dead or stopped.
     raises = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     for worker in readers.workers:
         os.kill(worker.pid, kill_signal)

@@ -67,7 +67,7 @@ def test_a_part_holds_its_own_documents_only(tokenizer: Tokenizer, tmp_path: Pat
     reader = shard_reader(open_corpus(str(tmp_path)), tokenizer, Reading())
     parts, held_bytes = held_by_parts(reader, "a.bin", 20)
     assert sum(map(len, parts)) == 40_000
-    # Each document needs its begin and end; the whole table would take 320,000 bytes per part.
+    # Each document needs its beginning and end; the whole table would take 320,000 bytes per part.
     assert held_bytes < 2 * 16 * 40_000
 
 

@@ -149,7 +149,7 @@ class Lane:
         return self.lines_of(name)[number] if number < len(self.lines_of(name)) else "lost_lines"
 
     def read_again(self) -> None:
-        """Read documents again that were read but not put into a block completely, as a start does."""
+        """As a start does, read again the documents that were read but not completely put into blocks."""
         for slot in {slot for slot, *_ in (*self.stream, *self.pool)}:
             line = self.line_at(*self.origin[slot][:2])
             if isinstance(line, str):

@@ -67,7 +67,7 @@ class SilentFileSystem(MemoryFileSystem):
         return str(super()._strip_protocol(path.removeprefix("silent://")))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        # The first request and sizes may hang separately.
+        # Tests let listings with and without sizes hang separately.
         method = "ls of a folder below" if "chunk" in path else "ls with sizes"
         self.server.answer(method if detail else "ls")
         return super().ls(path, detail=detail, **options)

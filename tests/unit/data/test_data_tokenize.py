@@ -209,7 +209,7 @@ def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("token", ["<stop>", "<unk>", "\u2581", "<0x0A>"])
 def test_an_eos_that_text_holds_is_refused(tmp_path: Path, token: str) -> None:
-    """Text may contain these tokens, and would then end a document."""
+    """Text may contain these tokens, which would then end a document too early."""
     path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"], byte_fallback=True)
     message = rf"{token}' is not a control symbol, so text would end .*eos_token"
     with pytest.raises(TokenizerError, match=message):

@@ -38,7 +38,7 @@ def test_sources_without_documents(corpus, tokenizer, tmp_path):
 
 
 def test_the_source_of_a_dataset_is_its_sub_folder(corpus, tokenizer, tmp_path):
-    """The same text is prepared twice, and two datasets are of another program."""
+    """The same text is prepared twice, and another program wrote two more datasets."""
     for name in ("wiki", "again"):
         prepare_tokens(corpus.root, tokenizer, tmp_path / name, 1, Reading())
     (tmp_path / "books").mkdir()

@@ -1,4 +1,4 @@
-"""Compares selections by a perfect indexer with loops, and runs a model with them."""
+"""Compares a perfect indexer's selections with loops, and runs a model that attends to such selections."""
 
 import json
 from pathlib import Path

@@ -24,7 +24,7 @@ KL_SCALE = 0.37
 NO_GATES = {"value_gate": False, "output_gate": False}
 
 
-# The second of a head's two pairs is slowed down by half of the factor, and another pair of the indexer's three.
+# One pair of channels is slowed down by half of the factor: the second of a head's two, and one of the indexer's three.
 YARN = RopeScalingConfig("yarn", 4.0, 16, beta_fast=3.0, beta_slow=0.2, attention_factor=1.2)
 
 

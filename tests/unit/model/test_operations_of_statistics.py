@@ -14,9 +14,9 @@ from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config,
 LAYERS = (2, 4)
 MOST_OF_A_LAYER = 160
 MOST_OF_A_MICRO_BATCH = 90
-"""What all layers share."""
+"""Limit for the operations that all layers share."""
 MOST_OF_READING = 225
-"""However many layers there are."""
+"""Limit for reducing the statistics, whatever the number of layers is."""
 
 
 class Operations(TorchDispatchMode):

@@ -86,7 +86,7 @@ def test_a_share_is_one_of_a_whole_number(fraction: float) -> None:
 
 
 def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
-    """A draw takes every second of four stretches of rows. Some step makes each draw."""
+    """A draw takes every second of four stretches of rows. The test tries steps until both draws have occurred."""
     by_draw: dict[int, dict[str, torch.Tensor]] = {}
     for step in range(100):
         draw = _draw_of(step) % 2

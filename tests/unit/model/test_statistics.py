@@ -1,4 +1,4 @@
-"""Tests statistics of attention that two ways of measuring, or definitions per pair, must agree on."""
+"""Tests that statistics of attention agree if they are measured in two ways, or with their definition per pair."""
 
 import pytest
 import torch

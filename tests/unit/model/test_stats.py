@@ -1,4 +1,4 @@
-"""Tests that deferred statistics per layer equal plain sums, in whatever number they are added."""
+"""Tests that deferred statistics per layer equal plain sums, whatever the number of additions is."""
 
 import math
 from typing import Any

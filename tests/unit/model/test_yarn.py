@@ -42,7 +42,7 @@ def test_rates_and_attention_factor_match_transformers(name: str) -> None:
     )
     model, theirs = tiny_model(config), to_hf_config(config)
     rates, magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    # Values agree except for the last bit: 1 / (factor * x) there, 1 / x / factor here.
+    # The last bit may differ: transformers computes 1 / (factor * x), and we compute 1 / x / factor.
     exact: dict[str, Any] = {"rtol": 2.5e-7, "atol": 0}
     torch.testing.assert_close(model.gpt.rotary_pos_emb.inv_freq, rates, **exact)
     assert model.attentions[0].rotary_magnitude == pytest.approx(magnitude, rel=1e-12)

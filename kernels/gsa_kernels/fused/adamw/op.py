@@ -8,7 +8,7 @@ import triton.language as tl
 
 from gsa_kernels.devices import launching_on
 
-# Each thread loads twice 16 bytes of each tensor. An H200 runs this number of programs at once (not measured).
+# Each thread makes two loads of 16 bytes from an fp32 tensor. An H200 runs MAX_PROGRAMS at once (not measured).
 ELEMENTS, WARPS, MAX_PROGRAMS = 2048, 8, 1056
 
 
