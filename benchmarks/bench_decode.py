@@ -2,15 +2,16 @@
 
     python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--page-sizes 16 64 128]
 
-A CUDA graph runs the attention of several layers. Each layer has its own KV cache, so that the L2 cache holds none of
-it from the previous run. Times are medians in microseconds per layer. Dense rows are the torch SDPA backends that
-support the case, and a Triton kernel that divides the keys among programs as the GSA kernel does. `GSA token` includes
-scores, selection and attention. `GSA attention` is attention alone. `bound_us` is the time to read the required bytes
-at the bandwidth of a device copy. `speedup` is relative to the fastest dense row. The shapes are those in
-configs/gsa_7b.yaml, in bf16.
+A CUDA graph runs the attention of several layers. Each layer has its own KV cache. When a run needs the keys and values
+of a layer, the L2 cache therefore no longer holds them from the previous run. A time is the median over runs, divided
+by the number of layers, in microseconds. Dense rows time the torch SDPA backends that support the case, and a Triton
+kernel that divides the keys among programs, as the GSA kernel does. `GSA token` times scores, selection and attention.
+`GSA attention` times only attention. `bound_us` is the number of bytes that the row must read, divided by the bandwidth
+of a device copy. `speedup` is the time of the fastest dense row divided by the time of this row. The shapes come from
+configs/gsa_7b.yaml, and the dtype is bf16.
 
-With `--page-sizes` the bench instead compares GSA on a paged cache, whose pages are in random order, with GSA on a
-contiguous cache. The shape is the shape of configs/gsa_1.7b.yaml, with a fixed budget.
+With `--page-sizes` the bench does not measure dense decoding. It compares GSA on a paged cache, whose pages are in
+random order, with GSA on a contiguous cache. The shapes come from configs/gsa_1.7b.yaml, and the budget is fixed.
 """
 
 import sys
@@ -95,7 +96,8 @@ def make_layer(batch: int, length: int, shape: Shape = LARGE) -> Layer:
 
 
 def in_pages(layer: Layer, size: int) -> Layer:
-    """Copy the caches to pages of `size` tokens in random order, with a token's key and value in one row."""
+    """Copy the caches to pages of `size` tokens. The pages are in random order. One row of a page has the key and the
+    value of a token."""
     batch, length = layer.k.shape[:2]
     table = torch.randperm(batch * length // size, device="cuda").view(batch, -1)
 

@@ -8,16 +8,19 @@ compares the standard model (dense, no gates, no indexer) with GSA. All models d
 fit into memory together, they take turns.
 
 `standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA backends.
-A static cache normally needs a mask. Here all slots are filled, so the script also tries each backend without a mask.
-For GSA, `FusedDecoder` chooses the kernels of the matrix products by the batch size (column `products`). `standard, our
-products` is the standard model with our kernels for matrix products.
+A static cache normally has empty slots, so attention needs a mask that excludes them. Here random values fill all
+slots, so the script also tries each backend without a mask. In GSA models, `FusedDecoder` chooses the kernels of the
+matrix products by the batch size, and the column `products` shows its choice. `standard, our products` is the standard
+model with our kernels for the matrix products.
 
-A decoding step advances the decoder's token counters. The script resets the counters before each timed step, outside
-the timed region, so that all steps are at the same position.
+A decoding step advances the decoder's token counters, so the next step would be at the next position. The script
+therefore resets the counters before each timed step, so that all steps run at the same position. The time of a step
+does not include the reset.
 
-`bound` is the time to read the required weights and keys at the bandwidth of a device copy. If a model does not fit in
-memory, the script times the layers that fit (column `layers`) and scales the time. It times the output layer
-separately.
+`bound` is the number of bytes that a step must read, divided by the bandwidth of a device copy. These bytes are the
+weights, the attended keys and values, and the indexer keys. If a model does not fit in memory, the script times only
+the number of layers that fits (column `layers`), and scales their time to all layers. The script times the output layer
+separately, because its time must not be scaled.
 """
 
 import argparse
@@ -152,8 +155,8 @@ def fitting_layers(needed: Callable[[int], int], most: int) -> int:
 
 
 def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple[Sdpa, dict[str, float]]:
-    """Choose the fastest backend for one layer's attention, or cuDNN if times are about equal. Also return the
-    microseconds of all backends that support this attention."""
+    """Choose the fastest backend for the attention of one layer. If cuDNN without a mask is about as fast, choose
+    cuDNN. Also return the time in microseconds of every backend that supports this attention."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)

@@ -2,10 +2,11 @@
 
     python benchmarks/bench_kl.py [--lengths 4096 16384] [--heads 8]
 
-The loss's target (attention probabilities summed over heads) is an input, because in training attention computes it.
-Queries attend to all causal keys, or to about 2048 random keys (`sparse`). total_ms is the time of value and gradients,
-and graph_ms their time in a CUDA graph, without launch overhead. value_only_ms excludes the gradients. stats_ms,
-scores_ms, queries_ms and keys_ms are times of single kernels, for the last last_chunk_rows queries.
+The target of the loss is the sum of the attention probabilities over heads. Here the target is an input, because in
+training the attention computes it. Queries attend to all causal keys, or to about 2048 random keys (`sparse`). total_ms
+is the time to compute the loss and its gradients. graph_ms is the time of the same computation in a CUDA graph, without
+launch overhead. value_only_ms is the time to compute the loss without gradients. stats_ms, scores_ms, queries_ms and
+keys_ms are times of single kernels, each for the last last_chunk_rows queries.
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """
@@ -69,7 +70,8 @@ def make_case(length: int, attended: str, heads: int) -> Case:
 
 
 def make_target(length: int) -> torch.Tensor:
-    """Return a random target: a peaked softmax summed over 16 heads, fp32 [1, L, L], NaN where a key is not causal."""
+    """Return a random target, fp32 [1, L, L]: for each query, 16 times the softmax of random logits over its causal
+    keys. The factor stands for a sum over 16 heads. Keys that are not causal have NaN."""
     rng = torch.Generator(cases.DEVICE).manual_seed(1)
     target = torch.empty(1, length, length, device=cases.DEVICE)
     keys = torch.arange(length, device=cases.DEVICE)

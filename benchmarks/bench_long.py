@@ -13,9 +13,9 @@ forward_reuse_ms is a quarter of the time of four layers that share one selectio
 time of the indexer loss with its gradients. Only both_kl_ms includes it. mean_k is the mean budget of `selected` rows.
 peak_gib is the peak memory that a forward and backward pass adds to its inputs. It includes lists that the pass makes.
 
-The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number that
-one query selects. Beyond 131072 tokens dense attention takes minutes. There the bench measures only cuDNN and attention
-over selected keys, once each.
+The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number of
+keys that one query selects. Beyond 131072 tokens, dense attention takes minutes. At these lengths, the bench measures
+only cuDNN and the rows whose name ends with `selected`, and each time comes from one run.
 """
 
 import sys

@@ -5,27 +5,29 @@
 
 The baselines are megatron-core's mixture of experts in place of ours, and standard attention in place of GSA.
 
-The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token), but with fewer layers and experts so
-that one device holds the training state. The default of 18 layers and 16 experts needs a device of 80 GB. With 128
-experts, each layer equals a layer of the 15B model. All models have the same micro-batch: the largest of 1, 2 and 4
-sequences with which all models fit by the memory estimate.
+The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token). The models have fewer layers and
+experts than these configs, so that one device can hold the training state. The default of 18 layers and 16 experts
+needs a device of 80 GB. With 128 experts, each layer equals a layer of the 15B model. All models have the same
+micro-batch of 1, 2 or 4 sequences. The bench chooses the largest micro-batch with which every model fits the device,
+according to the memory estimate.
 
-The models `standard` and `gsa` also run with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. The bench
-checks one promise: a step of the faster of `gsa` and `gsa_graphs` takes at most 1.10 times as long as a step of the
-faster of `standard` and `standard_graphs`.
+The bench also runs the models `standard` and `gsa` with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. It
+checks a promise about GSA. The faster of `gsa` and `gsa_graphs` is compared with the faster of `standard` and
+`standard_graphs`: a step with GSA may take at most 1.10 times as long.
 
-`standard_grouped` is the standard model with megatron-core's own mixture of experts (router, dispatcher, GroupedMLP)
-and our mixture's weights. whole_steps/megatron_experts.py lists what works without Transformer Engine. Attention,
-norms, loss, optimizer and tokens are the same. Before the first step the bench compares the outputs of both mixtures
-for random tokens, and reports a difference beyond rounding as WRONG. The learning rate is 0, so that weights and
-routing stay. `load_max` is the largest expert's load divided by the mean.
+`standard_grouped` is the standard model, in which megatron-core's own mixture of experts (router, dispatcher,
+GroupedMLP) replaces ours. Its weights are copied from our mixture. whole_steps/megatron_experts.py lists what works
+without Transformer Engine. Attention, norms, loss, optimizer and tokens are the same in both models. Before the first
+step, the bench feeds random tokens to both mixtures. If their outputs differ by more than rounding explains, the report
+says WRONG. The learning rate is 0, so that weights and routing do not change during the run. `load_max` is the load of
+the expert with the most tokens, divided by the mean load of all experts.
 
-The models take turns in `--rounds` rounds. Each round builds and warms up each model again, because the models do not
-fit into memory together. In each round a model's step time is divided by the step time of the standard model without
-CUDA graphs. `ratio` is the median of this quotient over the rounds, with its standard error. The table by part shows
-traced steps of the last round in ms per step. `experts` are the matrix products of the routed experts. `exchange` sorts
-tokens by expert and adds up outputs. `mlp` includes the shared expert. Kernels of a graph belong to no part, so models
-with graphs are not traced.
+The models take turns in `--rounds` rounds. All models together do not fit into memory, so each turn builds and warms up
+its model again. In each round, the step time of each model is divided by the step time of the standard model without
+CUDA graphs. `ratio` is the median of these quotients over the rounds, with its standard error. A second table shows the
+ms per step of each part, from steps that are traced in the last round. The part `experts` is the matrix products of the
+routed experts. `exchange` sorts tokens by expert and adds up the outputs. `mlp` includes the shared expert. A trace
+cannot attribute the kernels of a CUDA graph to a part, so models with graphs are not traced.
 """
 
 from __future__ import annotations
@@ -230,7 +232,8 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
 
 
 def faster_way(found: dict[str, Found], kind: str) -> str:
-    """Return the name of the model of this kind with the shortest steps, among models with our mixture of experts."""
+    """Return the name of the fastest model of this kind, with or without CUDA graphs. Models with megatron-core's
+    mixture of experts do not count."""
     ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
     return min(
         ways,

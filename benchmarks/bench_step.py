@@ -12,17 +12,19 @@ with its temperature. For each pair of neighbouring steps the config's time is d
 the median of these quotients, with its standard error. The table by part shows the kernel time of one profiled step in
 ms per sequence. `idle` is the time without any kernel.
 
---lengths (`make bench-step`) measures standard models (cuDNN attention) and GSA at several lengths
-(whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each row is saved at
-once in bench_step_lengths.json. A later call measures only cases without a row of its device and commit.
+With --lengths (`make bench-step`), the bench measures standard models (cuDNN attention) and GSA models at several
+lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. The bench
+writes each row to bench_step_lengths.json as soon as it is measured. A later call measures only the cases for which the
+file has no row from the same device and commit.
 
-`speed_up` is the standard model's step time divided by this model's step time. The two models take turns. `host_ms` is
-the host's time to launch a step. `mean_k` is the mean number of keys that a query selects. `r` is the union ratio: the
-number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`. `indexer` says what selects
-the keys. `own`: the model's untrained indexers. `alike`: given projections, with which neighbouring queries select
-keys as similar as in a trained model (whole_steps/planted_indexer.py). Models named `..._graphs` run
-with train.cuda_graphs. Their `peak_gib` includes the graphs' memory. `layer_ms` and the step of the whole model are
-extrapolated from models of two depths. `--layers 24` measures whole models.
+`speed_up` is the step time of the standard model divided by the step time of this model. The two models take turns.
+`host_ms` is the time that the host needs to launch a step. `mean_k` is the mean number of keys that a query selects.
+`r` is the union ratio: the number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`.
+`indexer` says what selects the keys. With `own`, the untrained indexers of the model select them. With `alike`, given
+projections replace the indexers' projections, so that the selections of neighbouring queries are as similar as in a
+trained model (whole_steps/planted_indexer.py). Models named `..._graphs` run with train.cuda_graphs, and their
+`peak_gib` includes the memory of the graphs. The bench measures each model at two depths, and extrapolates `layer_ms`
+and the step time of the whole model. With `--layers 24` it measures whole models instead.
 """
 
 import re

@@ -5,15 +5,16 @@
         --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
-Every layout has the same number of sequences per device. The short name of a layout gives its parallel sizes
-(whole_steps/layout_names.py). The remaining ranks are data parallel. The bench also runs on CPUs, but then reports
-neither memory nor MFU.
+All layouts have the same number of sequences per device. The short name of a layout gives its parallel sizes
+(whole_steps/layout_names.py). Ranks that these sizes do not use are data parallel. The bench also runs on CPUs, but
+there it reports neither memory nor MFU.
 
---breakdown traces two more steps of each model. It prints the mean time of each part of the model in milliseconds, on
-rank 0's device. `exposed` is the time in which NCCL's kernels ran alone, including waits for other ranks, and
-`exposed_max` the largest such time over the ranks. `idle` is the time without kernels. The parts, `exposed` and
-`idle` add up to the traced step, which is slower than the measured step. `overlapped` is the time of parts in which
-communication ran as well. The rules are in gsa_train/profiling/step_breakdown.py.
+With --breakdown, the bench traces two more steps of each model. It prints the mean time per step of each part of the
+model, in milliseconds, on the device of rank 0. `exposed` is the time in which only kernels of NCCL ran, which includes
+waits for other ranks. `exposed_max` is the largest `exposed` of any rank. `idle` is the time in which no kernel ran.
+The parts, `exposed` and `idle` add up to the traced step, which takes longer than the measured step. `overlapped` is
+the time in which communication ran together with other kernels. This time also counts in the parts. The rules are in
+gsa_train/profiling/step_breakdown.py.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """Draw int32 [B, L, ceil(L / 32)]. Query t selects causal keys with probability selected / (t + 1), and key 0."""
+    """Draw a packed mask, int32 [B, L, ceil(L / 32)]. Each causal key of query t is selected with probability `selected
+    / (t + 1)`. Key 0 is always selected."""
     keys = torch.arange(length, device=DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large
@@ -129,8 +130,9 @@ def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Run dense causal attention with one torch backend on q [B, H, L, D] and on k and v [B, Hkv, L, D]. On an H200 at
-    32K tokens, cuDNN is fastest with contiguous tensors, and flash attention with transposed views of [B, L, H, D]."""
+    """Run dense causal attention with one torch backend. q is [B, H, L, D], and k and v are [B, Hkv, L, D]. On an H200
+    at 32K tokens, cuDNN is fastest if these tensors are contiguous. Flash attention is fastest if they are transposed
+    views of [B, L, H, D]."""
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

@@ -2,8 +2,9 @@
 
     python benchmarks/compile_kernels.py 80 89 90
 
-Each argument is a compute capability without its point (89 for 8.9). The command needs Triton but no GPU, because no
-kernel runs. The shapes come from configs/*.yaml. The table has each kernel's largest memory, registers and stack.
+Each argument is a compute capability without its point, such as 89 for 8.9. No kernel runs, so the command needs Triton
+but no GPU. The shapes come from configs/*.yaml. The table shows the largest shared memory, the most registers and the
+largest stack among the compiled versions of each kernel.
 """
 
 import argparse

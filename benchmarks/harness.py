@@ -73,8 +73,9 @@ def measure(
 ) -> dict[str, Timing]:
     """Time the candidates on the current CUDA device by CUDA events.
 
-    Each candidate first runs a few times to compile, to warm up, and to estimate its time. Candidates then take turns
-    in `rounds` rounds. The device's clock falls while the device heats up, and this then affects all candidates alike.
+    Each candidate first runs a few times, to compile, to warm up, and to estimate its time. Then the candidates take
+    turns in `rounds` rounds. A device lowers its clock while it heats up. Because the candidates take turns, a lower
+    clock slows down all of them alike.
 
     Args:
         candidates: name -> function to time; its results are dropped
@@ -114,15 +115,17 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error for normally distributed values. Their standard deviation is 1.48 times
-    the median absolute deviation. The standard error of the median is 1.25 times the standard error of the mean."""
+    """Return the median and its standard error. The error is computed for normally distributed values, whose standard
+    deviation is 1.48 times their median absolute deviation. The standard error of the median is 1.25 times the standard
+    error of the mean."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
 
 
 def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -> list[float]:
-    """Return the ms of each run. The host does not wait between runs, so that the device always has work."""
+    """Return the time of each run in ms. The host launches all runs without a wait between them, so that the device
+    always has work."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, stop in events:
         if flush is not None:
@@ -139,8 +142,9 @@ def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -
 def capture(run: Run) -> Run:
     """Capture `run` as a CUDA graph, which excludes the host's time, and return a function that replays it.
 
-    `run` must do the same each time on the same tensors, and never wait for the device. No earlier autograd graph of
-    its leaf tensors may exist, because gradients would be computed on the stream of that earlier graph.
+    `run` must do the same work on the same tensors each time, and must never wait for the device. Before the call, no
+    autograd graph may exist that uses the leaf tensors of `run`. Otherwise autograd would compute the gradients on the
+    stream of that earlier graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -195,8 +199,8 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def commit() -> str:
-    """Return the commit of these sources from GSA_COMMIT or git, with -dirty if the sources differ from it. Set
-    GSA_COMMIT in a copy of the tree without a git repository, or with an old one."""
+    """Return the commit of these sources, from GSA_COMMIT or from git. Git adds -dirty if the sources differ from the
+    commit. If a copy of the sources has no git repository, or an old one, set GSA_COMMIT there."""
     found = os.environ.get("GSA_COMMIT", "")
     # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():
@@ -361,7 +365,8 @@ def plain(cell: Cell) -> Cell:
 
 
 def _shown(argument: str) -> str:
-    """Show paths of this repository relative to its root, so that the record does not depend on the copy's location."""
+    """Write paths inside this repository relative to its root, so that the record does not depend on where the copy
+    lies."""
     path = Path(argument)
     return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else argument
 

@@ -1,4 +1,4 @@
-"""Builds key lists to time kernels with, on the device in a few passes, without a mask of all pairs."""
+"""Builds key lists with which benches time kernels. This takes a few passes on the device, and no mask of all pairs."""
 
 import torch
 
@@ -10,11 +10,13 @@ from gsa_kernels.packed_mask import int32_words
 def random_lists(
     batch: int, length: int, k: int, ratio: float, device: torch.device | str, seed: int
 ) -> KeyLists:
-    """Build lists in which every query selects k keys, and the queries of a tile together select ratio * k keys.
+    """Build random lists for a given union ratio. Every query selects k keys, and the queries of a tile together select
+    ratio * k different keys.
 
-    The list of a tile has n = ratio * k random causal keys of the tile's first query, or all of them if there are
-    fewer. The ratio must be from 1 to the number of queries in a tile. Each query selects k evenly spaced keys of the
-    list, or all if n <= k. The queries begin at different offsets, so that together they select the list.
+    The list of a tile has n = ratio * k random keys, which are causal for the first query of the tile. If that query
+    has fewer causal keys, the list has all of them. The ratio must be from 1 to the number of queries in a tile. Each
+    query selects k evenly spaced keys of the list, or the whole list if n <= k. The queries begin at different offsets
+    in the list, so that together they select all of its keys.
     """
     tiles = -(-length // TILE_QUERIES)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -50,7 +52,8 @@ def _entries(counts: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, 
 def _spread(
     entry: torch.Tensor, count: torch.Tensor, visible: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw entry j of n: a random key of the j-th of n equal parts of the causal keys. int32, ascending."""
+    """Draw the keys of all lists, int32, ascending in each list. For a list of n keys, the causal keys are divided into
+    n equal parts, and entry j of the list is a random key of part j."""
     low, high = entry * visible // count, (entry + 1) * visible // count
     chance = torch.rand(len(entry), generator=generator, device=entry.device)
     return torch.minimum(low + (chance * (high - low)).long(), high - 1).int()

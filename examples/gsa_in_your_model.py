@@ -1,4 +1,4 @@
-"""Use Gated Sparse Attention in a plain torch model. A GPU runs the fused kernels, a CPU runs plain torch.
+"""Use Gated Sparse Attention in a plain torch model. A GPU runs the fused kernels, and a CPU runs plain torch.
 
 PYTHONPATH=kernels python examples/gsa_in_your_model.py [STEPS]
 """

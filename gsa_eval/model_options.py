@@ -50,7 +50,8 @@ def check_step(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def prepare_imports() -> None:
-    """Silence the libraries. If a package is missing, print its name and exit with code 2, before an import fails."""
+    """Silence the libraries. If a package is missing, print its name and exit with code 2, so that no later import
+    fails."""
     for name in PACKAGES:
         if find_spec(name) is None:
             print(

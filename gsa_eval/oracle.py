@@ -1,9 +1,9 @@
 """Measure retrieval of a model whose attention reads only the keys that a perfect indexer selects.
 
-The model's own attention probabilities select the keys. The measured retrieval is the upper bound for a learned
-indexer with the same `Form`. The form says how many neighbouring queries share a selection, and how many
-neighbouring keys are selected together. Letters in shapes: H query heads, Hkv key-value heads, G heads that
-share a selection, D head size, L tokens, C queries of a chunk.
+The attention probabilities of the model itself select the keys. The `Form` says how many neighbouring queries share a
+selection, and how many neighbouring keys are selected together. The measured retrieval is the upper bound for a learned
+indexer that selects in this form. Letters in shapes: H query heads, Hkv key-value heads, G heads that share a
+selection, D head size, L tokens, C queries of a chunk.
 """
 
 from __future__ import annotations

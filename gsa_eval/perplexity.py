@@ -56,7 +56,8 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
-    """Yields the scores of each piece, the longest first. Padding comes after a sequence, so no query attends to it."""
+    """Yields the scores of each piece, the longest piece first. In a batch, padding follows the tokens of a piece.
+    Queries attend only to earlier keys, so no token of the piece attends to padding."""
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
     under_way: tuple[list[int], list[int], torch.Tensor, torch.Tensor] | None = None
     for first in range(0, len(order), batch_size):

@@ -1,6 +1,7 @@
 """Make prompts for 11 of RULER's 13 tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
-A task makes a prompt with `size` units of filling text. `fill` finds the largest size that fits a prompt length.
+The prompt of a task has `size` units of filling text. `fill` finds the largest `size`, within 1%, with which the prompt
+has at most a given number of tokens.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def _needle(kind: str, key: str, value: str) -> str:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert needles at `places`, fractions of the text. With `at_sentences`, a needle splits no sentence. Also
-    returns the number of units (pieces of text) before each needle."""
+    """Insert the needles into the text. `places` has a fraction of the text for each needle, from 0 (the beginning) to
+    1 (the end). With `at_sentences`, needles stand only between sentences. Also returns the number of units (pieces of
+    text) before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
     for needle, share in zip(needles, places, strict=True):
@@ -143,9 +145,9 @@ SHORT_TOKENS = 4096
 
 
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make an example list with its answer, then a list to answer. Each has ten common words. The example has
-    10 or 30 others, and the list has `size`. Numbers and frequencies follow RULER's
-    `common_words_extraction.py`."""
+    """Make a prompt with two lists of words: an example list with its answer, and a list without an answer. Each list
+    has ten common words, which the answer must name. In addition, the example list has 10 or 30 other words, and the
+    second list has `size` other words. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
     is_short = setting.length_tokens < SHORT_TOKENS
 
     def listed(others: int, times: int, times_of_others: int) -> tuple[str, list[str]]:
@@ -175,8 +177,9 @@ MOST_FREQUENT = 100
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make a text of coded words with frequencies proportional to 1 / rank^2. Dots have rank 1. As in RULER's
-    `freq_words_extraction.py`, a text of n tokens has n // 50 different words, dots included."""
+    """Make a text of coded words. The frequency of a word is proportional to 1 / rank^2. Rank 1 belongs to the dots,
+    which the answer leaves out. As in RULER's `freq_words_extraction.py`, a text of n tokens has n // 50 different
+    words, and the dots count as one of them."""
     codes: list[str] = []
     while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)

@@ -87,8 +87,9 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
-    Other processes make samples while the model answers earlier ones. Tokenizing a prompt until it fits the
-    length takes longer than its answer on a GPU, and holds the interpreter's lock.
+    Worker processes make the next samples while the model answers earlier ones. To make a prompt that fits the length,
+    a sample is tokenized several times. This takes longer than the answer on a GPU, and holds the interpreter's lock,
+    so threads would not help.
 
     Raises:
         ValueError: as in `score_ruler`.

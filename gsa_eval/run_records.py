@@ -26,8 +26,8 @@ class Event(NamedTuple):
 
 
 def records_of(run_dir: Path) -> list[Record]:
-    """Read metrics.jsonl, in order of the steps. The end of a save is logged some steps later, perhaps in the next
-    phase."""
+    """Read metrics.jsonl, and return its records in order of their steps. The file is not in this order, because the
+    end of a save is logged some steps after the step that was saved, perhaps in the next phase."""
     path = run_dir / "metrics.jsonl"
     records = read_records(path, fault_of_record)
     damaged = of_other_lengths(records)
@@ -38,8 +38,8 @@ def records_of(run_dir: Path) -> list[Record]:
 
 
 def events_of(run_dir: Path, records: list[Record]) -> list[Event]:
-    """Return spikes, the reactions to them, and faults, in order of their steps. A start may have moved some records to
-    metrics_rewound.jsonl."""
+    """Return spikes, the reactions to them, and faults, in order of their steps. If a run was started again from an
+    earlier step, some of its records are in metrics_rewound.jsonl. This function reads them, too."""
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
     rewound = run_dir / "metrics_rewound.jsonl"
     if rewound.is_file():

@@ -29,8 +29,8 @@ def log_to_wandb(
 ) -> str | None:
     """Log an evaluation. Returns the W&B id, or None if W&B is disabled or did not start (logged).
 
-    The training run stays closed. The new run has the same project, owner, group and tags, and names the training run
-    in LINK.
+    The W&B run of the training is not opened again. The evaluation gets a new W&B run with the same project, owner,
+    group and tags. The field LINK in its config has the id of the training's W&B run.
 
     Args:
         folder: folder of the results; also for W&B's files.

@@ -85,7 +85,8 @@ def eager_attention_forward(
 
 
 class GSAAttention(nn.Module):
-    """Attends to all keys in a dense layer, or to the keys that the indexer of this or an earlier layer selected."""
+    """In a dense layer, attends to all causal keys. In other layers, attends to the keys that the indexer of this or an
+    earlier layer selected."""
 
     def __init__(self, config: GSAConfig, layer_idx: int) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
 """Decode one token of each sequence for `Generator`, by the model's forward pass or by fused steps.
 
-`FusedDecoder` concatenates the weights of all projections of one input into a joined weight. It computes the
-products in torch, or in kernels for few sequences (row_layers.py). It writes into a static cache and never synchronizes
-with the host, so CUDA graphs can capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size
-D, hidden size d, and Lk cache slots.
+`FusedDecoder` joins all projections that have the same input: it concatenates their weights into one joined weight, so
+that one product computes all of them. Torch computes the products. For few sequences, special kernels can compute them
+(row_layers.py). The decoder writes into a static cache and never synchronizes with the host, so a CUDA graph can
+capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, and Lk cache
+slots.
 """
 
 import dataclasses
@@ -247,8 +248,8 @@ class FusedDecoder:
         return formats.AngleTable(values, self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Return the rotary cosines and sines [B, channels] of the tokens' positions, for heads and the indexer. Return
-        the table of all positions instead if a kernel looks them up."""
+        """Return the rotary cosines and sines of the positions of the tokens, [B, channels], for the heads and for the
+        indexer. If a kernel looks up the angles itself, return the table of all positions instead."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()
         found = self._angles_of((self.lengths - 1)[:, None], h)

@@ -81,16 +81,17 @@ class Generated:
 
     @property
     def decode_rate(self) -> float:
-        """Return new tokens per second over all sequences, including ended ones. Return 0 if each sequence has only one
-        new token."""
+        """Return new tokens per second over all sequences. Tokens after the end of a sequence count, too. If each
+        sequence has only one new token, return 0."""
         return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
 
 
 class Generator:
     """Generates from batches of prompts with one model and its current weights.
 
-    On a CUDA device with `attn_implementation` "gsa", decoding steps are fused and captured in a CUDA graph. Otherwise,
-    or if fused steps lack a feature of the model (`not_fused`), a step is the model's forward pass.
+    Decoding steps are fused and captured in a CUDA graph if the model is on a CUDA device, if its sparse layers have
+    `attn_implementation` "gsa", and if fused steps support all its features (`not_fused`). Otherwise, a step is the
+    model's forward pass.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 
 class KernelMemory:
-    """Keeps memory of the kernels between layers and steps, in addition to the cache of transformers. It is not saved
-    with the model."""
+    """Keeps memory that the kernels use again in later layers and steps. This memory is separate from the cache of
+    transformers, and is not saved with the model."""
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[Any, ...], Any] = {}
@@ -97,7 +97,8 @@ def make_kernel_pass(
     cache: Cache | None,
     memory: KernelMemory,
 ) -> KernelPass:
-    """Return the places of the tokens of `inputs` [B, L, d]. One token with a cache needs no host synchronization.
+    """Return the places of the tokens of `inputs` [B, L, d]. If the pass has one token of each sequence and a cache,
+    this function does not synchronize with the host.
 
     Args:
         padding: [B, slots], 0 at padding on the left or right; or None

@@ -5,8 +5,8 @@ A layer computes these steps, for a query t with budget k_t and selected keys S_
     h -> Q, K, V -> value gate G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t
       -> softmax over S_t -> output gate G1 -> W_O
 
-`attn_implementation` "eager" and "sdpa" need only torch and transformers, and use [queries, keys] tensors. "gsa" runs
-the kernels of the package gsa_kernels on a CUDA device.
+With `attn_implementation` "eager" or "sdpa", the model needs only torch and transformers, but it makes tensors of the
+shape [queries, keys]. With "gsa", it runs the kernels of the package gsa_kernels on a CUDA device.
 """
 
 import copy
@@ -305,7 +305,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Token ids, which the model shifts by one. The loss ignores labels of -100. In training with
             `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the language
-            model's loss. Without labels the backward pass of the logits adds the same gradient.
+            model's loss. Without labels, the backward pass of the logits adds the gradient of this term.
         output_indexer_loss (`bool`, *optional*):
             If True, return the indexer loss with its graph, for the caller to add. Not allowed with labels.
         """
@@ -358,9 +358,10 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the fraction of an optimizer step's labels that this forward pass has. Trainer divides the language
-    model's loss by `num_items_in_batch`, the step's number of labels. This fraction scales the indexer loss in the same
-    way. Without `num_items_in_batch` it is 1."""
+    """Return the number of labels in this forward pass, divided by the number of labels in the optimizer step. A step
+    may have several passes. Trainer divides the language model's loss of each pass by `num_items_in_batch`, the number
+    of labels in the step. This fraction scales the indexer loss in the same way. Without `num_items_in_batch`, the
+    fraction is 1."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

@@ -4,8 +4,9 @@
         tokens = model.generate(prompts, attention_mask=mask)
         logits = model(tokens, attention_mask=longer_mask).logits
 
-Rounding differs between decoding and scoring. If two keys have close scores, scoring may therefore select another key
-than decoding. The log-probability then changes by more than rounding.
+Decoding and scoring round differently. If two keys have almost equal scores, scoring may therefore select a different
+key than decoding did. The log-probability then changes by more than rounding alone would change it. With the keys of
+decoding, this does not happen.
 """
 
 from collections.abc import Iterator
@@ -52,8 +53,8 @@ class _Generation:
         self.sequences = [tokens[real].tolist() for tokens, real in rows]
 
     def find(self, tokens: list[int]) -> int | None:
-        """Return the row whose sequence begins with these tokens, or None. A recorded sequence lacks the last token
-        that `generate` returned, because `generate` makes no pass with this token."""
+        """Return the row whose recorded sequence begins with these tokens, or None. `generate` makes no forward pass
+        with the last token that it returns, so a recorded sequence lacks this token."""
         for row, known in enumerate(self.sequences):
             if len(known) >= len(tokens) - 1 and known[: len(tokens)] == tokens[: len(known)]:
                 return row
@@ -74,8 +75,8 @@ class _Replay:
         self.records = False
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Begin to record a forward pass with a cache. Add the recorded `selections` to the arguments of a pass without
-        a cache."""
+        """If the forward pass has a cache, begin to record its selections. If it has no cache, add the recorded
+        `selections` to its arguments."""
         tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
         if tokens is None:
             raise ValueError(

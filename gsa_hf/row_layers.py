@@ -1,7 +1,7 @@
 """Compute the layers of `FusedDecoder`'s step by the kernels for products of few rows (one row is one sequence).
 
-Each kernel starts and prefetches weights before the previous kernel ends. joined_layers.py has functions of the same
-names and arguments in plain torch.
+In this chain of kernels, each kernel starts before the previous one ends, and already prefetches its weights.
+joined_layers.py has the same functions, with the same names and arguments, in plain torch.
 """
 
 from functools import partial
@@ -48,9 +48,10 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
 
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
-    """Multiply by the joined projections, apply norms, rotary embedding and gate G2, and write into the cache. This
-    takes two launches. If `rotary` is a table of all angles, return a partial `enter_row` instead, which still takes
-    `part` and makes one launch."""
+    """Multiply h by the joined projections, apply the norms, the rotary embedding and gate G2, and write into the
+    cache. This takes two launches. If `rotary` is a table of all angles, one launch of `enter_row` can do all of this.
+    In this case, nothing is launched here. The function returns a partial `enter_row`, which the caller calls with
+    `part`."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts

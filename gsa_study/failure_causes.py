@@ -16,7 +16,8 @@ WARNING = re.compile(
 
 
 def reason_in(printed: str, crashed: bool) -> str:
-    """Return the error of the last Python traceback, or else the last line with text that is not a warning, or "".
+    """If the output has a Python traceback, return the error of the last one. Otherwise return the last line that has
+    text and is not a warning, or "" if there is none.
 
     Args:
         crashed: whether an uncaught error may have ended the job. If not, tracebacks are ignored, because the
@@ -38,8 +39,9 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """Return the first line after the traceback's frames. Frames are indented. Under torch each line may begin
-    with its rank (`[rank0]: `), and lines of other ranks may come in between."""
+    """Return the first line after the frames of the traceback. The lines of the frames are indented. torch may put the
+    rank in front of each line (`[rank0]: `), and print lines of other ranks in between. Only lines with the prefix of
+    the traceback count."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

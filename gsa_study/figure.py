@@ -1,4 +1,5 @@
-"""Draw the figure of a study's page: the first metric of each arm, and losses against tokens and training time."""
+"""Draw the figure of a study's page: a plot of the first metric of each arm, and plots of the losses over tokens and
+over training time."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """Draw a row per arm with a dot per run, for the study's first metric that any finished run has. Without
-    such a metric the figure is empty. If half of the arms have recorded losses, two plots to the right show
-    them by tokens and by training time."""
+    """Draw a row for each arm, with a dot for each run. The dots show the first metric of the study for which any
+    finished run has a value. If there is no such metric, the figure is empty. If at least half of the arms have
+    recorded losses, two plots to the right show the losses, one by tokens and one by training time."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
     with_losses = sum(any(run.losses for run in row.runs) for row in rows)
@@ -112,9 +113,9 @@ def shown_range(
 ) -> tuple[float, float] | None:
     """Returns bounds of a linear y axis that ignore the first steps and outliers, or None for the range of all values.
 
-    The bounds cover the values after the first tenth of the x axis, except outliers. With q2 and q98, the 2nd
-    and the 98th percentile of these values, an outlier is below q2 - (q98 - q2) / 2 or above
-    q98 + (q98 - q2) / 2.
+    The bounds ignore the first tenth of the x axis. They cover all later values except outliers. Let q2 and q98 be the
+    2nd and the 98th percentile of these values. A value below q2 - (q98 - q2) / 2 or above q98 + (q98 - q2) / 2 is an
+    outlier.
 
     Args:
         lines: x and y of each.

@@ -43,8 +43,8 @@ def count_gpus() -> int | None:
 
 
 def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
-    """Raise StudyError if a GPU is missing (its jobs would run on CPUs), or if a run needs more GPUs than
-    exist. `gpus=None` means CPUs, where ranks share the cores."""
+    """Raise StudyError if a GPU of `gpus` does not exist, because its jobs would run on CPUs, or if a run needs more
+    GPUs than `gpus` has. `gpus=None` means CPUs. There, all ranks share the cores, so no run needs too many."""
     there = count_gpus() if gpus else None
     for name in gpus or ():
         by_id = name.startswith(("GPU-", "MIG-"))  # as `nvidia-smi -L` prints them
@@ -80,8 +80,9 @@ def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Pa
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a separate session, so that Ctrl-C in a terminal reaches only the study, which passes it on. If
-    the study itself dies, the system sends SIGTERM to the child, and a run stops as after any SIGTERM."""
+    """Start a child in a session of its own. Ctrl-C in a terminal then reaches only the study, which passes it on to
+    the child. If the study itself dies, the system sends SIGTERM to the child. A run then stops as after any other
+    SIGTERM."""
     with open(log, "ab", opener=own_file) as file:
         return subprocess.Popen(
             list(command),

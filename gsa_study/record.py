@@ -1,8 +1,9 @@
-"""Read and write the record of a study in docs/results: CSVs from which its page can be made without run folders.
+"""Read and write the record of a study in docs/results. The record has CSV files, from which the page of the study can
+be made without the run folders.
 
 `<study>.csv` has each value of each finished run. `records/<study>_runs.csv` has a row for each finished run, and
-`records/<study>_curves.csv` has its losses. All numbers have full precision. A finished run in a local folder replaces
-its record. The records of other runs are kept.
+`records/<study>_curves.csv` has the losses of these runs. All numbers have full precision. If a finished run has a
+local folder, its record is replaced. The records of other runs are kept.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
-    A run is left out if its records are cut off, or if it began with another config than the study now has. A
-    recorded run without a local folder keeps its recorded values. If there is such a run, all runs are compared
-    at the recorded tokens and time. A new run that ended earlier then has no value.
+    A run is left out if its records are cut off, or if it began with another config than the study now has. If a
+    recorded run has no local folder, its recorded values are kept. These values belong to the recorded point (tokens
+    and time), so all runs are then compared at this point. A new run that ended before this point has no value there.
 
     Raises:
         ConfigError: a file of the record is damaged.
@@ -123,8 +124,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list[str]]:
-    """Return the usable runs, and a line for each other run. A usable run has records up to its last step. It
-    began with the study's present config, in which only the paths of texts may differ."""
+    """Return the usable runs, and a line for each other run. A run is usable if its records reach its last step, and if
+    it began with the present config of the study, apart from the paths of texts."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:

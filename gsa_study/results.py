@@ -1,8 +1,8 @@
 """Write pages of results for the documentation from one template: question, setup, one table, one figure, verdict.
 
-All numbers above the verdict come from the record of the study (`record.py`). A person writes the verdict in the page:
-the text from `## Verdict` on is kept. The verdict's first paragraph goes into README.md, the table of all studies. A
-person also writes the text above `## Studies` in README.md.
+All numbers above the verdict come from the record of the study (`record.py`). A person writes the verdict in the page,
+below the heading `## Verdict`, and this text is kept. README.md has a table of all studies, with the first paragraph of
+each verdict. A person also writes the text above `## Studies` in README.md.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class RunMetrics:
 
     @property
     def records_end_at(self) -> int | None:
-        """Return the step at which the records of a finished run end too early, as in a copy that was cut off, else
-        None."""
+        """If the records of a finished run end before its last step, as in a copy that was cut off, return the step of
+        the last record. Otherwise return None."""
         last = int(self.records[-1]["step"]) if self.records else 0
         return last if self.complete and last < self.run.steps else None
 
@@ -77,8 +77,8 @@ class RunMetrics:
         ]
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """Return the largest, the median or the last logged value. Largest and median are NaN
-        if any step is NaN."""
+        """Return the largest, the median or the last logged value. If any step has NaN, the largest value and the
+        median are NaN."""
         records = self.records
         if statistic != "last":
             records = [record for record in records if "event" not in record]
@@ -103,8 +103,8 @@ class RunMetrics:
 
 
 def with_means(record: Record) -> Record:
-    """Return the record with entries of dicts as separate keys, such as `lrs: base` and `eval_bits_per_byte: piqa`. The
-    own key of such a score has the mean over all tasks."""
+    """Return the record with the entries of its dicts as separate keys, such as `lrs: base` and `eval_bits_per_byte:
+    piqa`. If the dict has the scores of tasks (`eval_...`), the key of the dict itself gets the mean over all tasks."""
     found: Record = {}
     for key, value in record.items():
         if not isinstance(value, dict):
@@ -117,8 +117,9 @@ def with_means(record: Record) -> Record:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """Return points (step, tokens) between which tokens grow linearly, or an empty list if unknown. The points
-    are at the first step, the last step, and each step from which the tokens per step change."""
+    """Return points (step, tokens). Between two points, the number of tokens grows linearly with the step. There is a
+    point at the first step, at the last step, and wherever the tokens per step change. If the tokens are unknown, the
+    list is empty."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }
@@ -147,9 +148,9 @@ def number_of(value: Any) -> float | None:
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return (step, seconds of training so far) at the start of the run and at the end of each phase. Between
-    these points time grows linearly, because each step counts with the median `step_seconds` of its phase. This
-    excludes compilation, a busy machine, validation, saves and restarts."""
+    """Return points (step, seconds of training so far), at the start of the run and at the end of each phase. Each step
+    counts with the median `step_seconds` of its phase, so time grows linearly between two points. The median excludes
+    compilation, a busy machine, validation, saves and restarts."""
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []
@@ -164,8 +165,9 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def interpolate(points: Points, x: float) -> float | None:
-    """Return y at x by linear interpolation between the neighbouring points, or None outside of the points. If
-    several points have the same x, such as a step and its validation, the last one counts."""
+    """Return y at x by linear interpolation between the two neighbouring points. If x lies outside of all points,
+    return None. Several points may have the same x, such as a step and its validation. Then the last of these points
+    counts."""
     known = dict(points)
     if x in known:
         return known[x]

@@ -1,4 +1,5 @@
-"""Define what tables and figures need of a run, read from its local folder or from the record in docs/results."""
+"""Define what tables and figures need to know of a run. It comes from the local folder of the run, or from the record
+in docs/results."""
 
 from __future__ import annotations
 

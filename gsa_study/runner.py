@@ -1,4 +1,5 @@
-"""Run the jobs of a study, one at a time or in parallel, until all have ended or a stop is requested."""
+"""Run the jobs of a study, one at a time or in parallel. This ends when all jobs have ended, or when a stop is
+requested."""
 
 from __future__ import annotations
 
@@ -67,9 +68,9 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start the jobs that can start now. Return True if the next job must wait because a process still
-        writes the job's run folder. This happens after a study was killed, because its runs save a checkpoint
-        before they end."""
+        """Start the jobs that can start now. If another process still writes the run folder of the next job, this job
+        must wait, and the function returns True. This happens after a study was killed: its runs still save a
+        checkpoint before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self.due, [each.job for each in self._running], free)

@@ -34,9 +34,9 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """Compute the spread of one arm's values minus another arm's values, seed by seed, over the seeds that both
-    have. Runs with the same seed read the same text. Their initial weights are equal where the shapes agree.
-    The effect of a seed on both arms cancels in the difference."""
+    """Subtract another arm's value from one arm's value for each seed that both arms have, and return the spread of
+    these differences. Runs with the same seed read the same text, and where their shapes agree, they have the same
+    initial weights. What a seed does to both arms alike is therefore not in the difference."""
     return spread_of(
         value - beside
         for seed, value in one.items()
@@ -60,7 +60,7 @@ def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[st
 
 def written(spread: Spread) -> str:
     """Format a mean and its deviation as `3.521 ± 0.012`. The deviation has two significant digits, and the mean has
-    the same number of decimal places. Without a deviation the mean has five digits."""
+    the same number of decimal places as the deviation. If there is no deviation, the mean has five digits."""
     lost = f"{spread.not_finite} diverged" if spread.not_finite else ""
     if spread.mean is None:
         return lost or "–"

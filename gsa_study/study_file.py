@@ -126,7 +126,8 @@ def _arms_in_words(names: Sequence[str]) -> str:
 
 
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Convert a list in a `set`, such as all phases, to the text that follows `phases=` on a command line."""
+    """In the `set` of a study file, a value may be a list, such as the list of all phases. Convert it to the text that
+    would follow `phases=` on a command line."""
     arms = tree.get("arms")
     for part in (tree, *(arms if isinstance(arms, list) else [])):
         fields = part.get("set") if isinstance(part, dict) else None

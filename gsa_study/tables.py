@@ -62,8 +62,8 @@ def read_results(study: Study, failures: Mapping[str, str]) -> Results:
 
 
 def arm_rows(results: Results) -> Rows:
-    """Return a row per arm and a column per metric: mean and deviation over the arm's finished runs. A page shows these
-    rows in the form that `narrow` returns."""
+    """Return a row for each arm and a column for each metric. A cell has the mean and the deviation over the finished
+    runs of the arm. A page shows this table in the form that `narrow` returns."""
     rows = [["arm", "parameters", "runs", *(column.title for column in results.columns)]]
     for arm in results.arms:
         runs = results.runs_of(arm)
@@ -106,8 +106,9 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """Return a row for each arm after the first: the mean difference of the study's first metric from the first
-    arm, seed by seed. Arms that share fewer than two seeds with the first arm are left out."""
+    """Return a row for each arm after the first arm. The row has the mean difference from the first arm in the first
+    metric of the study, computed seed by seed. An arm that shares fewer than two seeds with the first arm has no
+    row."""
     if not results.columns:
         return []
     first, column = results.arms[0], results.columns[0]
@@ -190,8 +191,9 @@ FORMULA = tuple("=+-@\t\r")
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Write CSV. Text that a spreadsheet would take for a formula, such as a device's name from a run folder,
-    gets an apostrophe in front, which spreadsheets do not show."""
+    """Write CSV. A spreadsheet takes text that begins with a character such as `=` for a formula. A run folder may have
+    such text, for example as the name of a device. The text gets an apostrophe in front, which spreadsheets do not
+    show."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()

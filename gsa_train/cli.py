@@ -154,8 +154,9 @@ def announced_world_size(needs_rank: bool = True) -> int:
 def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
-    Usually all ranks find the same error. Rank 0 reports it, and torchrun ends the others. A rank that is still
-    alive after HEAD_START_SECONDS reports its own error, such as a tokenizer that is missing on its node.
+    If all ranks find the same error, rank 0 reports it and exits, and torchrun then ends the other ranks. Rank 0
+    reports nothing if only another rank finds an error, for example because a tokenizer is missing on one node. Each
+    other rank therefore waits for HEAD_START_SECONDS, and reports its own error if it is still alive.
 
     Args:
         request: if it has recorded a signal, this rank prints nothing.

@@ -118,8 +118,9 @@ def indexer_kl_grad_scale(
 ) -> torch.Tensor:
     """Return the factor of a layer's KL sum in the loss: fp32, 0-d.
 
-    The scaled sums add up to lambda (`kl_coeff`) times the mean KL over tokens and layers. The mean excludes queries
-    with one causal key, whose KL is always 0. `data_parallel_size` undoes the averaging of gradients.
+    Each layer's KL sum is multiplied by this factor. Over all ranks and layers, the products add up to lambda
+    (`kl_coeff`) times the mean KL over tokens and layers. The mean excludes queries with one causal key, whose KL is
+    always 0. The factor contains `data_parallel_size`, because gradients are averaged over the ranks.
 
     Args:
         kl_coeff: lambda of eq. 15.

@@ -33,18 +33,23 @@ def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
 
 
 def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
-    """Return the phase's learning rate at one of its steps, counted from 0. Parameter groups may multiply this
-    rate. The rate rises linearly from 0 to `lr` over `warmup_steps`, then follows the phase's schedule up to
-    the last step. A phase of one step uses `lr`."""
+    """Return the learning rate at step `phase_step` of the phase, counted from 0. Parameter groups may multiply this
+    rate.
+
+    The rate rises linearly from 0 to `lr` over `warmup_steps`. Then it follows the phase's schedule up to the last
+    step. If a phase has only one step, its rate is `lr`.
+    """
     if phase_step + 1 <= phase.warmup_steps:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
     return chosen(SCHEDULES, "phases.decay", phase.decay)(phase_step, phase)
 
 
 def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
-    """Return phase and step for `learning_rate`, counted in batches of `train.global_batch_size` sequences.
-    During a batch ramp, schedules thus follow the tokens. Without a ramp the step counts from the phase's
-    start.
+    """Return the arguments of `learning_rate`: the phase, and the number of the step in the phase.
+
+    With a batch ramp, the phase's lengths and the step are converted to batches of `train.global_batch_size` sequences.
+    A step with fewer sequences then counts as a part of a batch, so the schedule follows the tokens. Without a ramp,
+    the phase is unchanged, and steps count from the phase's start.
 
     Args:
         step: number of earlier steps of the run.
@@ -75,7 +80,7 @@ def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:
     """Freeze the parameters that the phase does not train, and set the kind of forward pass for its steps. With
-    train=indexer the base runs without autograd, so only the indexer can be trained."""
+    `train=indexer`, the base runs without autograd, so only the indexer can be trained."""
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         is_indexer = getattr(parameter, "gsa_indexer", False)
         trained = {"all": True, "base": not is_indexer, "indexer": is_indexer}[phase.train]

@@ -42,8 +42,9 @@ def inverse_sqrt(step: float, phase: PhaseConfig) -> float:
 
 
 def wsd(step: float, phase: PhaseConfig) -> float:
-    """Stay at `lr`, then fall over the last `decay_steps` steps. The rate depends only on the number of
-    remaining steps. A decay from an earlier checkpoint thus repeats a planned decay bit for bit."""
+    """Stay at `lr`, then fall over the last `decay_steps` steps. During the decay, the rate depends only on the number
+    of remaining steps. A decay that is started from an earlier checkpoint therefore repeats, bit for bit, a decay that
+    the run planned from its start."""
     into = step + 1 - (phase.steps - phase.decay_steps)
     share = min(max(into / phase.decay_steps, 0.0), 1.0)
     return phase.lr if share == 0 else _between(phase, SHAPES[phase.decay_shape](share))

@@ -58,8 +58,8 @@ class Service:
         """Called after the step's list of `data.batches.MicroBatch` was read. The read took `wait_seconds`."""
 
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
-        """Called before a logged step's record is written. Services may add values. On GPUs the next step is already
-        launched.
+        """Called before the record of a logged step is written. A service may add values to the record. On GPUs, the
+        next step has already been launched at this time.
 
         Args:
             numbers: the `metrics.record.Reduced` that the record was made from.

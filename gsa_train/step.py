@@ -81,13 +81,13 @@ def train_step(
     """Run one optimizer step: forward and backward over all micro-batches, gradient reduction and clipping, and
     updates.
 
-    The step updates weights, variance averages and router loads. If the spike detector rejects a step, or its
-    loss or gradient is not finite, model and optimizer stay unchanged.
+    The step updates weights, variance averages and router loads. If the spike detector rejects the step, or if the loss
+    or gradient is not finite, model and optimizer stay unchanged.
 
-    On a GPU the host waits for the device in three cases only:
-    - the first step that measures;
-    - the step that captures a CUDA graph;
-    - experts that are sharded or have a capacity, because their all-to-all needs token counts.
+    With megatron-core's optimizer and without corruption checks, the host waits for a GPU only in these cases:
+    - in the first step that measures;
+    - in the step that captures a CUDA graph;
+    - in every step, if experts are sharded or have a capacity, because their all-to-all needs token counts.
 
     Args:
         step: number of earlier steps of the run, which seeds the choice of queries for the indexer loss.
@@ -212,8 +212,8 @@ def evaluation_step(
     parallel: Parallel,
     measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of this rank's scored tokens (0 except on the last stage), and its replica's token
-    count."""
+    """Return the summed loss of this rank's scored tokens, and the number of scored tokens of its replica. The sum is 0
+    on all ranks except the first tensor-parallel rank of the last stage."""
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     with evaluating(model, measures):
         losses = _run_schedule(
@@ -230,8 +230,8 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """For each owner of labels, such as a request, return this rank's share of the labels' summed loss: fp64 [count].
-    An all-reduce gives the totals.
+    """Return each owner's summed loss on this rank: fp64 [count]. An owner is, for example, a request, and its loss is
+    summed over the labels that belong to it. An all-reduce gives the sums over all ranks.
 
     Args:
         batches: micro-batches of one shape, each with the owners of its labels: int64 [B, L], from 0 to
@@ -308,9 +308,9 @@ def _run_graph(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
-    """Replay the CUDA graph for each micro-batch, then reduce the gradients, as the schedule without pipelining
-    does. With `parallel.overlap_grad_reduce` the last micro-batch runs without the graph, because its backward
-    pass starts the reductions."""
+    """Replay the CUDA graph for each micro-batch, then reduce the gradients. megatron-core's schedule without
+    pipelining uses the same order. With `parallel.overlap_grad_reduce`, the last micro-batch runs without the graph,
+    because its backward pass must start the reductions, which the graph does not contain."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)

@@ -1,7 +1,8 @@
 """Defines the baseline of whole steps: the dense model in plain torch.
 
 The model uses torch.compile for each layer, cuDNN's attention, bf16 weights with fp32 master weights, and fused AdamW.
-Float8 matrix products of torchao, with one scale per matrix, are optional. Weights are laid out as in our model.
+As an option, its matrix products run in float8 by torchao, with one scale per matrix. The weights have the same layout
+as in our model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Puts megatron-core's own mixture of experts in place of ours into our model, with the same weights.
 
-Without Transformer Engine the mixture has megatron-core's router, token dispatchers, shared expert, and GroupedMLP.
-GroupedMLP needs the package grouped_gemm. Here torch's grouped matrix product replaces this package. Fusions that need
-neither Transformer Engine nor grouped_gemm are on, as in Megatron-LM.
+Without Transformer Engine, megatron-core offers this mixture: its router, token dispatchers, shared expert, and
+GroupedMLP. GroupedMLP needs the package grouped_gemm. Here torch's grouped matrix product replaces this package. As in
+Megatron-LM, every fusion is on that needs neither Transformer Engine nor grouped_gemm.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def unsupported_by_megatron_experts(config: Config) -> str:
 
 
 def take_megatron_experts(model: Model) -> float:
-    """Replace our mixture of experts by megatron-core's in all layers. Call this before the optimizer is built. Return
-    the largest relative difference of a layer's outputs for random tokens, ||theirs - ours|| / ||ours||."""
+    """Replace our mixture of experts by megatron-core's in all layers. Call this before the optimizer is built. Random
+    tokens go through the old and the new mixture of each layer. Return the largest relative difference of their
+    outputs, ||theirs - ours|| / ||ours||."""
     worst = 0.0
     # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:
@@ -161,7 +162,8 @@ class TorchProducts:
     def gmm(
         rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """Multiply rows [M, k], sorted by expert, by weights [experts, k, n] -> [M, n]. counts: int64 [experts] on the
-        host."""
+        """Multiply the rows of each expert by the weight of this expert. The rows [M, k] are sorted by expert, the
+        weights are [experts, k, n], and the result is [M, n]. `counts`, int64 [experts] on the host, is the number of
+        rows per expert."""
         assert not trans_b
         return GROUPED_MM(rows, weights, offs=counts.cumsum(0).int().to(rows.device))

@@ -1,8 +1,9 @@
 """Trains megatron-core's own GPT model with its data-parallel wrapper, optimizer and schedule.
 
-Only the training loop, and the names of the parts in traces, are ours. The model uses megatron-core's local layer
-specification, which runs without Transformer Engine and Apex. Attention (scaled_dot_product_attention), norms and AdamW
-are torch's. The norms do not support sequence parallelism. Fusions that need no library are on, as in Megatron-LM.
+Only the training loop and the names of the parts in traces are ours. The model uses megatron-core's local layer
+specification, which runs without Transformer Engine and Apex. With this specification, attention
+(scaled_dot_product_attention), norms and AdamW come from torch. The norms do not support sequence parallelism. As in
+Megatron-LM, every fusion is on that needs no library.
 """
 
 from __future__ import annotations

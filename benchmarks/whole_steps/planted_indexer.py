@@ -1,9 +1,10 @@
 """Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
-In a trained model neighbouring queries select similar keys, but with random weights they do not. The time of attention
-over key lists grows with the union ratio r: the number of keys that at least one of 32 neighbouring queries selects,
-divided by the number that one query selects. Therefore given (planted) projections replace the results of each indexer,
-at no cost on the device. Gradients still reach the indexer's own projections, so that a step does all of its work.
+In a trained model, neighbouring queries select similar keys. With random weights they do not. This changes the time of
+attention over key lists, which grows with the union ratio r: the number of keys that at least one of 32 neighbouring
+queries selects, divided by the number of keys that one query selects. Therefore this module replaces the results of
+each indexer by given (planted) projections, which costs no time on the device. Gradients still reach the indexer's own
+projections, so that a step does all of its work.
 """
 
 from __future__ import annotations

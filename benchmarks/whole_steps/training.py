@@ -1,5 +1,8 @@
-"""Trains whole models, one after another, in one world of ranks, and measures speed and memory of each. The models are
-ours in each layout, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py lists them."""
+"""Trains whole models, one after another, in one world of ranks, and measures the speed and memory of each model.
+
+The models are ours, and megatron-core's own model with the sizes of a config (megatron_peer.py). Each model runs in
+each layout. variants.py lists the combinations.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ LEFT_OVER_BYTES = 64 * 2**20
 def run_variants(
     plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
 ) -> Iterator[Result]:
-    """Measure one variant after the other on all ranks. Each variant is released before the next begins. If
-    megatron-core cannot run a variant, its result says so.
+    """Measure the variants one after another on all ranks. Each variant is released before the next one begins. If
+    megatron-core cannot run a variant, the result of this variant says so.
 
     Args:
         traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.

@@ -1,19 +1,21 @@
 """Pack documents into blocks without cutting a document that fits into a block (`packing: best_fit`).
 
 This module packs a stream of documents by best fit (Ding et al. 2024, "Fewer Truncations Improve Language Modeling",
-arXiv 2404.10830). Each lane (one of the fixed token streams of a run) keeps a pool of documents, oldest first. A block
-is filled in three steps:
+arXiv 2404.10830). A run has a fixed number of token streams, the lanes. Each lane keeps a pool of documents, oldest
+first. A block is filled in three steps:
 
 1. The block takes the oldest document of the pool.
 2. The block repeatedly takes the largest document that fits into the free space. Of equal lengths it takes the oldest.
 3. FILLER tokens fill the remaining space.
 
-A document longer than a block is first cut into whole blocks. Each of these blocks begins with the last token of the
-previous one. The rest of the document stays in the pool as a shorter document. Every token except a document's first is
-therefore predicted exactly once, from its own document. After an EOS, nothing is predicted (pack.loss_mask).
+A document that is longer than a block does not go through these steps. It is first cut into whole blocks. Each of these
+blocks begins with the last token of the previous block. The rest of the document, which then fits into a block, stays
+in the pool. Every token except the first of a document is therefore predicted exactly once, and from its own document.
+After an EOS, nothing is predicted (pack.loss_mask).
 
-A block begins with the oldest document, so a saved position refers only to recently read documents. The pool grows by
-one document per block until it is full. With a full pool at the start, a run would begin with long documents only.
+Each block begins with the oldest document of the pool, so no document waits there for long. A saved position therefore
+refers only to recently read documents. The pool grows by one document per block until it is full. If it were full from
+the start, the first blocks of a run would have only long documents.
 """
 
 from __future__ import annotations

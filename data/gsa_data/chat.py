@@ -2,8 +2,8 @@
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
-A conversation is one document. A bit above each token's id says whether the loss covers the token (marks.py). The loss
-mask therefore stays with the tokens in packing and in the broadcast to the ranks.
+A conversation is one document. One bit above the id of each token says whether the loss covers this token (marks.py).
+The loss mask is thus part of the tokens, so packing and the broadcast to the ranks do not separate them.
 """
 
 from __future__ import annotations

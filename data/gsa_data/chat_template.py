@@ -141,8 +141,9 @@ def _read_template(
 class ChatEncoder:
     """Encodes conversations to tokens with marks. Data workers can receive the encoder by pickle.
 
-    The template's `{% generation %}` blocks hold the assistant's tokens. If a template has no such blocks, the encoder
-    formats the messages with and without each answer, and the difference is the assistant's text.
+    A template that marks the assistant's text has it inside `{% generation %}` blocks, and the encoder reads the text
+    from these blocks. If a template has no such blocks, the encoder formats the messages with and without each answer.
+    The difference between the two results is the assistant's text.
 
     Raises TokenizerError if the template does not fit this tokenizer, or transformers is not installed.
     """
@@ -174,8 +175,8 @@ class ChatEncoder:
     def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[Tokens, int]:
         """Encode a conversation, and return marked tokens (marks.py) and the number of text bytes.
 
-        The conversation ends with an EOS. After an assistant's message the loss covers this EOS, because a model stops
-        at EOS (Tokenizer.stop_ids).
+        The conversation ends with an EOS. If its last message is the assistant's, the loss covers this EOS, because a
+        model stops at EOS (Tokenizer.stop_ids) and must learn to write it.
 
         Raises:
             TemplateRefused: the template cannot format the conversation

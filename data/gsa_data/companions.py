@@ -1,6 +1,7 @@
 """Read the files next to a tokenizer's file: the chat template, the special tokens, and generation_config.json.
 
-These files and the tokenizer determine the tokens at which a model stops. The files have the names of transformers.
+These files, together with the tokenizer, determine the tokens at which a model stops. Their names are the names that
+transformers uses.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def _generation(address: str, reading: Reading) -> tuple[tuple[int, ...], dict[s
 
 
 def set_up_tokenizer(tokenizer: Tokenizer, companions: Companions) -> None:
-    """Set the tokens at which a model stops, and whether it is a chat model, for all uses of a trained model."""
+    """Set the tokens at which a model stops, and whether it is a chat model. Training, import and export call this
+    function, so that a model stops at the same tokens everywhere."""
     found = [tokenizer.eos_id, *companions.eos_ids]
     if companions.template is not None:
         turn_end = ChatEncoder(companions.template, tokenizer, trains=False).turn_end()

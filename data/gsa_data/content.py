@@ -1,8 +1,8 @@
 """Hash small samples of a corpus's files, so that a resume can name a changed file.
 
-Each file is sampled at its start, middle and end. Small files are read whole. Changes between the samples of a large
-file are not detected. Size and time do not suffice, because a replaced shard may have the same size, and copying
-changes the time.
+Each file is sampled at its start, middle and end. Small files are read whole. In a large file, changes between the
+samples are not detected. It would not suffice to compare only size and time of a file, because a replaced shard may
+have the same size, and a mere copy changes the time.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse)
 
 
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
-    """Read samples of local files concurrently, because on a network file system each opening waits for a server.
-    fsspec would be slower: it opens each file three times, and one file after another."""
+    """Read samples of local files concurrently. On a network file system, each opening of a file waits for a server,
+    and these waits then overlap. fsspec would be slower, because it opens each file three times, and reads one file
+    after another."""
     outcomes = [in_background(partial(_read_parts, *file)) for file in files]
     return [content for outcome in outcomes for content in outcome.result()]
 

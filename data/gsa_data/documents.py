@@ -1,4 +1,5 @@
-"""Read the documents of a shard. Bad lines are counted and skipped. Too many bad lines make the shard a bad one."""
+"""Read the documents of a shard. Bad lines are counted and skipped. If a shard has too many bad lines, the whole shard
+counts as bad."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def naming(option: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how shards are read and what a fault does. No field moves a document to another place in the order."""
+    """Says how shards are read and how faults are treated. None of these fields changes the place of a document in the
+    order."""
 
     on_bad_shard: OnBadShard = "fail"
     """A bad shard is missing, unreadable, damaged, a copy of another shard, or has too many bad lines. "fail" stops the
@@ -122,6 +123,6 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning in one line, once per process, because small corpora read a shard many times. The text may be
-    untrusted."""
+    """Log a warning in one line. The same warning is logged once per process, because a small corpus reads its shards
+    many times. The text may be untrusted."""
     logger.warning("%s", printable(message))

@@ -72,8 +72,8 @@ class Pulse:
 def file_system(address: str, reading: Reading) -> tuple[Any, str]:
     """Returns the fsspec file system of an address, and the path in this file system. A connection is tried again.
 
-    Do not call this function from short-lived threads. For each calling thread, a helper thread (`_Connector`) stays
-    alive and holds the connections.
+    Do not call this function from short-lived threads. Each thread that calls it gets a helper thread (`_Connector`),
+    which stays alive and holds the connections.
 
     Raises DataFault if there is no connection, the protocol is unknown, or its package is not installed.
     """
@@ -184,7 +184,8 @@ def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None)
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
-    """Start an action in a daemon thread, because a hanging read cannot be stopped and must not keep the process."""
+    """Start an action in a daemon thread. A hanging read cannot be stopped, and a daemon thread does not keep the
+    process from ending."""
     outcome: Future[T] = Future()
     threading.Thread(target=_settle, args=(outcome, action), name="gsa_data read", daemon=True).start()
     return outcome
@@ -213,9 +214,9 @@ def _result(outcome: Future[T]) -> T:
 class _Connector(threading.Thread):
     """Connects to file systems on behalf of one reading thread.
 
-    fsspec caches a file system for the thread that asked for it. A connector therefore stays alive and serves all
-    connections of its reading thread. If a connection gets no answer, the reading thread abandons this connector and
-    starts a new one.
+    fsspec caches a file system for the thread that asked for it. A connector therefore stays alive, and makes all
+    connections of its reading thread. If a connection gets no answer, the connector hangs. The reading thread then
+    abandons this connector and starts a new one.
     """
 
     def __init__(self) -> None:

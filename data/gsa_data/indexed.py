@@ -1,14 +1,22 @@
 """Read megatron-core's indexed datasets (NAME.bin and NAME.idx) as a corpus of tokens.
 
-NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code of the ids' type, int64 number of
-sequences S, int64 D = number of documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin,
-int64 first sequence of each document [D] (the last entry is S). The layout follows
-megatron.core.datasets.indexed_dataset.
+All numbers in NAME.idx are little-endian. The file has these fields, in this order:
 
-Every dataset is a shard of this corpus, and every document is a line of the shard. The source of a document is the
-sub-folder of its dataset, or NO_SOURCE for a dataset in the folder itself. Sizes and pointers must fit exactly, which
-megatron-core does not check. Ids must lie in the vocabulary. A dataset of `prepare.py tokens` must match its record
-(prepared.py).
+    9 bytes      "MMIDIDX\\0\\0"
+    int64        version, which is 1
+    int8         code of the type of the ids
+    int64        S, the number of sequences
+    int64        D, the number of documents + 1
+    int32 [S]    length of each sequence in tokens
+    int64 [S]    pointer to each sequence in bytes of NAME.bin
+    int64 [D]    number of the first sequence of each document; the last entry is S
+
+This is the layout of megatron.core.datasets.indexed_dataset.
+
+Every dataset is a shard of this corpus, and every document is a line of the shard. If a dataset lies in a sub-folder,
+the name of the sub-folder is the source of its documents. If a dataset lies in the folder itself, its source is
+NO_SOURCE. This module checks more than megatron-core does: sizes and pointers must fit exactly, ids must lie in the
+vocabulary, and a dataset of `prepare.py tokens` must match its record (prepared.py).
 """
 
 from __future__ import annotations
@@ -206,8 +214,8 @@ class IndexedReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open lines of a shard (see ShardReader.open). The first call checks the whole index, and the whole
-        dataset if it has a record."""
+        """Open lines of a shard (see ShardReader.open). The first call for a shard checks its whole index. If the
+        dataset has a record, this call also checks the whole dataset."""
         path = (self.folder.root / relpath).with_suffix(".idx")
 
         def mapped(pulse: Pulse) -> tuple[Index, AnyTokens, int]:

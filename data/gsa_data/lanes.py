@@ -1,9 +1,10 @@
 """Read a corpus in lanes, which fix its order.
 
-A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts, and a (shard, part) is a unit.
-Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes in turn. A lane reads its units
-one after another, and permutes the documents in each unit. The order depends only on the manifest, the seed, the number
-of lanes, the tokenizer and the weights of sources (source_weights.py). Ranks, workers and prefetch do not change it.
+A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts. One part of one shard is a unit.
+Each epoch sorts all units by a hash of (seed, epoch, unit), and deals them to the lanes in turn. A lane reads its units
+one after another, and permutes the documents in each unit. The order therefore depends only on the manifest, the seed,
+the number of lanes, the tokenizer and the weights of sources (source_weights.py). It does not depend on the number of
+ranks and workers, or on prefetch.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields all slots (document, copy) from the given slot on. `first_in_any_case` includes the given slot even if
-        its document has no such copy."""
+        """Yields all slots (document, copy) from the given slot on. The given slot may have no copy of its document in
+        this epoch. With `first_in_any_case`, it comes first even then."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy

@@ -1,6 +1,8 @@
-"""Mark the tokens of a conversation with two bits above the id. The bits stay with the tokens in blocks.
+"""Mark the tokens of a conversation with two bits above the token id. A mark is part of the token, so it stays with the
+token when blocks are made.
 
-Tokens of text have no marks. pack.FILLER is not a token, so replace it by an id before you read the bits.
+Tokens of text have no marks. pack.FILLER is not a token, but a number whose bits look like marks. Replace it by an id
+before you read the bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Compute unigram and bigram baselines from the tokens that a model was trained on.
 
-Both baselines score the same (input, label) pairs as the model. c counts training tokens and pairs, N is the number of
-training labels, V is the vocabulary size, and T(h) is the number of different labels seen after input h:
+Both baselines score the (input, label) pairs that the model scores. c counts tokens and pairs in the training text, N
+is the number of training labels, V is the vocabulary size, and T(h) is the number of different labels that follow input
+h in the training text:
 
     P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
     P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram, P(w) where h was never seen
@@ -97,7 +98,8 @@ def scored_pairs(blocks: Tokens, eos_id: int, attend_across_documents: bool) -> 
 def fit_ngrams(
     blocks: Iterable[Tokens], vocab_size: int, eos_id: int, attend_across_documents: bool
 ) -> NgramModel:
-    """Count the scored pairs of a stream of int32 [n, L + 1] blocks. Memory grows only with the bigrams.
+    """Count the scored pairs of a stream of int32 [n, L + 1] blocks. The memory grows with the number of different
+    bigrams, but not with the length of the stream.
 
     Raises ValueError for a token outside the vocabulary, and if there is no label.
     """

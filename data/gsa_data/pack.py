@@ -1,4 +1,5 @@
-"""Pack documents into blocks of seq_len + 1 tokens, and find documents and the loss mask from a block's EOS tokens."""
+"""Pack documents into blocks of seq_len + 1 tokens. From the EOS tokens of a block, find its documents and its loss
+mask."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ AnyTokens = NDArray[np.integer[Any]]
 class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
-    The document is in the unit (a part of a shard) that the lane reads as number `unit` in this epoch. Its slot in the
-    unit is (`document`, `copy`), see source_weights.py. Without weights of sources, `copy` is 0.
+    The document is in a unit (a part of a shard). In this epoch, the lane reads this unit as number `unit`. The
+    document has the slot (`document`, `copy`) in the unit, see source_weights.py. Without weights of sources, `copy` is
+    0.
     """
 
     epoch: int
@@ -42,9 +44,9 @@ FILLER = -1
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
     """Concatenate pieces and cut blocks [seq_len_tokens + 1], each with the cursor of the next block.
 
-    A piece is a document with its EOS, and the cursor of its first token. Blocks start seq_len_tokens apart, so the
-    last token of a block opens the next block. Each token is therefore a label exactly once. Tokens at the end that do
-    not fill a block are dropped.
+    A piece is a document with its EOS, together with the cursor of its first token. Each block starts seq_len_tokens
+    after the previous block, so the last token of a block is also the first token of the next block. Each token is
+    therefore a label exactly once. If the last tokens do not fill a block, they are dropped.
     """
     waiting: deque[tuple[Cursor, AnyTokens]] = deque()
     waiting_tokens = 0

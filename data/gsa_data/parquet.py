@@ -98,7 +98,8 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
 def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
     """Yields the tables of each row group, with the wanted columns and the source's column, as plain types.
 
-    A dictionary column stores a repeated value once, and grows when read. Therefore few rows are read at a time.
+    A dictionary column stores a repeated value only once, but in memory each row gets its own copy. The size after
+    reading is therefore unknown, and only few rows are read at a time.
 
     Raises:
         TooLarge: the tables are larger than a shard may be in memory

@@ -1,7 +1,8 @@
 """Tokenize the shards of a folder once, into one of megatron-core's indexed datasets per shard (`prepare.py tokens`).
 
-Each dataset has a record (prepared.py). The .idx file of a dataset gets its name last. After a kill, the same command
-therefore continues with the datasets that lack an .idx. Only one command at a time may write a folder.
+Each dataset has a record (prepared.py). The .idx file is the last file of a dataset to get its name, so a dataset with
+an .idx is complete. After a kill, the same command therefore continues with the datasets that lack an .idx. Only one
+command at a time may write to a folder.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
 def prepare_tokens(
     data: str, tokenizer: Tokenizer, out: Path, workers: int, reading: Reading, text_field: str = "text"
 ) -> IndexedFolder:
-    """Write the dataset of every shard of `data` that `out` lacks. Existing datasets are verified. Intact datasets of
-    shards without damage are kept.
+    """Write the datasets of all shards of `data` that `out` lacks. Existing datasets are verified. A dataset is kept if
+    it is intact, and if its shard was not bad when it was written. Other datasets are written again.
 
     Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if all shards together have no
     document. Finished datasets stay.
@@ -189,7 +190,8 @@ class _Writer:
     """Path of a shard -> name of its dataset"""
 
     def write(self, shard: str) -> None:
-        """Tokenize the lines of one shard. The files get their names when all are on the disk, the .idx last."""
+        """Tokenize the lines of one shard. The files get their final names only after all of them are on the disk. The
+        .idx gets its name last."""
         counters: Counter[str] = Counter()
         lines = self.reader.open(shard, 0, 1, counters)
         vocab_size = self.reader.tokenizer.vocab_size

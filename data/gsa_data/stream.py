@@ -1,9 +1,11 @@
-"""Read blocks of tokens for one data-parallel rank. Their order does not depend on the number of ranks or workers.
+"""Read blocks of tokens for one data-parallel rank. The order of the blocks of all ranks together does not depend on
+the number of ranks or workers.
 
 The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is block i // num_lanes of lane i % num_lanes.
 Rank r of D takes the samples with i % D == r. If D does not divide num_lanes, ranks share lanes. Each block carries the
-position of its lane's next block: a cursor and, with best_fit packing, the lane's pool of documents. A saved state has
-the positions after the returned blocks, so prefetched blocks do not change it. Data flows through these classes:
+position at which the next block of its lane begins. A position is a cursor and, with best_fit packing, the pool of
+documents of the lane. A saved state has the positions after the blocks that were returned. Prefetched blocks were not
+returned yet, so they do not change the state. Data flows through these classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -153,7 +155,8 @@ class BlockStream:
     def checksum(self) -> int:
         """Returns the sum of the CRC-32 of the newest returned blocks, seeded with their global sample numbers.
 
-        The sum over the ranks identifies the text and order of a step, for any number of ranks and workers.
+        The sum of the checksums of all ranks identifies the text of a step and its order. This sum is the same for any
+        number of ranks and workers.
         """
         if self._last_blocks is None:
             return 0
@@ -191,11 +194,16 @@ class BlockStream:
 def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the `local_state()` of all data-parallel ranks into one state of plain values.
 
-    Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
-    packing_pool_documents (only best_fit), chat_version and chat_template_fingerprint (only conversations),
-    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document,
-    token_offset, copy, lines]), pools ([num_lanes][waiting documents][fields of a cursor]). If ranks share a lane, its
-    position comes from the rank with the lane's newest block. Raises ValueError if ranks are missing or disagree.
+    The state has these keys:
+        order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing
+        packing_pool_documents, only with best_fit
+        chat_version and chat_template_fingerprint, only for conversations
+        seq_len_tokens, source_weights, consumed_samples, counters
+        cursors: [num_lanes][epoch, unit, document, token_offset, copy, lines]
+        pools: [num_lanes][waiting documents][fields of a cursor]
+
+    If several ranks share a lane, the position of the lane comes from the rank that returned its newest block. Raises
+    ValueError if ranks are missing or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}
@@ -231,8 +239,8 @@ def whole_epochs(state: dict[str, Any]) -> int:
 def replay_blocks(
     corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, end: Mapping[str, Any]
 ) -> Iterator[Tokens]:
-    """Yields the samples of all data-parallel ranks of a run again, as int32 [n, seq_len_tokens + 1] arrays with
-    n <= 64. The replay begins at the start of the run and stops at `end`, a state that `merge_states` returned.
+    """Yields again the samples that all data-parallel ranks of a run have read, as int32 [n, seq_len_tokens + 1] arrays
+    with n <= 64. The replay begins at the start of the run. It stops at `end`, a state that `merge_states` returned.
 
     Raises StateMismatch after the last sample if the replay does not end at the positions in `end`. This happens if the
     weights of sources or the sequence length changed at a resume of the run.

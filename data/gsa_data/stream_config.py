@@ -12,7 +12,8 @@ from gsa_data.source_weights import check_weights
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Holds the settings of a stream. The first seven fields fix the order of blocks, the others say how to read."""
+    """Holds the settings of a stream. The first seven fields fix the order of the blocks. The other fields say how the
+    blocks are read."""
 
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. A resume may change the length without losing a token."""

@@ -44,9 +44,9 @@ class Tokenizer:
         file: the content of the file
         eos_id: the token that ends each document
         vocab_size: the largest id + 1
-        fingerprint: the sha256 of the file, with the id of `eos_token` if that is not the default
-        stop_ids: the tokens at which a generated text ends: `eos_id` and the tokens of companions.set_up_tokenizer
-        is_chat: whether the model reads conversations. Text that spells a special token then becomes this token
+        fingerprint: the sha256 of the file. If `eos_token` is not the file's default, the fingerprint also has its id
+        stop_ids: the tokens at which a generated text ends: `eos_id`, and what companions.set_up_tokenizer adds
+        is_chat: whether the model reads conversations. If so, a prompt that spells a special token gets this token
 
     Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """
@@ -102,9 +102,9 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Unlike `encode`, this function turns text that spells a special token into that token. The text is split only at
-        special tokens (control symbols of sentencepiece), as in transformers' apply_chat_template. It is not split at
-        the ends of `parts`.
+        If the text spells a special token, this function encodes it as that token. `encode` does not. The text is split
+        only at special tokens (in sentencepiece, at control symbols), as in transformers' apply_chat_template. It is
+        not split at the ends of `parts`, so a token may overlap an end.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)

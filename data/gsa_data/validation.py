@@ -1,7 +1,8 @@
-"""Read the fixed text that scores a model: the first sequences of a split, and the same documents packed by source.
+"""Read the fixed text that scores a model: the first sequences of a split. On request, also group its documents by
+source.
 
-The datasets of `prepare.py tokens` give the same sequences as the text. Bits per byte count the bytes of the
-decoded tokens.
+The datasets of `prepare.py tokens` give the same sequences as the text. Such datasets have no text, so bits per byte
+always count the bytes of the decoded tokens.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def read_validation_set(
 ) -> ValidationSet:
     """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
-    To group by source, the documents of each source are concatenated, and its last sequence is padded. No text is left
-    out. With isolated documents, the scored tokens of the sources therefore add up to the scored tokens of the set. A
-    source without scored tokens is left out.
+    To group by source, the documents of each source are concatenated, and the last sequence of each source is padded,
+    so that no text is lost. If documents are isolated, the scored tokens of all sources therefore add up to the scored
+    tokens of the set. A source without scored tokens is left out.
 
     Raises TooLittleText if the split is shorter than one sequence or has nothing to score, and DataFault if it cannot
     be read.
@@ -120,16 +121,16 @@ def validation_blocks(
     """Returns the first `max_blocks` blocks of a split, int32 [n, seq_len_tokens + 1], in the order of shards and
     lines.
 
-    n is smaller than max_blocks if the split is too small. A split without one whole block raises TooLittleText. A bad
-    shard raises DataFault.
+    If the split is too small, n is smaller than max_blocks. If the split does not fill one block, the function raises
+    TooLittleText. If a shard is bad, it raises DataFault.
     """
     tokens = (document.tokens for document in validation_documents(corpus, tokenizer, reading))
     return _first_blocks(tokens, str(corpus.root), seq_len_tokens, max_blocks)
 
 
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
-    """Yields the tokenized documents of a split, with their EOS, in the order of shards and lines. A bad shard always
-    raises DataFault."""
+    """Yields the tokenized documents of a split, with their EOS, in the order of shards and lines. If a shard is bad,
+    the function raises DataFault, whatever on_bad_shard says."""
     reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
         for line in _tokenized(reader.open(relpath, 0, 1, Counter())):

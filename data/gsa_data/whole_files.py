@@ -1,4 +1,5 @@
-"""Read a user's file as a whole, after checks of its kind and size, and of the nesting depth of JSON."""
+"""Read a whole file that a user gives. First check its kind and its size. In JSON, also check how deep lists and
+objects are nested."""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
     python launch/generate.py --run RUN_DIR [--step N] --prompt TEXT [--prompt TEXT ...] --max-new-tokens N
     python launch/generate.py --checkpoint DIR | --hf DIR  --prompts FILE | --interactive ...
 
-Decoding is greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may have any
-layout. No file is written. A CUDA device runs the kernels. Other devices run plain torch, which is slow for
-long texts. --attention selects another implementation. Texts go to the standard output, the speed and the
-chosen implementations to the standard error. Exit code 2 means wrong use, no such checkpoint, an empty prompt,
-or a prompt that with its new tokens exceeds the model's context. Exit code 130 means Ctrl-C.
+Decoding is greedy by default. With --temperature, --top-k or --top-p, it samples, and --seed fixes the random numbers.
+The checkpoint may have any layout. No file is written. A CUDA device runs the kernels. Other devices run plain torch,
+which is slow for long texts. --attention selects another implementation. The standard output has the texts. The
+standard error has the speed and the chosen implementations. Exit code 2 means wrong use, a missing checkpoint, an empty
+prompt, or a prompt that is too long: prompt and new tokens together must fit the model's context. Exit code 130 means
+Ctrl-C.
 """
 
 from __future__ import annotations

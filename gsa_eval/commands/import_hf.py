@@ -4,8 +4,8 @@ installation.
     python launch/import_hf.py --hf DIR --out DIR [--gates none|open] [--seq-len-tokens L]
 
 --hf is a folder that export_hf.py wrote, or a dense model: Llama, Mistral, Qwen2 or Qwen3. --out receives the weights
-for `checkpoint.initial_weights`, the tokenizer, and a first config.yaml. Exit code 2 means wrong use, or a model that
-the config cannot represent.
+for `checkpoint.initial_weights`, the tokenizer, and a config.yaml from which training can start. Exit code 2 means
+wrong use, or a model that the config cannot represent.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ OF_MEGATRON = (MANIFEST, MEGATRON_METADATA, TORCH_METADATA, "common.pt")
 
 
 def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> None:
-    """Write `out`, created atomically: the averages in the dtype of the weights, with step, config and tokenizer of the
-    last checkpoint.
+    """Write the averages to `out`, in the dtype of the weights, with the step, the config and the tokenizer of the last
+    checkpoint. `out` is created atomically.
 
     If the weights are not fp32, `out` also has the averages in fp32, from which `checkpoint.initial_weights` starts.
 

@@ -187,8 +187,8 @@ def _plan(
 
 
 def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
-    """Write the sampling settings of the imported model, and the ids of the tokens that end a text.
-    transformers' own class is not used, because it refuses sampling settings that its older versions wrote."""
+    """Write the ids of the tokens that end a text, and the sampling settings of the imported model. This function does
+    not use transformers' own class, because this class refuses sampling settings that its older versions wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
     pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:

@@ -20,7 +20,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """Names one tensor of a checkpoint, and the tensors of a Hugging Face folder that together hold the same values."""
+    """Names one tensor of a checkpoint. Also names the tensors of a Hugging Face folder that together hold the values
+    of this tensor."""
 
     ours: str
     theirs: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Read a Hugging Face folder as a complete transformers model, or refuse the folder. No code in the folder runs.
 
-transformers itself fills missing weights with random values if weights and config.json do not fit together. This
-module therefore reads and checks the weights itself.
+If the weights do not fit config.json, transformers itself fills missing weights with random values. This module
+therefore reads and checks the weights itself.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class PlannedTensor:
 
 
 def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int) -> None:
-    """Write the tensors in order, with one shard in memory at a time. Shards have at most `largest_bytes`, unless a
-    single tensor has more."""
+    """Write the tensors in order, with only one shard in memory at a time. A shard has at most `largest_bytes`. If a
+    single tensor has more, it gets a shard of its own."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in planned:

@@ -2,8 +2,8 @@
 
     python -m gsa_study.commands.config_reference > docs/reference/config.md
 
-Types, defaults and meanings come from the fields and the text under them. Ranges come from `checks.py`. The command
-does not import torch.
+Types and defaults come from the fields. The meaning of a field comes from the text below it, and its range from
+`checks.py`. The command does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ checked.
 STUDY_HEAD = """\
 # Study files
 
-A file of `launch/study.py --study FILE` can set these fields: first its own fields, then the fields of its sections.
+The FILE of `launch/study.py --study FILE` describes a study. The tables list the fields that it can set. The first
+table has the fields at the top level of the file. Each table after it has the fields of one section.
 [studies.md](../how_to/studies.md) says how to run a study.
 """
 
@@ -54,7 +55,8 @@ def page() -> str:
 
 
 def _sections(config: type) -> Iterator[tuple[str, str, type]]:
-    """Yields name, prefix (`phases.N` for a list) and class of each field that is a section or a list of sections."""
+    """For each field that is a section or a list of sections, yields its name, its prefix and the class of the section.
+    The prefix of a list has a number, as in `phases.N`."""
     for name, hint in typing.get_type_hints(config).items():
         (item, *_) = typing.get_args(hint) or (hint,)
         if isinstance(item, type) and dataclasses.is_dataclass(item):

@@ -5,12 +5,16 @@
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [key=value ...]
 
-The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
-them. Whenever it ends early, the same command continues.
+The command trains each arm of a study file with each seed. Then it evaluates the models, and writes the report that
+compares them. If it ends early, call it again in the same way, and it continues.
 
-Exit code 0: all jobs are finished. 1: a job has failed, and all others are finished. 2: wrong use, a mistake in the
-file, a package that is not installed, a run that began with another config, or a full disk. 75: stopped, or a job was
-interrupted; the same command continues. 130: a second Ctrl-C.
+    exit code  meaning
+    0          all jobs are finished
+    1          at least one job has failed, or lacks the checkpoint that it needs, and no other job can run
+    2          wrong use, a mistake in the file, a package that is not installed, a run that began with another config,
+               or a full disk
+    75         the study was stopped, or a job was interrupted; the same command continues
+    130        a second Ctrl-C
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
     <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml and a copy of its
                                                             tokenizer (tokenizer.model or tokenizer.json)
     <run folder>/checkpoints/step_00000200/manifest.json    run, step, and each file's size and checksum; written last
-    <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and skipped
-    <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
-    <run folder>/checkpoints/set_aside/                     checkpoints newer than the one a --resume-from loaded
+    <run folder>/checkpoints/step_00000400.damaged/         a damaged checkpoint that a resume has skipped
+    <run folder>/checkpoints/latest                         the name of the newest checkpoint; a save replaces this
+                                                            file last, atomically
+    <run folder>/checkpoints/set_aside/                     checkpoints that were newer than the checkpoint that a
+                                                            start with --resume-from has loaded
 
-A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. A folder with the final
-name was therefore complete when it got that name.
+A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. So a folder is complete
+when it gets its final name.
 """
 
 from __future__ import annotations
@@ -153,8 +155,9 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    Checkpoints newer than the one that `latest` names are left out with a warning, because a user may have set `latest`
-    back. All checkpoints are candidates if `latest` is damaged or missing, as after a kill during the first save.
+    A user may have changed `latest` so that it names an earlier checkpoint. Newer checkpoints are therefore left out,
+    with a warning. If `latest` is damaged or missing, all complete checkpoints are candidates. `latest` is missing, for
+    example, if the first save was killed before it wrote the file.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -184,7 +187,9 @@ def recover_folder(checkpoints: Path) -> None:
 
 def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
     """Rename damaged checkpoints to `*.damaged`, and let `latest` name the chosen checkpoint. Returns the new names.
-    No save then replaces the damaged checkpoints and no resume loads them. Nothing is deleted."""
+
+    Because of the new names, no later save replaces a damaged checkpoint, and no resume loads it. Nothing is deleted.
+    """
     renamed = []
     for folder in damaged:
         target, count = folder.with_name(folder.name + DAMAGED), 1
@@ -202,8 +207,10 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
 
 
 def go_back_to(checkpoint: Path) -> bool:
-    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Returns False if it is the
-    latest one already. Call on one process."""
+    """Make an earlier checkpoint the latest one, and move newer checkpoints to `set_aside/`. Call on one process.
+
+    Returns False, and changes nothing, if `checkpoint` is the latest one already.
+    """
     if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
         return False
     _write_latest(checkpoint)
@@ -333,8 +340,8 @@ def prune(
 ) -> list[str]:
     """Delete all complete checkpoints up to `newest` except the last `keep_last`, and return the failures.
 
-    Call while no save is under way. Checkpoints after `newest` (a user may set `latest` back) do not count towards
-    `keep_last`.
+    Call while no save is under way. If a user has changed `latest` to an earlier checkpoint, the folder may have
+    checkpoints newer than `newest`. Such checkpoints are not deleted, and do not count towards `keep_last`.
 
     Args:
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
@@ -356,8 +363,11 @@ def prune(
 
 
 def _delete_leftovers(checkpoints: Path) -> list[str]:
-    """Delete the folders that a save has replaced or left unfinished, or that an earlier call could not delete. If a
-    user moved a folder elsewhere and left a link, delete only the link. Returns the failures."""
+    """Delete folders that a save has replaced or left unfinished. Returns one line for each failure.
+
+    A folder that could not be deleted is tried again by the next call. If a user has moved such a folder elsewhere and
+    left a link in its place, only the link is deleted.
+    """
     failures = []
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
         try:

@@ -1,6 +1,6 @@
 """Check that weights and optimizer state are finite, before a save and after a start has loaded them.
 
-The check before a save keeps NaN out of checkpoints, and keeps the older checkpoint that the save would delete.
+If the check before a save finds NaN or an infinite value, nothing is saved, and no older checkpoint is deleted.
 """
 
 from __future__ import annotations

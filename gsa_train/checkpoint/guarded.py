@@ -1,8 +1,9 @@
 """Load the pickles in a checkpoint without running arbitrary functions.
 
-A pickle may name any function, and unpickling calls the function. torch unpickles the file `.metadata` without a
-restriction. For objects other than tensors, torch's planner sets `weights_only=False`. This module replaces both
-readers by readers with a list of allowed names. torch itself reads tensors with `weights_only=True`.
+A pickle may name any function, and unpickling then calls this function. torch does this without a restriction in two
+places: where it reads the file `.metadata`, and where its planner loads objects other than tensors, with
+`weights_only=False`. This module replaces both readers. The new readers refuse every name that is not on a list of
+allowed names. Tensors need no new reader, because torch itself loads tensors with `weights_only=True`.
 """
 
 from __future__ import annotations

@@ -32,8 +32,11 @@ class HostMemory:
         self._is_awaited = Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Begin to pin memory for tensors of about these sizes in bytes. A thread pins block by block, with
-        pauses. `pinned_like` ends the pauses and waits for the rest."""
+        """Begin to pin memory for tensors whose sizes in bytes are approximately `sizes`.
+
+        A thread pins one block after another, and pauses after each block. `pinned_like` ends these pauses, and waits
+        until all blocks are pinned.
+        """
         self._end_reserving()
         self._is_awaited.clear()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -104,8 +107,11 @@ def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, 
 def _first_fit(
     sizes: Sequence[int], blocks: Sequence[int]
 ) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Place sizes into these blocks, the largest first. Returns (block, offset) for each size, the indices of sizes
-    that do not fit, and the bytes used of each block."""
+    """Place tensors of `sizes` bytes into blocks of `blocks` bytes, the largest tensor first.
+
+    Returns (block, offset) for each tensor, the indices of the tensors that fit into no block, and the number of bytes
+    used in each block.
+    """
     places, filled = [(0, 0)] * len(sizes), [0] * len(blocks)
     left = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

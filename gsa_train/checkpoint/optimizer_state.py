@@ -1,12 +1,12 @@
 """Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads its own shards in place (`StatePart`), without more memory. megatron-core 0.16.1 gathers
-all shards in the host memory of every data-parallel rank (`fully_reshardable`). Its other formats do not load into
-other tensor or pipeline sizes.
+Each rank writes and reads its own shards in place (`StatePart`), which needs no additional memory. megatron-core 0.16.1
+has no such format. Its format `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. A
+checkpoint in one of its other formats cannot be loaded if the tensor-parallel or pipeline-parallel size has changed.
 
-megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). A shard of the
-optimizer is a range of the flattened matrix, which has up to three boxes: the end of a row, whole rows, the
-beginning of a row.
+megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of
+a matrix is a range of the flattened matrix, and this range may begin and end within a row. The range is therefore saved
+as up to three boxes: the end of one row, whole rows, and the beginning of another row.
 """
 
 from __future__ import annotations

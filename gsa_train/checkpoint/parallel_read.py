@@ -1,8 +1,8 @@
 """Read a checkpoint's tensors with several threads, and check the files at the same time.
 
-Every rank records the checksum of each file part that it reads. The ranks then read all other parts, for their
-checksums alone. The checksums of a file's parts combine to the checksum of the file, which the manifest lists. A
-start therefore reads a checkpoint only once.
+Every rank records the checksum of each file part that it loads. The ranks then read the parts that no rank has loaded,
+only to compute their checksums. The checksum of a whole file is computed from the checksums of its parts, and is
+compared with the checksum in the manifest. A start therefore checks a checkpoint without reading it a second time.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 
 @contextmanager
 def noting(log: ReadLog | None) -> Iterator[None]:
-    """Inside this context, record in `log` what `ParallelReader` reads. With a log, a failed read is recorded
-    as a fault and raises no error. The ranks exchange their faults later. No rank then waits for a rank that
-    has raised an error."""
+    """Inside this context, record in `log` what `ParallelReader` reads. Without a log, nothing is recorded.
+
+    If there is a log, a failed read is recorded as a fault and raises no error, because the other ranks would wait for
+    a rank that has raised an error. The ranks exchange their faults later.
+    """
     token = _LOG.set(log)
     try:
         yield
@@ -126,8 +128,8 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Holds one thread's read buffer, which is reused and grows to the largest part. Allocating a buffer takes longer
-    than reading."""
+    """Holds one thread's read buffer, which grows to the size of the largest part that the thread reads. The buffer is
+    reused, because allocating a buffer takes longer than reading."""
 
     buffer = bytearray()
 

@@ -6,9 +6,10 @@ copied to host memory while the next step computes. The update of that step wait
 separate gloo group. The main rank's thread then writes metadata and manifest, renames the folder, updates `latest`,
 and deletes old checkpoints. Only one save runs at a time.
 
-Plan, file format and metadata come from megatron-core. Its asynchronous save is not used. That save forks the
-trainer, waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread
-ends with its process, and torch releases the interpreter's lock while the thread writes.
+The plan, the file format and the metadata come from megatron-core, but its asynchronous save is not used. That save
+forks the trainer and writes in the new processes. It waits for ever if such a process is killed, and its manager
+process survives a SIGKILL of the rank. A thread writes here instead, because a thread ends with its process. Training
+continues while the thread writes, because torch releases the interpreter's lock during a write.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Make later work that changes or frees weights and optimizer state wait for the copies, on the device and on
-        the host. Call this before such work."""
+        """Make work after this call wait for the copies of the save in progress, on the device and on the host. Call
+        this before any work that changes or frees weights or optimizer state."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
 
@@ -162,11 +163,12 @@ class CheckpointSaver:
         return step == self.durable_step or (self._save is not None and self._save.state.step == step)
 
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
-        """Start a save of the current state. Returns the saves that have ended by then.
+        """Start a save of the current state. Returns the results of saves that ended before this call returns.
 
-        The call first waits for the save in progress. Without `checkpoint.async_save` it also waits for the new
-        save. After the last permitted try has failed, no save starts, because `check` then stops the run. If
-        some rank's state has NaN or infinite values, the list ends with a failed save.
+        If a save is in progress, the call first waits for its end. If `checkpoint.async_save` is off, the call also
+        waits for the end of the new save. If the last permitted try has failed, no save starts, because `check` will
+        stop the run. If the state of a rank has NaN or infinite values, nothing is saved, and the list ends with a
+        failed save.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -272,8 +274,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies in host memory. If `waits`, return once the copies are filled.
-        Returns an error text if there is no memory for the copies."""
+        """Replace the tensors that this rank writes by copies in host memory. If `waits`, return only after the copies
+        are filled. Returns None, or an error text if there is no memory for the copies."""
         try:
             groups = [tensors for _, _, (_, tensors) in save.buckets]
             save.copies = begin_copies(groups, self._host_memory, self._copy_thread)
@@ -288,8 +290,11 @@ class CheckpointSaver:
     # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Write and publish the checkpoint. Collective over the ranks' threads. An error is not raised but sent
-        through one of the two collectives, because the other ranks would otherwise wait for this rank."""
+        """Write and publish the checkpoint. Collective over the ranks' threads.
+
+        A thread that fails does not raise its error, because the threads of the other ranks would then wait for it. It
+        sends the error to them in the next of the two collectives.
+        """
         ranks = gathered(self._write_mine(save), self._group)
         result: Any = None
         if self._parallel.is_main:

@@ -14,9 +14,12 @@ EXPERTS = ".mlp.experts."
 
 
 class WithExperts(FullyParallelLoadStrategyWrapper):
-    """Loads experts over a separate group. megatron-core broadcasts a tensor to the whole group, even to ranks that do
-    not need it. The ranks that hold copies of an expert are not the ranks that hold copies of other tensors. With one
-    group for both, each rank would receive all experts."""
+    """Loads experts over a separate group.
+
+    megatron-core broadcasts each tensor to the whole group that loads the tensor, even to ranks that do not need it.
+    The copies of an expert are on different ranks than the copies of other tensors. If one group loaded both, each rank
+    would receive all experts.
+    """
 
     def __init__(self, strategy: Any, groups: ProcessGroupCollection) -> None:
         super().__init__(strategy, groups.dp_cp)

@@ -1,8 +1,9 @@
 """Copy the tensors of a save while the next step computes.
 
 A step reads the tensors of a checkpoint (weights, optimizer state, averages) and changes them only in its update. The
-copies may therefore run until the update. On a GPU a separate stream fills pinned memory, and the update waits for the
-stream on the device. A thread copies tensors in host memory, and the update waits for the thread.
+copies may therefore run until the update. Tensors on a GPU are copied to pinned memory by a separate stream, and on the
+device the update waits for this stream. Tensors in host memory are copied by a thread, and on the host the update waits
+for this thread.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ class Copies:
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """Make the update wait for the copies of this save. On the device, all work that is queued later waits.
-        This thread waits only for copies of tensors in host memory. Only `wait` reports failed copies."""
+        """Make the update wait for the copies of this save.
+
+        On the device, all work that is queued after this call waits for the copies of tensors on the device. On the
+        host, this call itself waits for the copies of tensors in host memory. If a copy fails, this call raises no
+        error, and `wait` does.
+        """
         if not self._sources:
             return
         if self._filled is not None:
@@ -93,8 +98,8 @@ def begin_copies(groups: Sequence[Group], memory: HostMemory, thread: ThreadPool
 
 
 def _copy_on_gpu(pairs: Sequence[Pair]) -> torch.cuda.Event:
-    """Copy after the work that is queued on the current stream. Returns an event that is recorded after the last
-    copy."""
+    """Queue the copies on a new stream. They begin after the work that the current stream has queued so far. Returns an
+    event that is recorded after the last copy."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

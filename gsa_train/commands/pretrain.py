@@ -6,8 +6,8 @@
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device
 NAME --mfu SHARE].
 
-Each rank ends with a code of gsa_train/process/exit_codes.py. torchrun itself ends with 1 if a code is not 0, and shows
-the ranks' codes.
+Each rank exits with one of the codes in gsa_train/process/exit_codes.py. If the code of any rank is not 0, torchrun
+shows the codes of the ranks, and itself exits with 1.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     dataclass defaults <- YAML file <- key=value on the command line
 
-`section.field` is in `section.py` of this folder. The text under a field says what it means. A name carries its unit
-(`_tokens`, `_steps`, ...).
+The file `section.py` of this folder defines the fields `section.field`. The text under a field says what the field
+means. If a field has a unit, its name contains the unit (`_tokens`, `_steps`, ...).
 """
 
 from __future__ import annotations

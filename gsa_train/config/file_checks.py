@@ -34,8 +34,8 @@ def check_files(config: Config) -> list[str]:
 
 
 def check_data(data: DataConfig) -> list[str]:
-    """Return a problem for each needed local file that is missing, or whose file system does not answer within
-    the read limit. Addresses with `://` are checked by their reader."""
+    """Return a problem for each needed local file that is missing, or whose file system does not answer within the read
+    limit. An address with `://` is not checked here, because the module that reads it checks it."""
     folders = {"data.train_dir": data.train_dir, **validation_fields(data)}
     return _answers([*_questions(_folder_problems, folders), *_tokenizer_questions(data)], data)
 
@@ -177,6 +177,9 @@ LEFT_TO_A_SHELL = "only a shell fills in ~ and $"
 
 
 def left_to_a_shell(path: str) -> bool:
-    """Return whether a path contains `~` or `$NAME`, which only a shell expands. No shell expands a path in a YAML
-    file, after `run.dir=`, or in quotes."""
+    """Return whether a path contains `~` or `$NAME`, which only a shell expands.
+
+    A path in a YAML file never reaches a shell. On a command line, a shell does not expand `~` after `run.dir=`, nor
+    `$NAME` in single quotes.
+    """
     return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)

@@ -29,7 +29,9 @@ G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
-    """Return the number of gates per token at each position (0: no gate). A gate's weight has this number of rows.
+    """Return a dict from each position to its number of gates per token, or to 0 if the position has no gate.
+
+    The weight that computes the gates of a position has one row per gate.
 
     Args:
         heads: query heads n_h

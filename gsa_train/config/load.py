@@ -1,7 +1,7 @@
 """Build a dataclass from a YAML file and `key=value` arguments, and collect every mistake.
 
-A scalar in the file or on the command line is text. The type of the field alone decides what the text means: `off` is
-false for a bool field, and the word off for a field that offers it.
+A scalar in the file or on the command line is text. Only the type of the field decides what the text means. For
+example, `off` means false for a bool field, but stays the word `off` for a field that has `off` among its choices.
 """
 
 from __future__ import annotations
@@ -324,8 +324,10 @@ PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 def _build_dict(
     value_hint: Any, value: object, problems: Problems, field: str, any_names: bool
 ) -> dict[str, Any]:
-    """Build a dict from names that the user chose to values of one type. An entry with a mistake is left out.
-    Names must match PLAIN_NAME, unless `any_names`."""
+    """Build a dict whose keys are names that the user chose, and whose values all have one type.
+
+    An entry with a mistake is left out. If `any_names` is False, the names must match PLAIN_NAME.
+    """
     if value is None:
         problems.add(field, value, "no value", f"write {field}={{}} for none, or {field}.NAME=VALUE for each")
         return {}
@@ -417,8 +419,11 @@ def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -
 
 
 def fields_named(key: str, root: type) -> list[str]:
-    """Return the fields of a config of class `root` that are named `key` without their section, here or in another
-    framework."""
+    """Return the fields that a user may mean by `key`, as `section.field` of a config of class `root`.
+
+    If another framework has a setting with the name `key`, the result is our field for this setting. Otherwise, the
+    result is every field with the name `key`, in any section.
+    """
     names = field_names(root)
     if FIELD_OF.get(key) in names:
         return [FIELD_OF[key]]

@@ -94,7 +94,8 @@ RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 
 
 def any_value_loads(removed_field: str) -> bool:
-    """Return whether a checkpoint may have any value of a removed field, because the field did not change the model."""
+    """Return whether a checkpoint loads with any value of the removed field. It does if the field did not change the
+    model."""
     return removed_field.split(".")[0] not in MODEL_SECTIONS
 
 

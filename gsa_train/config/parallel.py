@@ -72,9 +72,11 @@ class ParallelConfig:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Return the number of layers of each model chunk, in model order, or an empty list if sizes do not fit
-    (see `check_layout`). In interleaved 1F1B, chunk i is on stage i % pipeline, as this stage's chunk
-    i // pipeline."""
+    """Return the number of layers of each model chunk, in model order. If the sizes do not fit (see `check_layout`),
+    return an empty list.
+
+    Interleaved 1F1B assigns chunk i of the model to stage i % pipeline, where this chunk has the number i // pipeline.
+    """
     parallel, layers = config.parallel, config.model.num_layers
     chunks = parallel.pipeline * parallel.virtual_pipeline
     if min(layers, parallel.pipeline, parallel.virtual_pipeline) < 1:

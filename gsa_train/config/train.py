@@ -95,8 +95,8 @@ class TrainConfig:
 
 
 def check_muon(config: Config) -> Iterator[str]:
-    """Yield a line for each setting with which Muon cannot run. With another optimizer, yield a line for each changed
-    setting of Muon."""
+    """Yield a line for each setting with which Muon cannot run. If the config uses another optimizer, yield a line for
+    each setting of Muon that was changed, because it has no effect."""
     train = config.train
     if train.optimizer == "muon" and config.parallel.strategy == "deepspeed":
         wrong = (
@@ -183,9 +183,12 @@ def _of_attention(config: Config) -> Reasons:
 
 
 def _of_experts(config: Config) -> Reasons:
-    """Yield the reasons why experts rule out a CUDA graph. Token counts of experts differ between passes, and
-    must stay on the device. They do so only in torch's grouped products in bf16 (on Hopper and later), on one
-    rank, without a capacity."""
+    """Yield the reasons why experts rule out a CUDA graph.
+
+    The number of tokens of an expert differs between passes, so a graph can only run if the host never reads this
+    number back. The number stays on the device only with torch's grouped products in bf16 (on Hopper and later GPUs),
+    if each rank holds all experts, and if experts have no capacity.
+    """
     moe, expert = config.moe, config.parallel.expert
     if moe.experts == 0:
         return

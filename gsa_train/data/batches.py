@@ -1,7 +1,8 @@
 """Distribute blocks of tokens: one rank of each data-parallel replica reads them, and the other ranks receive them.
 
-All pipeline stages need the tokens, because documents bound the attention in every layer. One broadcast per step sends
-the tokens before the pipeline schedule starts. Inside the schedule, stages work on different micro-batches.
+All pipeline stages need the tokens, because every layer limits attention to a document, and the tokens say where
+documents end. One broadcast per step sends the tokens before the pipeline schedule starts, because inside the schedule
+the stages work on different micro-batches.
 """
 
 from __future__ import annotations
@@ -74,9 +75,12 @@ def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank. Each
-    FILLER (padding) becomes an EOS in a document of its own, without loss. No other query sees it. Tokens
-    marked UNSCORED get no loss. A marked EOS, as inside a conversation, does not end the document."""
+    """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank.
+
+    Each FILLER token (padding) becomes an EOS that is a document by itself, so no other query sees it. FILLER tokens
+    and tokens with the mark UNSCORED get no loss. If an EOS has this mark, for example inside a conversation, the EOS
+    does not end the document.
+    """
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
     ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS only where a document ends
@@ -315,9 +319,12 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
 
 
 def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
-    """Read the validation sets in the config's order, at most evaluate.max_blocks sequences of each. Raises
-    TooLittleText, which names the field, if a set is shorter than a sequence or has nothing to score. Raises DataFault
-    if a set cannot be read."""
+    """Read the validation sets in the config's order, and at most `evaluate.max_blocks` sequences of each set.
+
+    Raises:
+        TooLittleText: a set is shorter than a sequence, or has nothing to score. The message names the set's field.
+        DataFault: a set cannot be read.
+    """
     data, sets = config.data, []
     for field, (name, folder) in zip(validation_fields(data), data.validation_folders.items(), strict=True):
         try:
@@ -400,6 +407,9 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
 def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1]. Raises
-    StateMismatch after the last sequence if the run had read other sequences."""
+    """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1].
+
+    Raises StateMismatch after the last sequence if the replay does not end at the positions in `end`, which means that
+    the run has read other sequences.
+    """
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

@@ -1,9 +1,12 @@
 """Decide which tokens of a sequence each context-parallel rank holds.
 
-With n ranks, the sequence is cut into c groups of n chunks. In each group rank r holds chunk r, or chunk
-n - 1 - r if the group's number has an odd number of bits set. Two groups give the zig-zag of megatron-core
-(chunks r and 2 n - 1 - r), which gives all ranks the same work under a causal mask. With selected keys, the
-cost of a query grows over the first positions and then hardly changes. More groups balance this cost.
+If there are n ranks, the sequence is cut into c groups of n chunks, and each rank holds one chunk of every group.
+If the number of a group has an even number of 1 bits, rank r holds chunk r of this group. Otherwise, rank r holds chunk
+n - 1 - r of this group.
+
+With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is the zig-zag of megatron-core. If
+queries attend to all causal keys, the zig-zag gives all ranks the same work. If queries attend to selected keys, the
+cost of a query grows over the first positions and then hardly changes. More than two groups balance this cost.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ each replacement and the code that needs it:
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
     Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
     pin_memory=True                      checkpoints
-    ShardedTensor.init_data              loading, where ranks want different tensors (its default is torch.empty)
+    ShardedTensor.init_data              loading different tensors on each rank (torch.empty is a default argument)
     torch.cuda.synchronize()             pipeline sends, checkpoints
-    torch.cuda.Stream(), current_stream  gradient buffers with several optimizer instances or 0.19
+    torch.cuda.Stream(), current_stream  gradient buffers (with several optimizer instances, or in megatron-core 0.19)
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 
 Gloo's process groups (megatron-core makes about twenty) share one network device here. By default each group opens

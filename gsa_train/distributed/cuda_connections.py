@@ -1,9 +1,10 @@
 """Set CUDA_DEVICE_MAX_CONNECTIONS, the number of work queues between the host and a CUDA device (CUDA's default is 8).
 
-With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. A single
-work queue makes sure that the collective is scheduled first (its tensor_parallel/layers.py). Megatron-LM
-refuses more than one queue (its training/arguments.py), with two exceptions. Blackwell and later GPUs do not
-need a single queue, and all-gathers of weights layer by layer need several.
+With tensor parallelism, megatron-core starts a collective, and then a matrix product that runs at the same time and
+hides the collective. A single work queue makes sure that the collective is scheduled first (see
+tensor_parallel/layers.py in megatron-core). Megatron-LM therefore refuses more than one queue (see its
+training/arguments.py), with two exceptions. Blackwell and later GPUs do not need a single queue, and all-gathers of
+weights layer by layer need several queues.
 
 CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when the program first asks for devices, as in `torch.cuda.is_available()`.
 Launchers therefore set the variable before they import torch.

@@ -39,8 +39,10 @@ def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale
 def differentiate_indexer_loss(
     out: torch.Tensor, loss: torch.Tensor, grad_scale: Scale, base_has_graph: bool
 ) -> torch.Tensor:
-    """Return `out`, whose backward pass also differentiates the layer's indexer loss. In the indexer warm-up
-    the base model has no autograd graph. The loss is then differentiated immediately.
+    """Return `out`, and let its backward pass also differentiate the layer's indexer loss.
+
+    In the indexer warm-up, the base model has no autograd graph, so `out` has no backward pass. The loss is then
+    differentiated immediately.
 
     Args:
         out: the layer's attention.

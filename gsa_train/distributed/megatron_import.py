@@ -1,8 +1,8 @@
 """Import megatron-core without packages that a run never calls, which halves the import time of a start.
 
-megatron-core imports W&B and TensorBoard for its own logging. Our sinks import these packages only if needed.
-megatron-core also imports torch's compiler to decorate its fused functions. `model/mcore/config.py` switches these
-functions off.
+megatron-core imports W&B and TensorBoard for its own logging, which a run does not use. If a run logs to W&B or
+TensorBoard, our sinks import the package themselves. megatron-core also imports torch's compiler, to decorate its fused
+functions. A run never calls these functions, because `model/mcore/config.py` switches them off.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ LIBRARIES_WARNINGS = (
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
     r"full scope is deprecated",  # about CUDA graphs, which are off
     r"`torch\.distributed\.\w+_tensor` is deprecated",  # torch 2.13 deprecates it; 2.11 has no other
+    r"The argument order of load has been changed",  # megatron-core's calls name their arguments
+    r"torch\.distributed is disabled, unavailable or uninitialized",  # one process reads a checkpoint
 )
 """Warnings on every rank about normal conditions, which would hide useful warnings."""
+
+LIBRARIES_LOGS = {
+    # The other strategy of megatron-core 0.19 needs nvidia-resiliency-ext.
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not",
+}
+"""Maps a logger to the beginning of such a warning."""
 
 
 def import_megatron() -> None:
@@ -34,11 +43,17 @@ def import_megatron() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence `LIBRARIES_WARNINGS` and megatron-core's logs in this process. Call it before megatron-core is
-    imported."""
+    """Silence `LIBRARIES_WARNINGS`, `LIBRARIES_LOGS`, and what megatron-core logs below the level of warnings, in this
+    process. Call it before megatron-core is imported."""
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
     for message in LIBRARIES_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    for logger, beginning in LIBRARIES_LOGS.items():
+        logging.getLogger(logger).addFilter(functools.partial(_differs, beginning))
+
+
+def _differs(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)
 
 
 @contextmanager

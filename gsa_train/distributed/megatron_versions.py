@@ -43,8 +43,11 @@ def main_grads(optimizer: Any) -> list[torch.Tensor]:
 def replace_readers(
     reader: Callable[..., Any], planner: type, read_common: Callable[[Path], dict[str, Any]]
 ) -> None:
-    """Replace the readers that unpickle files. megatron-core has no argument for readers, except for the reader of the
-    common file in 0.16 (`load_sharded`)."""
+    """Replace the readers that unpickle files.
+
+    This function replaces them inside megatron-core's modules, because megatron-core takes no reader as an argument.
+    The only exception is the reader of the common file in 0.16, which `load_sharded` passes as an argument.
+    """
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner
     if NEW:
@@ -61,7 +64,8 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Load a checkpoint and raise an error for tensors that it lacks. `replace_readers` must have been called.
 
-    In megatron-core 0.19 the fourth argument of `load` is a flag. A strategy in its place would be taken as True.
+    In megatron-core 0.16, the fourth argument of `load` is the strategy for the common file. In 0.19, the fourth
+    argument is a flag, and a strategy in its place would mean True.
     """
     strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
     content: dict[str, Any]

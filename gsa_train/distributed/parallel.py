@@ -28,9 +28,12 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parallel:
-    """Describes this process's place in the layout. Ranks are ordered as in megatron-core: tensor fastest, then
-    context, data, pipeline. Experts order the ranks of a stage differently: expert-tensor fastest, then expert,
-    then the expert's replicas."""
+    """Describes this process's place in the layout.
+
+    Ranks are ordered as in megatron-core: the tensor rank changes fastest, then the context, data and pipeline ranks.
+    For experts, the ranks of a pipeline stage have another order: the expert-tensor rank changes fastest, then the
+    expert rank, then the number of the expert's replica.
+    """
 
     rank: int
     world_size: int

@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 
 def connect_to_store(purpose: str, timeout: timedelta, group: dist.ProcessGroup | None = None) -> dist.Store:
-    """Open a separate connection, because a thread that waits on a shared connection blocks all others. A single rank
-    uses its own store. Collective over `group`.
+    """Open a separate connection to the store. Collective over `group`.
 
-    The keys get a prefix of this start, because torchrun may keep its store, with entries of earlier ranks, across
-    restarts.
+    A separate connection is needed, because a thread that waits on a shared connection blocks all other threads that
+    use it. A process that was started without torchrun has a store of its own.
+
+    All keys get a prefix that is different in each start, because torchrun may keep its store across restarts. The
+    store then still has the entries of earlier ranks.
     """
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0, group=group)

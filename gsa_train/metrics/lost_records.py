@@ -49,8 +49,11 @@ class Outage:
             self._lost += 1
 
     def end(self, record: Mapping[str, Any], waited: int = 0) -> dict[str, Any] | None:
-        """Note that the file has received `record` and `waited` earlier records. If the file had failed,
-        returns an event for the other logs. An event with `lost_records` must also be written to the file."""
+        """Note that the file has received `record` and, before it, the number `waited` of records that had to wait.
+
+        If the file had failed, returns an event for the other logs. If this event has the key `lost_records`, the
+        caller must also write the event to the file.
+        """
         if not self._lasts and not self._lost:
             return None
         those = f", with {waited} records that waited" if waited else ""

@@ -121,8 +121,8 @@ class MetricsFile:
         return count
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or raise OSError and remove what was written. If the removal fails, the next call
-        repeats it."""
+        """Write a whole line. If the write fails, remove the part of the line that was written, and raise OSError. If
+        the removal also fails, the next call repeats it."""
         self._take_back_cut()
         self._cut = True
         try:

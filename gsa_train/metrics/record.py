@@ -205,9 +205,12 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
 
-    The overall value is the mean over the layers that have a value, or for some metrics the maximum or minimum.
-    It is NaN if a layer has NaN. Names `name/label` become a dict label -> overall value. The values of heads
-    become one list per layer, and the spread of each list is also a metric. `expert_metrics` handles experts.
+    The overall value of a metric is the mean over the layers that have a value. For the metrics in `EXTREMES`, it is
+    the maximum instead, or for `k_min` the minimum. If any layer has NaN, the overall value is NaN.
+
+    Statistics with names of the form `name/label` are joined into one metric `name`, a dict label -> overall value. The
+    values of heads become one list per layer. The spread over the heads of each layer is a further metric.
+    `expert_metrics` makes the metrics of experts.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []

@@ -7,14 +7,16 @@ number, a string, None (not applicable), or one of:
 - a list by layer of lists by head (keys `head_*`) or by expert (`expert_loads`).
 
 Other events have records with the key `event`:
-- spikes and the reaction to them (gsa_train/reliability/monitor/);
-- `validation`: results. Sets after the first have their name in their keys (`validation_<name>_loss`); `*_by_source`
-  are dicts source -> value;
-- `tasks`: scores, where `eval_<score>` are dicts task -> value;
-- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended or failed, or a checkpoint found damaged.
-  `step` is the step of the checkpoint. The record is logged up to `logging.every_steps` steps later;
-- `log_failed`, `log_written` (logged to the other sinks): a file cannot be written, or can be written again;
-- `log_lost`: the records that a file lacks (lost_records.py).
+- events of the monitor: a spike, or the reaction to a spike (gsa_train/reliability/monitor/);
+- `validation`: the results of a validation. For each set after the first, the keys contain the name of the set
+  (`validation_<name>_loss`). The values of keys `*_by_source` are dicts source -> value;
+- `tasks`: the scores of tasks. The values of keys `eval_<score>` are dicts task -> value;
+- `checkpoint`, `checkpoint_failed` and `checkpoint_damaged`: a save has ended, a save has failed, or a checkpoint was
+  found to be damaged. `step` is the step of the checkpoint. The record may be logged up to `logging.every_steps` steps
+  later;
+- `log_failed` and `log_written`: a file cannot be written, or can be written again. Only the other sinks get these
+  records;
+- `log_lost`: how many records a file lacks, and the first and last step of these records (lost_records.py).
 
 `metrics.jsonl` is strict JSON with one object per line. Floats read back bit-equal. JSON has no NaN, so a number that
 is not finite is written as the string "NaN", "Infinity" or "-Infinity". `read_records` turns the strings into floats.
@@ -83,8 +85,10 @@ def values_in_words(record: Record, without: Collection[str]) -> list[str]:
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:
-    """For a validation record, returns a dict from the prefix of each set's keys to the set's name, with the first set
-    first."""
+    """Returns a dict from the prefix of a validation set's keys to the set's name, for all sets in the record.
+
+    The first set comes first. If the record is not of a validation, the dict is empty.
+    """
     if record.get("event") != "validation":
         return {}
     first = {"validation": record.get("validation_set", "validation")}
@@ -158,8 +162,9 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    The main rank calls this while the other ranks wait. To save time, the file is read once, and written only if it
-    changes. Lines stay as they are, so that floats stay bit-equal. If lines are damaged, `*.damaged` keeps a copy.
+    The main rank calls this while the other ranks wait. To save their time, the file is read only once, and is written
+    only if its content changes. The remaining lines are not formatted again, so floats stay bit-equal. If the file has
+    damaged lines, they are dropped, too, and `*.damaged` keeps a copy of the file.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

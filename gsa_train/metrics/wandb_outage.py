@@ -1,7 +1,8 @@
 """Handle outages of W&B's server: how long a run waits, and what the run does then.
 
-Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. The
-records of a start are marked as sent once the server has them, so that `wandb sync` skips them.
+Training does not depend on W&B. Each wait for the server has a limit. Records that could not be sent stay in the run
+folder, and `wandb sync` can send them later. Once the server has all records of a start, these records are marked as
+sent, so that `wandb sync` skips them.
 """
 
 from __future__ import annotations
@@ -149,8 +150,11 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
 
 
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
-    """Warn of earlier starts whose records W&B may lack, because a start was killed too soon or the server was
-    unreachable. The folder `but`, of the current start, is left out."""
+    """Warn of earlier starts whose records W&B may lack.
+
+    W&B lacks records if a start was killed before it had sent them, or if the server could not be reached. The folder
+    `but` is left out, because it belongs to the current start.
+    """
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     left.sort(key=_when_written)

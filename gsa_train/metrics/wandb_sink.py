@@ -141,9 +141,12 @@ class WandbSink:
             logger.error("W&B gets no artifact %s: %s", artifact.name, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the W&B run. The signal that asks training to stop also ends W&B's service, a
-        separate process. This must not prevent the save of a checkpoint. The next start opens the same W&B run
-        again."""
+        """Call a method of the W&B run. If W&B's service has ended, log this, and send no more records in this start.
+
+        W&B's service is a separate process, and the signal that asks training to stop also ends this process. The
+        failed call must then raise no error, which would prevent the last save. The next start opens the same W&B run
+        again.
+        """
         import wandb
 
         if self._run is None:

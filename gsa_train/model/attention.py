@@ -1,7 +1,8 @@
 """Compute selection, attention and indexer loss of one layer by `gsa_kernels.api` (fused kernels, or plain torch).
 
-A rank has one chunk of queries, or several under context parallelism. Tensors are batch first: q [B, L, n_h, d_k],
-k and v [B, L_k, n_kv, d_k], with this tensor-parallel rank's heads. A chunk's keys end with its last query.
+The queries of a rank form one chunk, or several chunks under context parallelism. The keys of a chunk are all keys of
+the sequence up to the position of the chunk's last query. Tensors are batch first, and have the heads of this
+tensor-parallel rank: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 """
 
 from __future__ import annotations
@@ -301,14 +302,16 @@ class AttentionOverChunks:
         loss: LossInputs,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log. I_t are the
-        indexer scores of the attended keys. The value for the log is each query's KL [B, L], or an estimate of the
-        sum if queries are sampled or sharded.
+        """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
 
-        The target p_t averages attention over the heads of all tensor-parallel ranks. The ranks all-gather queries,
-        keys and log-sum-exps, which grow with L. Probabilities would grow with L^2. Each rank computes a share of the
-        queries. A rank's sum is multiplied by the number of ranks, because the indexer's gradients are averaged over
-        them (indexer.py).
+        I_t are the indexer scores of the attended keys. The value for the log is the KL of each query, [B, L]. If
+        queries are sampled or sharded, it is an estimate of the sum over all queries instead.
+
+        The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
+        compute p_t, the ranks all-gather queries, keys and log-sum-exps, whose size grows with L. They do not
+        all-gather probabilities, whose size grows with L^2. Each rank then computes the KL for its share of the
+        queries. The sum of a rank is multiplied by the number of ranks, because the indexer's gradients are averaged
+        over the ranks (indexer.py).
         """
         tp = self.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))

@@ -23,11 +23,11 @@ class PreciseBuffers(torch.nn.Module):
 
 
 class VarianceTracker(PreciseBuffers):
-    """Holds V̄ of one layer, the moving average of the score variance, and the variance sum of the current step.
+    """Holds the moving average V̄ of one layer's score variance, and the sum of the variances in the current step.
 
-    The average V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step and
-    their recomputation thus use the same value, and no token influences an earlier token. Queries with one causal key
-    have variance 0 and do not count.
+    The average V̄ changes only in `update_variance_emas`, after the optimizer step. So all micro-batches of a step, and
+    their recomputation, use the same V̄, and no token influences an earlier token. A query with one causal key has
+    variance 0, and does not count in the mean.
     """
 
     ema: torch.Tensor
@@ -65,9 +65,9 @@ def update_variance_emas(
 ) -> None:
     """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
-    Call this after each step that ran the indexers. The first step's mean initializes V̄. Layers whose mean is not
-    finite keep V̄. All layers keep V̄ if the step is not `applied` (0-d bool) or no query counts. The host does not
-    wait for the device.
+    Call this after each step that ran the indexers. While V̄ is 0, as in the first step, the mean itself becomes V̄. A
+    layer keeps its V̄ if its mean is not finite. All layers keep their V̄ if `applied` (0-d bool) is False, or if no
+    query counts. The device makes these decisions, so the host does not wait for the device.
 
     Args:
         data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.

@@ -141,9 +141,9 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """Count operations per token in a phase, averaged over the positions of a sequence.
 
-    Only matrix products count, without recomputation. A backward pass costs twice the forward pass of the trained
-    parameters. The indexer's scores have gradients only on the attended keys of the queries in its loss. The indexer's
-    projections always run over all queries.
+    Only matrix products count, and recomputation does not count. If parameters are trained, their backward pass costs
+    twice their forward pass. The indexer's projections always run over all queries. The indexer's scores have gradients
+    only for the queries in the indexer loss, and for each of these queries only on the attended keys.
 
     Args:
         mean_selected: measured mean |S_t|, at most the causal keys; None: with budget k_base (`mean_selected_keys`).
@@ -197,9 +197,11 @@ def flops_per_token(
 
 
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
-    """Return the expected fraction of the queries in the indexer loss. With
-    n = 1 / `gsa.indexer_loss_row_fraction`, the loss takes every n-th stretch of STRETCH_ROWS queries, and at
-    least one per sequence."""
+    """Return the expected fraction of the queries that are in the indexer loss.
+
+    The loss takes whole stretches of STRETCH_ROWS queries. It takes every n-th stretch, where n is the inverse of
+    `gsa.indexer_loss_row_fraction`, and at least one stretch per sequence.
+    """
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 
@@ -212,8 +214,8 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
 
-    Each query adds its local window. The estimate treats selection and window as disjoint, so with a window the
-    result is an upper bound.
+    Each query also selects its local window. The estimate assumes that none of the keys in the window are among the
+    keys selected by the budget. If there is a window, the result is therefore an upper bound.
     """
     total = 0
     for sequence in causal_keys:

@@ -19,9 +19,9 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 class GateProjection(ColumnParallelLinear):
     """Runs first among several linear layers with the same input, and communicates for all of them.
 
-    This layer returns the gathered input for the other layers. In the backward pass it gets the sum of their
-    input gradients and adds its own. All layers together then need one all-gather and one reduction over the
-    tensor-parallel ranks.
+    This layer gathers its input, and also returns the gathered input, which the other layers use. In the backward pass,
+    this layer receives the sum of the other layers' input gradients, and adds its own input gradient. All layers
+    together therefore need only one all-gather and one reduction over the tensor-parallel ranks.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +91,12 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Holds the logits of each gate that acts on heads. A gate that the model lacks has None. In the shapes,
-    `...` is [L, B], and n_kv counts this rank's key-value heads. x is d_k, or 1 if one gate serves all channels
-    of a head. If all heads share their gates, the dimensions n_kv and n_h / n_kv have size 1."""
+    """Holds the logits of each gate that acts on heads, or None for a gate that the model lacks.
+
+    In the shapes, `...` is [L, B], and n_kv is the number of this rank's key-value heads. The size x is d_k, or 1 if
+    one gate serves all channels of a head. If all heads share their gates, the dimensions n_kv and n_h / n_kv both have
+    size 1.
+    """
 
     value: torch.Tensor | None = None
     """G2 [..., n_kv, x]"""
@@ -108,9 +111,19 @@ class GateLogits(NamedTuple):
 def build_gate_projection(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> GateProjection | None:
-    """Build one matrix for all per-head gates, or return None without such gates. For each key-value head it
-    has d_k rows for the value gate, (n_h / n_kv) * d_k for the output gate, then rows for G3 (keys) and G4
-    (queries). Headwise gates have one row instead of d_k. Each tensor-parallel rank holds its heads' gates."""
+    """Build one matrix for all per-head gates. Return None if the model has no such gates.
+
+    The matrix has one group of rows for each key-value head. With m = n_h / n_kv, the rows of a group are, in this
+    order:
+
+    - value gate: d_k rows;
+    - output gate: m * d_k rows;
+    - G3 (gate on keys): d_k rows;
+    - G4 (gate on queries): m * d_k rows.
+
+    A gate that the model lacks has no rows. If gates are headwise, d_k is replaced by 1 in these numbers. Each
+    tensor-parallel rank holds the rows of its heads.
+    """
     if not has_gate_projection(config):
         return None
     projection = GateProjection(

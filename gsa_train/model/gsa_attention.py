@@ -2,9 +2,12 @@
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-G1 and G2 are gates on the output and on the values. k_t is query t's key budget, and S_t its selected keys. Shapes: L
-tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size. megatron-core's
-activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
+G1 is the gate on the output, and G2 the gate on the values. k_t is the key budget of query t, and S_t the set of its
+selected keys.
+
+In the shapes, L is the number of tokens of this context-parallel rank, B the number of sequences, n the number of heads
+of this tensor-parallel rank, and d_k the head size. Activations of megatron-core are [L, B, ...]. From the indexer to
+G1, tensors are [B, L, ...] instead, because gsa_kernels needs the batch first.
 """
 
 from __future__ import annotations
@@ -223,8 +226,11 @@ class GSASelfAttention(MegatronModule):
         gates: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return gated Q [B, L, n_h, d_k], K and V [B, L, n_kv, d_k], and the logits of G1. G1's logits are [B, L,
-        n_kv, n_h / n_kv, d_k], or None without G1."""
+        """Return Q, K and V after their gates, and the logits of G1.
+
+        The shape of Q is [B, L, n_h, d_k]. K and V are [B, L, n_kv, d_k]. The logits are [B, L, n_kv, n_h / n_kv, d_k],
+        or None if the model has no G1.
+        """
         qkv, _ = self.linear_qkv(hidden_states)
         if self.heads_op is not None:
             assert isinstance(rotary_pos_emb, torch.Tensor)
@@ -262,8 +268,8 @@ class GSASelfAttention(MegatronModule):
 class _RecomputedAttention:
     """Calls `attend` for activation checkpointing: in the forward pass without a graph, then in the backward pass.
 
-    The second call drops the selections, because the autograd node would keep them until the schedule drops the
-    micro-batch's loss.
+    The second call drops the reference to the selections. Otherwise, the autograd node would keep the selections in
+    memory until the schedule drops the loss of the micro-batch.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Implement the lightning indexer (eq. 7): small queries, one key per token and head weights give each causal key a
-score.
+"""Implement the lightning indexer (eq. 7), which gives each causal key of a query a score.
+
+The score is computed from small queries, one key per token, and head weights.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ class IndexerProjections(NamedTuple):
 
 
 class Indexer(MegatronModule):
-    """Computes queries, keys and head weights. The tensor-parallel ranks hold replicas, and process the same tokens.
-    Call the indexer as a module, because `overlap_param_gather` needs forward-pre-hooks."""
+    """Computes the indexer's queries, keys and head weights.
+
+    Each tensor-parallel rank holds a replica of the indexer, and all these ranks process the same tokens. Call the
+    module itself and not its method `forward`, because `overlap_param_gather` needs forward-pre-hooks.
+    """
 
     def __init__(
         self,

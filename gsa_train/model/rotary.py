@@ -37,8 +37,9 @@ class LocalRotaryEmbedding(RotaryEmbedding):
         return self._angles[max_seq_len]
 
     def tables(self, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the angles of the first half of the channels, [L / size, channels / 2], fp32 like the
-        frequencies. The second half has the same angles. The tables are cached."""
+        """Return cos and sin of the angles: [L / size, channels / 2] each, fp32 because the frequencies are fp32. The
+        tables have only the first half of the channels, because the second half has the same angles. The tables are
+        cached."""
         if max_seq_len not in self._tables:
             angles = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
             half = angles[:, 0, 0, : angles.shape[-1] // 2]

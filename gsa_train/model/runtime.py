@@ -48,9 +48,13 @@ class AttentionRuntime:
             self._documents, self._made = None, {}
 
     def pass_of_this_forward(self) -> AttentionPass:
-        """Return the current pass for the running layer, with `will_recompute` if the layer runs again later.
-        megatron-core recomputes a layer by calling it first under `no_grad` and later with a graph. Only the grad mode
-        tells the calls apart. Call this at the start of a layer's forward, before the layer changes the grad mode."""
+        """Return the current pass for the layer that is running. If the layer will run again later, `will_recompute` of
+        the returned pass is True.
+
+        To recompute a layer, megatron-core calls it twice: first under `no_grad`, and later with a graph. Only the grad
+        mode distinguishes the two calls. Call this function at the start of a layer's forward, before the layer changes
+        the grad mode.
+        """
         current = self.attention_pass
         if current.has_graph and not torch.is_grad_enabled():
             return replace(current, will_recompute=True)
@@ -59,8 +63,9 @@ class AttentionRuntime:
     def draw_rows(self, attention_pass: AttentionPass, layer: int) -> RowSample:
         """Sample the queries of this layer's next indexer loss.
 
-        Call this once per loss, in the order of the micro-batches. If a layer is recomputed, call it only in
-        the recomputation. All tensor-parallel ranks draw the same sample, also after a resume.
+        Call this once per loss, in the order of the micro-batches. If a layer is recomputed, call it only in the
+        recomputation. All tensor-parallel ranks draw the same sample. If a run resumes, it draws the same samples as it
+        would have drawn without the interruption.
         """
         if attention_pass.row_fraction == 1:
             return RowSample()
@@ -71,7 +76,8 @@ class AttentionRuntime:
     def query_sample(
         self, attention_pass: AttentionPass, length: int, start: int, end: int
     ) -> QuerySample | None:
-        """Return the queries to measure in start .. end - 1 of a sequence; None if the pass does not measure."""
+        """Return the queries to measure among the queries `start` to `end - 1` of a sequence, or None if the pass does
+        not measure."""
         if not attention_pass.measures:
             return None
         piece = (length, start, end)
@@ -93,7 +99,8 @@ class AttentionRuntime:
         return value
 
     def rotary_tables(self, angles: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
+        """Return cos and sin of megatron-core's angles [L, 1, 1, D]: fp32 [L, D / 2] each. Both halves of the D angles
+        are equal, so one half is enough.
 
         The tables are cached per length for all layers, for the lifetime of the model.
 

@@ -67,8 +67,13 @@ def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.O
 def adamw_change(
     states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the sum of squares of w' - w, where w' = (1 - lr decay) w - lr u with Adam's update u. The old weight w is
-    not needed: w' - w = -lr (u + decay w') / (1 - lr decay)."""
+    """Return the sum of squares of w' - w, where w are the weights before the step and w' are the weights after it.
+
+    AdamW sets w' = (1 - lr decay) w - lr u, where u is Adam's update. This equation is solved for w, so that the old
+    weights are not needed:
+
+        w' - w = -lr (u + decay w') / (1 - lr decay)
+    """
     import torch
 
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states

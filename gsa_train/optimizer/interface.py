@@ -86,9 +86,12 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def reduce_grad_norm(self, loss_share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient norm and the sum of the ranks' `loss_share`, equal on all ranks. Collective. The
-        norm is 0-d fp32, after the reduction and before clipping, and counts each parameter once. The sum is
-        0-d fp64."""
+        """Return the gradient norm, and the sum of `loss_share` over the ranks. Both are equal on all ranks.
+        Collective.
+
+        The norm is 0-d fp32. It is computed after the gradients are reduced and before they are clipped, and it counts
+        each parameter once. The sum is 0-d fp64.
+        """
 
     @abstractmethod
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
@@ -109,8 +112,12 @@ class PhaseOptimizer(ABC):
 
     @torch.no_grad()
     def average_weights(self, decay: float, applied: torch.Tensor) -> None:
-        """Move the average towards the updated weights, if `applied`. The rate corrects the bias of the start: after n
-        updates, the weights of update i count in proportion to decay^(n - i)."""
+        """Move the average towards the updated weights, if `applied`.
+
+        The rate depends on the number of updates, so that the average has no bias at the start. After n updates, the
+        average is a sum over the updates i = 1 to n: the weights after update i, times a factor. The factors are
+        proportional to decay^(n - i) and add up to 1.
+        """
         rate = (1 - decay) / (1 - decay ** self.updates.double())
         rate = torch.where(applied, rate, 0).float()
         for weight, state in self._states():
@@ -118,8 +125,8 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def update_norm(self, applied: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the last step's change of the weights, including weight decay but not QK-clip: 0-d
-        fp32. A skipped step has norm 0. Collective."""
+        """Return the norm of the weights' change in the last step: 0-d fp32. Collective. The change includes weight
+        decay, but not QK-clip. If the step was skipped, the norm is 0."""
 
     @abstractmethod
     def close(self, model: Model) -> None:

@@ -1,7 +1,7 @@
 """Hand the fp32 main weights of a bf16 phase, or its whole optimizer state, to the next phase.
 
-Each phase's optimizer has fp32 weights next to the model's bf16 weights. Rebuilding them from bf16 would lose the
-updates that are smaller than a bf16 step.
+Each phase's optimizer has fp32 weights next to the model's bf16 weights. If the next phase made its fp32 weights from
+the bf16 weights, it would lose all updates that are smaller than a bf16 step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 @dataclass(frozen=True)
 class MainWeights:
-    """Holds the main weights (fp32) of a completed phase on one rank: 4 bytes per parameter in the rank's
-    optimizer shard. A phase with `keep_optimizer` also needs the rest of the state: 12 bytes in all with
-    AdamW."""
+    """Holds one rank's shard of the main weights (fp32) of a completed phase.
+
+    The main weights take 4 bytes per parameter of the shard. If the next phase has `keep_optimizer`, the rest of the
+    optimizer state is also held. With AdamW, main weights and state together take 12 bytes per parameter.
+    """
 
     trained: list[torch.nn.Parameter]
     """Trained parameters of this rank's model."""

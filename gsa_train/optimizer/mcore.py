@@ -1,8 +1,8 @@
 """Implement a phase's optimizer for `parallel.strategy: megatron`. megatron-core's data-parallel wrapper and sharding
 surround torch's optimizer (build.py).
 
-Each phase builds its own optimizer and closes it at the end. A frozen base therefore needs no gradient buffers or
-optimizer state, and the sparse phase starts with fresh state.
+Each phase builds its own optimizer and closes it at the end. If a phase freezes the base, the base therefore has no
+gradient buffers and no optimizer state. A phase starts with fresh optimizer state, unless it has `keep_optimizer`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ Hook = Callable[..., None]
 class PhaseDataParallel(DistributedDataParallel):
     """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. A node
-    lives as long as any tensor whose graph contains the parameter. A module may hold such a tensor, as
-    megatron-core's token dispatchers do. Python then cannot collect the reference cycle through autograd, and
-    the next phase's wrapper gets nodes with old hooks. Hooks here therefore reference the wrapper weakly.
+    megatron-core's hooks on autograd nodes reference the wrapper, its gradient buffers and the model. An autograd node
+    lives as long as any tensor whose graph contains the parameter. A module may hold such a tensor, as megatron-core's
+    token dispatchers do. The references then form a cycle through autograd, which Python cannot collect, so the old
+    hooks would still exist when the next phase's wrapper uses the same nodes. The hooks of this class therefore hold
+    only a weak reference to the wrapper.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]
@@ -130,9 +131,9 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
     @torch.no_grad()
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
-        """In megatron-core's version the host waits for each tensor's norm. Here the host does not wait if torch's
-        optimizer is fused. Such an optimizer reads two numbers on the device: the gradients' divisor, and whether to
-        skip the update."""
+        """In megatron-core's version, the host waits for the norm of each tensor. Here, the host does not wait if
+        torch's optimizer is fused. A fused optimizer reads two numbers on the device: the divisor of the gradients, and
+        whether to skip the update."""
         if self.qk_clip is not None:
             self.qk_clip.measure(applied)  # _qk_clip's hook scales with the result
         divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
@@ -356,8 +357,9 @@ def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
 
 
 def _group_overrides(phase: PhaseConfig, kind: OptimizerKind) -> dict[ParamKey, ParamGroupOverride]:
-    """Return overrides of megatron-core's parameter groups: vectors without weight decay, learning-rate
-    multipliers, and separate groups for matrices if the optimizer updates them as matrices."""
+    """Return overrides of megatron-core's parameter groups. Vectors have no weight decay. Gates and indexer have their
+    own groups if they have a learning-rate multiplier. Matrices have their own groups if the optimizer updates them as
+    matrices."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):

@@ -1,15 +1,17 @@
 """Capture the forward and backward pass of a micro-batch as one CUDA graph (`train.cuda_graphs`).
 
-Kernel launches from Python limit the step of a small model, because a launch takes longer than most of its kernels. A
-graph contains all launches of a micro-batch and starts with one call. The graph is captured once and replayed for
-every micro-batch. The replay runs the same kernels in the same order on the same addresses, so results are equal bit
-for bit.
+In a small model, most kernels take less time than their launches from Python, so the launches limit the speed of a
+step. A graph contains all launches of a micro-batch and starts with one call. The graph is captured once and replayed
+for every micro-batch. A replay runs the same kernels in the same order on the same addresses as the pass without a
+graph. Its results are therefore equal bit for bit.
 
-If only a share 1 / n of the queries enters the indexer loss (`gsa.indexer_loss_row_fraction`), each of the n
-choices (draws) has its own graph. The graphs share their memory, because they run one after the other.
+If only a share 1 / n of the queries enters the indexer loss (`gsa.indexer_loss_row_fraction`), there are n possible
+choices of queries (draws). Each draw has its own graph. The graphs share their memory, because they run one after the
+other.
 
-The addresses must stay valid. Weights, gradient buffers and moving averages are updated in place. Each
-micro-batch is copied into fixed inputs before its replay. Python code in a pass runs only in the capture.
+A graph reads and writes fixed addresses, so these addresses must stay valid. Weights, gradient buffers and moving
+averages are therefore updated in place, and each micro-batch is copied into fixed inputs before its replay. Python code
+in a pass runs only while the graph is captured, not in a replay.
 """
 
 from __future__ import annotations
@@ -149,9 +151,12 @@ class MicroBatchGraph:
 
 
 def leave_default_stream(device: torch.device) -> None:
-    """Move this thread's work to a new CUDA stream, because the default stream cannot be captured. autograd
-    accumulates a parameter's gradient on the stream that created its node. Call this function before the data-parallel
-    wrapper creates the nodes. Further calls have no effect."""
+    """Move this thread's work to a new CUDA stream, because the default stream cannot be captured.
+
+    autograd accumulates a parameter's gradient on the stream on which the parameter's autograd node was created. The
+    data-parallel wrapper creates these nodes, so call this function before the wrapper is built. Further calls have no
+    effect.
+    """
     if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
         return
     stream = torch.cuda.Stream()

@@ -4,13 +4,17 @@
     direction = beta momentum + (1 - beta) gradient            (Nesterov)
     W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonalize(direction) + weight_decay W)
 
-The scale 0.2 sqrt(...) brings an update to the root mean square of AdamW's updates (Moonlight, arXiv 2502.16982:
-`match_rms_adamw`), so AdamW's learning rate and weight decay carry over. AdamW updates all other parameters.
+The factor 0.2 sqrt(max(rows, columns)) scales an update so that its root mean square matches the root mean square of
+AdamW's updates (Moonlight, arXiv 2502.16982: `match_rms_adamw`). The learning rate and weight decay of AdamW can
+therefore be used for Muon. AdamW updates all other parameters.
 
-Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
-shard of a weight matrix gathers the matrix's whole direction, first over data-parallel and then over tensor-parallel
-ranks. The rank orthogonalizes the direction and updates its shard of the weights. Shards are ranges of a buffer, so
-data-parallel ranks send only the directions of matrices that lie in several ranges.
+Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. If a rank holds a shard
+of a weight matrix, it gathers the whole direction of the matrix, first over the data-parallel ranks and then over the
+tensor-parallel ranks. The rank orthogonalizes the direction and updates its shard of the weights.
+
+Each data-parallel rank's shard is a contiguous range of a buffer. If a matrix lies in the range of one rank, that rank
+already has the whole direction. If a matrix extends over several ranges, the ranks send each other their parts of the
+direction.
 """
 
 from __future__ import annotations
@@ -67,8 +71,11 @@ class MatrixShard:
         return prod(self.shape)
 
     def update(self, direction: torch.Tensor, steps: int, rms: float) -> torch.Tensor:
-        """Return the update of the whole parameter on this tensor-parallel rank, flat, from its flat direction.
-        Collective over the tensor-parallel ranks."""
+        """Compute the update of the parameter's part on this tensor-parallel rank, flat. Collective over the
+        tensor-parallel ranks.
+
+        `direction` is the direction of the same part, flat and complete over the data-parallel ranks.
+        """
         shares = [direction]
         if self.tensor_group is not None:
             shares = [torch.empty_like(direction) for _ in range(self.tensor_group.size())]
@@ -111,8 +118,11 @@ class Matrices:
         return sorted(found, key=lambda at: self.shards[at].number)
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole flat tensors from this rank's flat shards of the parameters in `shared`. Collective over
-        `data_group`, also if `shared` is empty."""
+        """Gather the shards of all data-parallel ranks, and return the whole tensors. Collective over `data_group`,
+        even if `shared` is empty on this rank.
+
+        `tensors` has this rank's shard for each parameter in `shared`. All tensors are flat.
+        """
         if self.data_group is None or self.data_group.size() == 1:
             return tensors
         ranks = range(self.data_group.size())

@@ -26,8 +26,9 @@ def counts_for_norms(parameter: torch.Tensor) -> bool:
 
 
 def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares, 0-d fp64. On CPUs torch's sequential fp32 sums have errors that depend on the
-    sharding, and clipping would carry the errors into the weights."""
+    """Return the sum of squares, 0-d fp64. On CPUs, the squares are added in fp64. In fp32, torch would add them one
+    after the other, with rounding errors that depend on the sharding. Clipping would then carry these errors into the
+    weights."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":

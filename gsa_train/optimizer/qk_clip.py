@@ -3,9 +3,12 @@
     m = the head's largest log-sum-exp of attention logits, over all queries of the step
     factor = min(1, train.qk_clip / m)
 
-Attention computes the log-sum-exp anyway. Over n keys it exceeds the query's largest logit by at most ln(n). As
-in Kimi K2, query and key weights of a head are multiplied by sqrt(factor). In grouped-query attention several
-heads share a key. Only the head's query weights are then multiplied, by factor, so no other head changes.
+The log-sum-exp is used in place of the largest logit, because attention computes the log-sum-exp anyway. Over n keys,
+the log-sum-exp of a query exceeds its largest logit by at most ln(n).
+
+If each head has its own keys, the query weights and the key weights of the head are both multiplied by sqrt(factor), as
+in Kimi K2. In grouped-query attention, several heads share a key. In that case, only the query weights of the head are
+multiplied, by the whole factor, so that no other head changes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 megatron-core keeps the model, its tensor and sequence parallelism and the schedule. DeepSpeed reduces the gradients
 over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. The code
-reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...). A test of each stage
-therefore compares every step with a run on one rank.
+reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...), which another version of
+DeepSpeed may change. For each stage, a test therefore compares every step of a sharded run with the same step of a run
+on one rank.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 
 
 def _announce(model: Model) -> None:
-    """Register the parameters that attention reads outside the indexer's forward pass, so that ZeRO-3 gathers them.
-    DeepSpeed detects such parameters only in forward passes, but recomputation first reads the temperature in the
-    backward pass."""
+    """Register the parameters of the indexer that attention reads directly, so that ZeRO-3 gathers them.
+
+    DeepSpeed detects such reads by itself, but only in forward passes. With recomputation, the temperature is first
+    read in the backward pass, where DeepSpeed would not detect the read.
+    """
     for attention in model.attentions:
         if attention.indexer is not None:
             for name in ("score_bias", "weight_bias", "log_inverse_temperature"):
@@ -206,7 +209,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     def _finalize(self, *_: Any, **__: Any) -> None:
         """Reduce the gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. These ranks shard identically, so the shards can be reduced."""
+        finalize_model_grads does. ZeRO shards the parameters in the same way on each tensor-parallel rank. The shards
+        of the tensor-parallel ranks therefore hold the same elements and can be reduced directly."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

@@ -46,8 +46,8 @@ class Piece:
 
 
 def pieces(zero: Any) -> Iterator[Piece]:
-    """Yield the pieces of stages 1 and 2. Each flat group has one shard per rank, and shards may split a parameter
-    anywhere."""
+    """Yield this rank's pieces in stages 1 and 2. In these stages, each flat group is divided into one shard per rank,
+    and a boundary between shards may split a parameter anywhere."""
     rank = dist.get_rank(zero.dp_process_group)
     for group, parameters in enumerate(zero.params_in_partition):
         size = zero.partition_size[group]

@@ -1,10 +1,10 @@
 """Report a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
 
-Layout, parameters and tokens are exact. Operations per token come from model/flops.py. It counts only matrix
-products, lets each query select k_base keys, and ignores document boundaries. The memory of a training step
-follows memory/, which states its limits. In the memory table `total` is the peak, not the sum of the rows,
-because `working` and `logits` are not in use at once. Time follows from the operations, a device's peak rate
-and an MFU, which is given or measured.
+Layout, parameters and tokens are exact. Operations per token come from model/flops.py, which counts only matrix
+products, assumes that each query selects k_base keys, and ignores document boundaries. The memory of a training step is
+an estimate by memory/, whose docstrings state its limits. In the memory table, `total` is the peak. It is not the sum
+of the other columns, because `working` and `logits` are not in use at once. The time is computed from the operations,
+the peak rate of the device, and an MFU, which is given or measured.
 """
 
 from __future__ import annotations

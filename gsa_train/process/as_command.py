@@ -1,5 +1,5 @@
-"""End a short command without a traceback: at Ctrl-C, out of memory, or when the reader of its output has ended, as
-with `| head`.
+"""End a short command without a traceback if Ctrl-C is pressed, if memory is exhausted, or if the reader of its output
+has ended, as with `| head`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ READER_LEFT = 141
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Decorate a command's `main`: print a line instead of a traceback at Ctrl-C or out of memory. If the reader of
-    the output has ended, print nothing. Training handles signals itself, without this decorator."""
+    """Decorate a command's `main`. At Ctrl-C, or if memory is exhausted, the command prints a line instead of a
+    traceback. If the reader of its output has ended, it prints nothing. Training does not use this decorator, because
+    it handles signals itself."""
     try:
         try:
             yield

@@ -1,7 +1,8 @@
 """Write the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
 
-The thread's writer replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written.
-Lines that exceed the memory limit or meet a write error are dropped. The next line says how many.
+`sys.stdout` and `sys.stderr` are replaced by streams that pass their lines to the thread. Lines wait in memory until
+the thread can write them. A line is dropped if the waiting lines would exceed the memory limit, or if writing the line
+fails. When writing succeeds again, a message says how many lines were dropped.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ _writers: list[ConsoleWriter] = []
 
 
 def open_descriptors() -> None:
-    """Open /dev/null for each of stdin, stdout and stderr that is closed. Otherwise the next opened file, such as a
-    checkpoint, would get the free descriptor and receive console output."""
+    """Open /dev/null for each of stdin, stdout and stderr that is closed. Otherwise, the next file that the process
+    opens, such as a checkpoint, would get the number of the closed stream and receive console output."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -188,8 +189,8 @@ def open_descriptors() -> None:
 
 
 def take_console() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that a thread writes. A stream that was already replaced stays.
-    Call `open_descriptors` before."""
+    """Replace `sys.stdout` and `sys.stderr` by streams whose lines a thread writes. A stream that was replaced before
+    is not replaced again. Call `open_descriptors` first."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     writers: dict[tuple[int, int], ConsoleWriter] = {}
     for descriptor, (name, stream) in enumerate(streams.items(), start=1):

@@ -1,9 +1,9 @@
 """Trace a few training steps and record the device's allocations (section `profile` of the config).
 
 For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
-    rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; its names: gsa_train.profiling.trace_spans
-    rank_<rank>.txt            where the time went, in short (gsa_train.profiling.table)
-    rank_<rank>.memory.pickle  with `profile.memory_snapshot`, for pytorch.org/memory_viz
+    rank_<rank>.json.gz        trace for ui.perfetto.dev or chrome://tracing (spans: gsa_train.profiling.trace_spans)
+    rank_<rank>.txt            short table of where the time went (gsa_train.profiling.table)
+    rank_<rank>.memory.pickle  snapshot for pytorch.org/memory_viz, only with `profile.memory_snapshot`
 
 Profiling does not change any result of the training.
 """
@@ -52,8 +52,8 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start the trace at the first profiled step, or at a resume between profiled steps. The profiler warms up in
-        the step before."""
+        """Start the trace at the first profiled step. If the run resumes at a later profiled step, start the trace at
+        that step. The profiler warms up in the step before the first profiled step."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:
             return

@@ -51,9 +51,12 @@ class Breakdown:
 
 
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:
-    """Attribute each instant from `begin` to `end` once. If compute kernels run, the instant counts for the
-    kernel that began first, or for the one on the lower stream if two began together. Otherwise it counts for
-    communication, else for a copy between host and device, else as idle."""
+    """Attribute each instant from `begin` to `end` to one part of the breakdown. The first case that applies decides:
+    - Compute kernels run. The instant counts for the kernel that began first. If two kernels began together, it counts
+      for the kernel on the stream with the lower number.
+    - NCCL kernels run. The instant counts as exposed communication.
+    - A copy between host and device runs. The instant counts for the copy.
+    - Nothing runs. The instant counts as idle."""
     ordered = sorted(intervals, key=lambda each: (each.start, each.stream))
     edges = []
     for number, each in enumerate(ordered):

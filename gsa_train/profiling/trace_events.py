@@ -1,8 +1,9 @@
 """Assign a torch profiler's events, on the host and on the device, to trace spans.
 
-A kernel belongs to the span around its launch. In the backward pass it belongs to the span of its forward operation.
-Kernel and launch share a correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's
-launch, so they count to the span that replays the graph.
+A kernel belongs to the span in which it was launched. If it was launched in the backward pass, it belongs to the span
+of the forward operation whose gradient it computes. A kernel and its launch have the same correlation id
+(`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's launch, so they belong to the span that
+replays the graph.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """Return the innermost span around an event, or None for an operation of a backward pass. Recomputed operations
-    have spans inside the backward pass."""
+    """Return the innermost span around an event. If the event is an operation of a backward pass, return None.
+    Recomputed operations run inside the backward pass, but they have their own spans there, which are returned."""
     while event is not None:
         if event.name in PARTS:
             return str(event.name)

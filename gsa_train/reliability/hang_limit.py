@@ -1,7 +1,7 @@
 """Compute how long a rank may make no progress.
 
-During a step the limit is a multiple of the recent step times. At other times it is `parallel.timeout_minutes`,
-because reads, compilation, validation, saves and logs may take long.
+During a step, the limit is a multiple of the longest recent step time. At other times, the limit is
+`parallel.timeout_minutes`, because reads, compilation, validation, saves and logs may take long.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def step_limit(config: ParallelConfig) -> StepLimit:
 
 
 def watch_compilation(compiling: Callable[[bool], None]) -> None:
-    """Make Triton call `compiling(True)` before and `compiling(False)` after it compiles a kernel. Any step may
-    compile a kernel, because the kernels depend on the density of the selections."""
+    """Make Triton call `compiling(True)` before it compiles a kernel, and `compiling(False)` afterwards. A kernel may
+    be compiled in any step, because the choice of kernels depends on the density of the selections."""
     from triton import knobs
 
     # jit_cache_hook must not return True, which would keep Triton from compiling.

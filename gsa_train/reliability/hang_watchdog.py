@@ -1,13 +1,15 @@
 """Detect a hang, report the rank that caused it, and end all ranks.
 
-A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the
-main thread. Rank 0 reads the heartbeats, or the last rank if rank 0 is frozen. If a rank makes no progress
-within the limit (hang_limit.py), the reader writes a report, and W&B sends an alert. Every rank that still runs
-writes its stacks. Then all ranks end with exit code 1, and torchrun or Slurm restarts them from the last
-checkpoint. The next start repeats the alert, because rank 0, which holds W&B, may have hung.
+A thread of each rank writes heartbeats to the store of torch.distributed. A heartbeat has a counter and the activity of
+the main thread. The first and the last rank read the heartbeats of all ranks.
 
-At the end of a run, the exit of any rank may end the store. Each rank then uses only its own clock. A rank that
-cannot leave its process group in time, for example because a peer died, ends with the run's exit code.
+If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a report and sends an alert by W&B. If rank
+0 is frozen, the last rank writes the report. Every rank that still runs writes its stacks. Then all ranks end with exit
+code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert again, because rank
+0, which holds the W&B run, may have been the rank that hung.
+
+At the end of a run, the store may end as soon as any rank exits, so each rank then uses only its own clock. If a rank
+cannot leave its process group in time, for example because a peer died, it ends with the run's exit code.
 """
 
 from __future__ import annotations
@@ -248,8 +250,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Stop using the store, and limit the time that this rank takes to leave its process group. Any rank's exit may
-        end the store, so no rank may exit before all ranks have called this."""
+        """Stop using the store, and limit the time that this rank takes to leave its process group. The store may end
+        when any rank exits, so no rank may exit before all ranks have called this function."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()

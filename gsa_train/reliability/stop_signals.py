@@ -101,9 +101,9 @@ class StopRequest:
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def watch(self) -> None:
-        """Start a thread that handles Ctrl-C, because Python runs signal handlers only when the main thread
-        returns from torch, possibly after minutes. Before `listen`, Ctrl-C prints a line and ends this process
-        at once."""
+        """Start a thread that handles Ctrl-C. The thread is needed because Python runs signal handlers only when the
+        main thread returns from torch, possibly after minutes. If Ctrl-C is pressed before `listen` is called, the
+        thread prints a line and ends this process at once."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -120,8 +120,8 @@ class StopRequest:
     def listen(self) -> None:
         """Install handlers that only record stop signals. Forked children inherit them.
 
-        Signals that this process has ignored since its start (nohup, a shell's background job) stay ignored.
-        After `watch`, a second Ctrl-C ends this process at once.
+        If a signal has been ignored since the start of this process, as with nohup or in a background job of a shell,
+        it stays ignored. If `watch` was called, a second Ctrl-C ends this process at once.
         """
         for number in heeded_signals():
             signal.signal(number, self._note)
@@ -162,9 +162,12 @@ def launchers_patience() -> float:
 
 @contextmanager
 def children_keep_running() -> Iterator[None]:
-    """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also
-    signal children, and SIGTERM would end them. A child inherits this thread's signal mask, even if it does not
-    keep the handlers. This process receives blocked signals at the end of the block."""
+    """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also send
+    their signals to child processes, and SIGTERM would end these processes.
+
+    The signals are blocked in this thread's signal mask, because a child process inherits the mask, even if it does not
+    keep the signal handlers. Signals for this process are also blocked. It receives them at the end of the block.
+    """
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -178,8 +181,8 @@ def find_deadline(
 ) -> float | None:
     """Returns the time (`time.time`) to stop, or None without limits.
 
-    The time is `limit_minutes` after the job's start, or `margin_minutes` before the end of the Slurm job if that is
-    earlier.
+    There are up to two limits: `limit_minutes` after the start of the job, and `margin_minutes` before the end of the
+    Slurm job. The earlier time counts. In a short Slurm job, the margin is smaller (SLURM_MARGIN_FRACTION).
 
     Args:
         limit_minutes: 0 for no limit.

@@ -18,8 +18,9 @@ class StopVote:
     """Takes the maximum of all ranks' stop reasons by gloo all-reduces of two numbers.
 
     The result of an all-reduce is read at the next call of `ask`, so that hosts do not wait for each other. If steps
-    are slow, the result is read at once, because the next call would be a step too late. The ranks also reduce the
-    time between two calls, so that they agree whether steps are slow.
+    are slow, the result is read in the same call, because a stop at the next call would be a step too late. Each
+    all-reduce also computes the longest time between two calls on any rank, so that all ranks agree whether steps are
+    slow.
     """
 
     def __init__(self, request: StopRequest, timeout: timedelta) -> None:

@@ -165,8 +165,11 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
 
 
 def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
-    """End this process after a corruption check failed. Collective. The fault goes into a report, because a restart
-    drops metrics that are newer than its checkpoint."""
+    """End this process after a corruption check failed. Collective.
+
+    The fault is logged, and it is also written to a report. When the run restarts from a checkpoint, it drops all
+    metrics that are newer than the checkpoint, but it keeps the report.
+    """
     newest_save(run)
     _end_account(run, "corrupted")
     if run.parallel.is_main:
@@ -209,9 +212,13 @@ def _close(run: Run, exit_code: int) -> None:
 
 
 def leave_world(watchdog: HangWatchdog) -> None:
-    """Leave the process group with two barriers. Collective. The watchdog keeps its limit until the end. At the
-    first barrier it still reports a rank that does not arrive. After the second barrier no rank uses the store
-    of torch.distributed, which may end with the first rank that exits."""
+    """Leave the process group with two barriers. Collective.
+
+    At the first barrier, the watchdog still reports a rank that does not arrive. After this barrier, the watchdog of
+    each rank no longer uses the store of torch.distributed. It only limits the time until its own rank has left. After
+    the second barrier, no rank uses the store, so it does no harm that the store may end with the first rank that
+    exits.
+    """
     try:
         dist.barrier()
         watchdog.begin_to_leave()

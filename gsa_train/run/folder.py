@@ -45,8 +45,8 @@ STOPPED = "stopped.json"
 def open_run_folder(
     config: Config, start: Start, parallel: Parallel, goodput: GoodputLog
 ) -> tuple[RunLog, str, str | None]:
-    """Open the files that the run writes, and print the header of this start. Collective. All ranks raise the same
-    errors.
+    """Open the files that the run writes, and print the header of this start. Collective. If an error occurs, all ranks
+    raise it.
 
     Args:
         goodput: the log that this function opens in the folder.
@@ -95,8 +95,8 @@ def open_run_folder(
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """Open the W&B run that the checkpoint or this folder records. Open a new W&B run if the recorded run has another
-    `run.name`, because the folder was then copied or renamed."""
+    """Continue the W&B run that the checkpoint or this folder records. If the recorded run has another `run.name`, the
+    folder was copied or renamed, so open a new W&B run instead."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     run_id = copied_from = None
@@ -120,8 +120,8 @@ def _open_files(
     wandb_place: tuple[str, ...],
     run_id: str,
 ) -> tuple[Sinks, Progress, str | None]:
-    """Prepare and open the folder's files for this start, on the main rank. Returns sinks, console, and the hang that
-    ended the previous start."""
+    """Prepare and open the folder's files for this start, on the main rank. Returns sinks, console, and a short report
+    of the hang that ended the previous start, or None."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
     continues = start.same_run and start.state is not None
     check_links(folder, continues)

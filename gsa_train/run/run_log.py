@@ -36,8 +36,9 @@ class RunLog:
             self.console.show(record)
 
     def log_late(self, make_and_log: Callable[[], None]) -> None:
-        """Queue a function that logs, for `write_late`. If `writes_late` is False, call it at once. The
-        function must not use collectives, because the ranks call it at different times."""
+        """Queue a function that builds and writes a record. `write_late` calls the function later. If `writes_late` is
+        False, the function is called at once. It must not use collectives, because the ranks call it at different
+        times."""
         self.late.append(make_and_log)
         if not self.writes_late:
             self.write_late()

@@ -1,7 +1,8 @@
 """Write compiled Triton kernels to disk so that a crash leaves no partial file and a full disk does not end the run.
 
-Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`. Paths and contents stay the same.
-Several ranks may write one kernel at the same time, so each file is replaced atomically.
+Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`. The files have the same paths and
+contents as with `FileCacheManager`. Several ranks may write the same kernel at the same time, so each file is replaced
+atomically.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         """Write a file with fsync and return its path. Without fsync, a crash of the node may leave an empty kernel
-        file, with which every restart fails."""
+        file, and every restart would fail because of this file."""
         content = data if isinstance(data, bytes) else str(data).encode()
         try:
             return self._write(content, filename)

@@ -32,9 +32,11 @@ def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> di
 def validate_tasks(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> None:
     """Score and log `evaluate.tasks`, or log why they are left out. Collective.
 
-    The tasks stay within their share of the run's time. The main rank's clock decides this for all ranks. Training
-    itself does not depend on the clock. Does nothing if this step has been scored. If `stop_if_asked` raises, the next
-    start scores all tasks again.
+    Tasks are left out if they would exceed their share of the run's time (`evaluate.tasks_max_time_percent`). The clock
+    of the main rank decides this for all ranks. The training itself does not depend on any clock.
+
+    If the tasks have been scored at this step, the function does nothing. If `stop_if_asked` raises, the next start
+    scores all tasks again.
     """
     step, clock = run.state.step, run.state.task_clock
     if run.newest_tasks_step == step:

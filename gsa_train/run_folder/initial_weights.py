@@ -1,9 +1,12 @@
 """Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
-By default, step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`, and the text
-starts at its beginning. `checkpoint.initial_text=continue` keeps the position in the text.
-`checkpoint.initial_state=continue` keeps the optimizer state. The new run may change sequence length, rotary
-base, YaRN or key budget. It may also add gates and an indexer to a dense model.
+By default, the new run starts at step 0 with fresh optimizer state and schedules, as with Megatron-LM's `--finetune`,
+and reads its text from the beginning. With `checkpoint.initial_text=continue`, the run continues at the checkpoint's
+position in the text. With `checkpoint.initial_state=continue`, the run continues at this position and keeps the
+optimizer state.
+
+The new run may change sequence length, rotary base, YaRN or key budget. It may also add gates and an indexer to a dense
+model.
 """
 
 from __future__ import annotations
@@ -171,8 +174,11 @@ def load_initial_weights(
 def load_initial_optimizer(
     config: Config, checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
-    """Load the checkpoint's optimizer state and fp32 weights, or with `checkpoint.initial_state=fresh` the fp32 weights
-    alone. The bf16 weights lack updates that are smaller than their precision. Collective."""
+    """Load the checkpoint's optimizer state and fp32 weights. With `checkpoint.initial_state=fresh`, load only the fp32
+    weights. Collective.
+
+    The bf16 weights would not be enough, because they lack updates that are smaller than their precision.
+    """
     if config.checkpoint.initial_state == "continue":
         load_checkpoint(checkpoint, model, phase_optimizer, parallel, with_optimizer=True)
         return

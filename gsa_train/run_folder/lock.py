@@ -1,7 +1,8 @@
-"""Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save.
+"""Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save of the
+first run.
 
-The lock is a POSIX lock. The system releases it when the process dies, and forked readers do not inherit it. NFS and
-Lustre apply it across nodes. On a file system without locks, the run logs a warning and continues.
+The lock is a POSIX lock, so the system releases it when the process dies, and forked readers do not inherit it. NFS and
+Lustre apply the lock across nodes. If the file system has no locks, the run logs a warning and continues.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class RunFolderError(ValueError):
 
 
 class RunLock:
-    """Locks the folder on the main rank until its process ends. Read the folder, above all the step to resume
-    from, only with the lock held, because another run may otherwise write to it."""
+    """Locks the folder on the main rank until the process of the main rank ends.
+
+    Read the folder only with the lock held, because another run may otherwise write to it at the same time. In
+    particular, hold the lock when you look for the step to resume from.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

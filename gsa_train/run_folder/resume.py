@@ -87,12 +87,14 @@ def choose_start(
     parallel: Parallel,
     tensors_later: bool = False,
 ) -> Start:
-    """Choose the checkpoint of --resume-from. Without this option, choose the run folder's latest checkpoint. With
-    --no-resume, or without a checkpoint, choose step 0. Collective.
+    """Choose the checkpoint or step to start from. Collective.
 
-    --resume-from and --no-resume apply only to the first start of a job. Restarts of the job resume from the
-    run folder once it has a checkpoint. Damaged checkpoints are renamed later, once nothing can refuse the start
-    any more (`set_damaged_aside`).
+    With --resume-from, choose the checkpoint that this option names. With --no-resume, choose step 0. Without these
+    options, choose the newest intact checkpoint of the run folder, or step 0 if the folder has no checkpoint.
+
+    --resume-from and --no-resume apply to the first start of a job. A restart of the job ignores --no-resume. It also
+    ignores --resume-from if the run folder has a checkpoint, so it resumes from the run folder. If a checkpoint is
+    damaged, it is renamed later by `set_damaged_aside`, when nothing can refuse the start any more.
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls
@@ -246,8 +248,8 @@ def _newest_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints, and set `latest` to the chosen checkpoint in their folder for the next start.
-    Call this on the main rank."""
+    """Rename the damaged checkpoints. Then set `latest` in their folder to the chosen checkpoint, so that the next
+    start finds it. Call this on the main rank."""
     if not damaged:
         return
     renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
@@ -267,9 +269,10 @@ def open_batches(
 ) -> TrainBatches:
     """Open the training text at the run's position. Collective.
 
-    --accept-new-data applies if the checkpoint has other text or another order (shards, text_field, seed, num_lanes,
-    shuffle_documents). The config's text then starts at epoch 0, while step, schedule, optimizer and counters
-    continue. If the text is the same, the option has no effect, so a job that restarts itself may keep it.
+    --accept-new-data applies if the checkpoint was trained on other text, or on text in another order (shards,
+    text_field, seed, num_lanes, shuffle_documents). In this case, the run reads the config's text from its beginning,
+    at epoch 0, and keeps the step, schedule, optimizer and counters of the checkpoint. If text and
+    order are the same, the option has no effect. A job that restarts itself may therefore keep the option.
 
     Args:
         begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`,

@@ -1,7 +1,7 @@
 """Refuse to restart a run that the monitor stopped, until the user changes something.
 
-A file in the run folder records that a spike stopped the run. Otherwise torchrun or Slurm would restart the
-run. It would train the same batches from the same checkpoint and meet the same spike.
+A file in the run folder records that a spike stopped the run. Without this record, torchrun or Slurm would restart the
+run from the same checkpoint. The run would then train on the same batches and meet the same spike.
 """
 
 from __future__ import annotations

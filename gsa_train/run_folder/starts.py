@@ -77,7 +77,8 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 def read_starts(run_dir: Path, needed: Sequence[str] = (), warns: bool = True) -> list[dict[str, Any]]:
     """Returns the starts in order, or an empty list for runs of versions that recorded none.
 
-    Damaged lines are left out with a warning. If a kill or a full disk cut off the last line, no warning is logged.
+    Damaged lines are left out, and a warning is logged. If only the end of the last line is missing, because of a kill
+    or a full disk, the line is left out without a warning.
 
     Args:
         needed: keys that each start must have, in addition to `unix_seconds`.

@@ -26,11 +26,13 @@ def encode_requests(
 ) -> list[Request]:
     """Encode requests. Contexts that are too long lose their beginning. An empty context becomes an EOS.
 
-    Context and continuation are encoded separately, as in `ai2-olmo-eval`. But some tokenizers, such as
-    sentencepiece's, put a space in front of each text, and would put a space between context and continuation.
-    For these tokenizers the whole text is encoded. If its tokens begin with the context's tokens, the
-    continuation has the rest. White space at the end of the context may merge into the next token, which then
-    belongs to the continuation.
+    Context and continuation are encoded separately, as in `ai2-olmo-eval`. But some tokenizers, such as tokenizers of
+    sentencepiece, put a space in front of each text. If the texts were encoded separately, such a tokenizer would put a
+    space between context and continuation.
+
+    For these tokenizers, context and continuation are encoded together. If the tokens of the whole text begin with the
+    tokens of the context, the remaining tokens are the continuation. White space at the end of the context may merge
+    into the next token. In that case, the merged token belongs to the continuation.
 
     Args:
         max_tokens: number of inputs of a forward pass. A request has at most one token more.

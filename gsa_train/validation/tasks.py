@@ -119,8 +119,8 @@ class PackedRequests:
 
 
 def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PackedRequests:
-    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next request is
-    another document."""
+    """Pack requests into sequences, the longest request first. Each request is followed by an EOS if its sequence has
+    room, so that the next request is another document."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
     owners: list[NDArray[np.int64]] = []

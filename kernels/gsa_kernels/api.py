@@ -5,15 +5,17 @@ The caller names the implementation, and each function runs that implementation 
 fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Both give the same results and
 gradients up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
-Non-finite inputs: a query with a NaN among its scores gets a NaN variance and the budget k_base. The query selects that
-number of causal keys, but which keys is unspecified. If it selects a key with a NaN score, its KL and the loss are NaN.
-With infinite inputs only the number and the causality of the selected keys are guaranteed. The results of all other
-queries change at most in the last bits.
+Non-finite inputs: if one of a query's scores is NaN, the query's variance is NaN, and its budget is k_base. The query
+then selects this number of causal keys, but it is unspecified which keys. If it selects a key whose score is NaN, the
+KL of this query and the loss are NaN. If inputs are infinite, only two properties of a selection are guaranteed: it has
+the right number of keys, and all its keys are causal. In both cases, the results of all other queries change in the
+last bits at most.
 
-The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. With a
-packed mask this holds bit for bit. With key lists, a tile of limits.TILE_QUERIES neighbouring queries shares one list
-of keys, and sums follow the order of this list. The last bits (1e-7 of a value in fp32) then depend on the keys that
-the neighbours select, including later queries.
+The results of a query are its output, its log-sum-exp, its KL and its gradients. They depend only on the keys that the
+query selects. With a packed mask, keys that the query does not select change no bit of its results. With key lists, the
+last bits can change, because limits.TILE_QUERIES neighbouring queries form a tile that shares one list of keys, and
+sums follow the order of this list. If a neighbour in the tile, such as a later query, selects other keys, the list
+changes, and so do the last bits of the results (by about 1e-7 of a value in fp32).
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ def select(
 ) -> Selection:
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
-    Ties go to the lower index. The selection is deterministic and has no gradient. With Triton the top-k is exact for
-    the scores of the kernels, which differ from the reference by rounding.
+    If keys have equal scores, the key with the lower index is selected first. The selection is deterministic and has no
+    gradient. With Triton, the kernels compute scores that differ from the scores of the reference by rounding. For the
+    scores that the kernels compute, their top-k is exact.
 
     Args:
         indexer: queries [B, L, HI, DI]; all Lk keys
@@ -87,8 +90,8 @@ def sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    This is GSA, equations 10 to 12. Query head h reads key-value head h // (H / Hkv). The function is deterministic and
-    differentiable in q, k, v and gate_logits.
+    The function computes equations 10 to 12 of GSA. Query head h reads key-value head h // (H / Hkv). The function is
+    deterministic, and differentiable in q, k, v and gate_logits.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; with Triton bf16 or fp32
@@ -151,9 +154,10 @@ def sparse_attention_with_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `sparse_attention`. The backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
 
-    Attention's backward pass computes the attention probabilities, which are the target of the indexer loss. Triton
-    rounds this target to fp16. The KL of each row is known only in the backward pass, which passes it to
-    `FusedLoss.on_rows`. With Triton, `can_fuse_indexer_loss` must be true.
+    Attention's backward pass computes the attention probabilities, and the indexer loss uses these probabilities as its
+    target. Triton rounds this target to fp16. The KL of each row is known only in the backward pass, so this function
+    does not return it. If `FusedLoss.on_rows` is set, the backward pass calls `FusedLoss.on_rows` with the KL of each
+    row. With Triton, `can_fuse_indexer_loss` must be true.
     """
     _check_rows(loss.indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -164,8 +168,8 @@ def sparse_attention_with_loss(
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
     """Return whether `sparse_attention_with_loss` supports these tensors with Triton.
 
-    The requirements are a packed mask, bf16, and Hopper or Triton's interpreter. The number of query
-    heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
+    They must be in bf16, on a Hopper GPU or in Triton's interpreter, and the selection must have a packed mask. The
+    number of query heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
     """
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
@@ -181,7 +185,8 @@ def sampled_lse(
 ) -> torch.Tensor:
     """Compute the log-sum-exp of the attention logits of S queries, for statistics. Return fp32 [B, H, S].
 
-    The sum runs over the keys that `packed_mask` selects for each query. The cost is about 4 B H S Lk D operations.
+    For each query, the sum runs over the keys that `packed_mask` selects. The cost is about 4 B H S Lk D operations, as
+    much as attention of S queries to all Lk keys.
 
     Args:
         q: [B, S, H, D], in any order; a query may occur repeatedly, with different masks
@@ -204,8 +209,8 @@ def decode_step(
 ) -> torch.Tensor:
     """Decode one token per sequence. Select keys from the cache, attend to them, and apply the gate, without gradient.
 
-    With Triton the host does not synchronise with the device. A CUDA graph can therefore capture the step and replay it
-    while `cache.lengths` grows.
+    With Triton, the host does not wait for the device. A CUDA graph can therefore capture the step, and replay it while
+    `cache.lengths` grows.
 
     Args:
         q: [B, H, D], of the token at position lengths - 1

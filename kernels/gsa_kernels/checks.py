@@ -168,8 +168,9 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
 def check_differentiated_once() -> None:
     """Raise ValueError if the caller asks autograd for a graph of the gradients (`create_graph=True`).
 
-    The kernels' backward passes record no graph, so a second derivative would be silently wrong. torch's
-    `once_differentiable` would miss cases, because it raises only if the upstream gradient requires a gradient.
+    The kernels' backward passes record no graph, so autograd would silently compute a wrong second derivative. torch's
+    `once_differentiable` does not detect all cases: it raises an error only if the upstream gradient requires a
+    gradient.
     """
     if torch.is_grad_enabled():
         raise ValueError(

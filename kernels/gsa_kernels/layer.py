@@ -2,8 +2,9 @@
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-Use the module in your own model on one device. `gsa_train` has the same layer for many devices. Shapes: B sequences, L
-tokens, d hidden size, H query heads, Hkv key-value heads, D size of a head.
+Use this module in your own model, on one device. `gsa_train` has the same layer for many devices. In shapes, B is the
+number of sequences, L the number of tokens, d the hidden size, H the number of query heads, Hkv the number of key-value
+heads, and D the size of a head.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class LayerOutput(NamedTuple):
 class GatedSparseAttention(nn.Module):
     """Implements one layer, configured by a `GSAConfig` or its fields.
 
-    After each optimizer step in which the indexer ran, call `update_variance_ema`. Weights are initialised as in
-    `nn.Linear`. Gate biases start at `config.gate_bias_init`, and biases of the indexer start at 0.
+    After each optimizer step, call `update_variance_ema` if the indexer ran in this step. Weights are initialised as in
+    `nn.Linear`. Biases of the gates start at `config.gate_bias_init`, and biases of the indexer start at 0.
     """
 
     variance_ema: torch.Tensor

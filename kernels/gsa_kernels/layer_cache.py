@@ -1,7 +1,8 @@
 """Implements the cache of `GatedSparseAttention`, and the attention of new tokens to the tokens in the cache.
 
-`api.decode_step` computes sparse attention of a single new token. For several new tokens, or dense attention, the
-functions for training run, with the new tokens as the last queries of the sequence (`Geometry.query_start`).
+For a single new token, `api.decode_step` computes sparse attention. For several new tokens, and for dense attention,
+this module calls the functions for training. To these functions, the new tokens are the last queries of the sequence
+(`Geometry.query_start`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from gsa_kernels.types import Geometry, Indexer, Selection
 
 @dataclass
 class GSACache:
-    """Holds the cache of one layer for B sequences of equal length, one document each. The layer writes into it."""
+    """Holds the cache of one layer for B sequences. All sequences have the same length, and each is one document. The
+    layer writes into the cache."""
 
     decode: LayerCache
     """Keys after RoPE and values after G2, [B, max_length, Hkv, D]; lengths on the device; the latest selection."""

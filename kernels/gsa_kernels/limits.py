@@ -1,8 +1,8 @@
 """Lists what the kernels support and where they switch between methods, as plain numbers without torch or Triton.
 
-The kernels read their constants here. Planning on a machine without an accelerator (config checks, memory estimates,
-FLOP counts) reads the same constants. Each constant names its kernel and the reason for its value. Lengths are in
-tokens and sizes in bytes, unless stated otherwise.
+The kernels read their constants here. Programs that plan a run on a machine without an accelerator (checks of a config,
+estimates of memory, counts of FLOPs) read the same constants. The docstring of each constant names the kernel that uses
+it and gives the reason for its value. Unless stated otherwise, lengths are in tokens and sizes in bytes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ Kernel = Literal["auto", "masked", "gathered"]
 
 
 def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
-    """Return whether a selection among `seq_len_tokens` keys always becomes key lists. If False, "auto" may still
-    choose key lists by the measured density."""
+    """Return whether a selection among `seq_len_tokens` keys always becomes key lists. If the result is False,
+    `kernel="auto"` may still choose key lists, depending on the measured density."""
     return kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS
 
 
@@ -108,8 +108,9 @@ CANDIDATE_BYTES = 8
 def candidate_room(most_keys: int) -> int:
     """Return the number of candidates of a row for which memory is reserved, at the largest budget.
 
-    `_guess_kernel` chooses a threshold that at most `sampled` sampled keys reach. Each sampled key stands for
-    CANDIDATE_SAMPLE_STRIDE keys. Three standard deviations more suffice for all but one row in a thousand.
+    `_guess_kernel` chooses a threshold that at most `sampled` of the sampled keys reach. Each sampled key stands for
+    CANDIDATE_SAMPLE_STRIDE keys, so at most about CANDIDATE_SAMPLE_STRIDE * `sampled` keys of the row reach the
+    threshold. The result allows for three standard deviations more, which suffices for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
@@ -177,9 +178,10 @@ bytes (attention/triton_backward_keys.py, loss/triton_launch.py)."""
 def count_key_parts(programs: int, group: int, multiprocessors: int) -> int:
     """Return into how many parts to divide the query heads of a key-value head, or the indexer's heads.
 
-    Each part has its own programs and its own gradients of the keys. The result is the smallest divisor of `group` that
-    gives the device three programs per multiprocessor, or else `group`. Because attention is causal, programs differ in
-    length. With fewer programs the longest program would determine the time.
+    Each part has its own programs and its own gradients of the keys. The result is the smallest divisor of `group` with
+    which the device gets at least three programs per multiprocessor. If there is no such divisor, the result is
+    `group`. Because attention is causal, some programs take longer than others. With fewer programs per multiprocessor,
+    the longest program would determine the time of the whole kernel.
 
     Args:
         programs: number of programs with one part

@@ -207,9 +207,12 @@ def kl_of_rows(indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor) ->
 def _taken_rows(
     num_rows: int, selection: Selection | None, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the sampled rows, int64 (None: all rows), and the factor that scales their sum to an estimate for all
-    rows. As in the kernels, the sample has whole tiles with key lists, and stretches of rows with packed masks
-    (`sample_rows`)."""
+    """Return the sampled rows, int64, or None for all rows. Also return the factor by which to multiply their sum to
+    estimate the sum over all rows.
+
+    As in the kernels, the sample consists of whole tiles if there are key lists, and otherwise of stretches of rows
+    (`sample_rows`).
+    """
     by_lists = selection is not None and selection.key_lists is not None
     stretch = TILE_QUERIES if by_lists else None
     sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share, stretch)

@@ -1,11 +1,12 @@
-"""Converts packed masks, which have a bit per key, to and from bool masks. A word of a packed mask is a uint32 stored
-as int32, because torch supports few operations on uint32."""
+"""Converts packed masks to bool masks and back. A packed mask has one bit per key, in words of 32 bits. A word is a
+uint32 that is stored as int32, because torch supports few operations on uint32."""
 
 import torch
 
 
 def int32_words(words: torch.Tensor) -> torch.Tensor:
-    """Convert int64 values 0 .. 2^32 - 1 to int32 with the same bits. A cast of values above 2^31 - 1 is undefined."""
+    """Convert int64 values from 0 to 2^32 - 1 to int32 with the same bits. For values above 2^31 - 1, a cast alone
+    would be undefined."""
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 

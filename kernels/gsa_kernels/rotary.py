@@ -14,8 +14,9 @@ from gsa_kernels.checks import check_at_least
 class YarnScaling:
     """Scales the rotation rates of channels. Fields have the names of transformers' `rope_parameters`.
 
-    A channel with at least `beta_fast` turns within the original length keeps its rate. A channel with fewer than
-    `beta_slow` turns is slowed down by `factor`. Channels in between are partly slowed.
+    The scaling of a channel depends on how many turns it makes within the original length. With at least `beta_fast`
+    turns, the channel keeps its rate. With fewer than `beta_slow` turns, its rate is divided by `factor`. In between,
+    its rate is reduced by less than `factor`.
     """
 
     factor: float

@@ -1,5 +1,5 @@
-"""Define the factors by which kernels replace exp and log by the hardware's exp2 and log2. `.value` is the number on
-the host."""
+"""Define two factors. With them, kernels compute exp and log by the hardware's exp2 and log2. On the host, `.value` is
+the number."""
 
 import triton.language as tl
 

@@ -6,8 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map the number of a row in a chunk to the row's number in the sequence. The chunk consists of stretches of
-    STRETCH rows, which start every SPACING rows from row_start on."""
+    """Map the number of a row within a chunk to the number of this row in the sequence.
+
+    The chunk consists of stretches of STRETCH rows. The first stretch starts at `row_start`, and each further stretch
+    starts SPACING rows after the previous start.
+    """
     if SPACING == STRETCH:  # noqa: SIM108 (known at compile time)
         row = row_start + number
     else:
@@ -17,8 +20,10 @@ def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
 
 @triton.jit
 def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map the rows number .. number + COUNT - 1 of the chunk to their numbers in the sequence. `number` is a multiple
-    of COUNT. STRETCH is a multiple of COUNT or divides COUNT."""
+    """Map rows `number` to `number + COUNT - 1` of the chunk to their numbers in the sequence.
+
+    `number` is a multiple of COUNT. STRETCH is a multiple of COUNT, or COUNT is a multiple of STRETCH.
+    """
     if STRETCH % COUNT == 0:  # neighbours
         rows = row_of(number, row_start, STRETCH, SPACING) + tl.arange(0, COUNT)
     else:
@@ -34,7 +39,10 @@ def last_row_of(tile, row_start, num_rows, BM: tl.constexpr, STRETCH: tl.constex
 
 @triton.jit
 def number_of(row, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Return the number within the chunk of its first row at or after `row`, a row of the sequence >= `row_start`."""
+    """Find the chunk's first row that is at or after `row` in the sequence, and return its number within the chunk.
+
+    `row` is at least `row_start`.
+    """
     number = row - row_start
     if SPACING != STRETCH:
         number = number // SPACING * STRETCH + tl.minimum(number % SPACING, STRETCH)

@@ -1,8 +1,8 @@
 """Defines the types that the operations take: frozen dataclasses, validated on construction.
 
-Letters in shapes: B sequences, each with L queries and Lk keys; H query heads and Hkv key-value heads of size D; HI
-indexer heads of size DI. Query i is at position t = query_start + i of its sequence, key s is at position s, and
-Lk = query_start + L.
+In shapes, B is the number of sequences, L the number of queries of a sequence, and Lk the number of its keys. There are
+H query heads and Hkv key-value heads of size D, and HI indexer heads of size DI. Query i is at position
+t = query_start + i of its sequence, and key s is at position s. Lk is query_start + L.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ Implementation = Literal["triton", "reference"]
 @dataclass(frozen=True)
 class Indexer:
     """Holds the tensors of one layer's lightning indexer (GSA, equation 7). The fields below explain q, k, w, b and c.
-    With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j). With relu, the
-    activation of DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
+
+    The score of key s for query t depends on the activation:
+    - sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
+    - relu, as in DeepSeek's indexer, without biases: I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
     """
 
     queries: torch.Tensor
@@ -62,9 +64,12 @@ class Indexer:
 class BudgetRule:
     """Decides how many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
 
-    k_t = clamp(floor(raw), k_min, k_max), limited to the query's causal keys. `inverse`: raw = k_base * ema / var, with
-    var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var / ema. `off`: raw =
-    k_base. A query with fewer than `dense_below` causal keys selects all of them.
+    k_t = clamp(floor(raw), k_min, k_max), but at most the number of the query's causal keys. With var the variance of
+    the query's scores and ema the moving average of the variance, raw depends on `adaptive_k`:
+    - `inverse`: raw = k_base * ema / var
+    - `direct`: raw = k_base * var / ema
+    - `off`: raw = k_base
+    A query with fewer than `dense_below` causal keys selects all of them.
     """
 
     k_base: int

@@ -1,11 +1,12 @@
 """Train under Slurm: python launch/slurm/submit.py --config FILE --nodes N [--gpus-per-node G] [key=value ...]
 
 The command writes the resolved config, the commit and a copy of the source to `runs/<name>/slurm/<time>/`, and submits
-`job.sh` from there. Later edits therefore do not change a queued or restarted job. The job saves and requeues itself
-before its time limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
+`job.sh` from there. Later edits of the source therefore do not change a job that is queued or restarted. The job saves
+and requeues itself in three cases: before its time limit, when it is preempted, and when it fails after a new
+checkpoint. `--dry-run` prints the script.
 
-The exit code is 2 if the arguments or the config are wrong, changes are not committed, a folder cannot be written, or
-git or sbatch is missing. Otherwise it is sbatch's exit code.
+The exit code is 2 if the arguments or the config are wrong, if changes are not committed, if a folder cannot be
+written, or if git or sbatch is missing. Otherwise the exit code is the exit code of sbatch.
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ def read_commit(repository: Path) -> tuple[str, list[str]]:
 
 
 def unprintable_word(arguments: argparse.Namespace, config: Config) -> str | None:
-    """Return an error if a value for the job script has unprintable characters. For example, a newline would add a line
-    to the script, which sbatch could read as an option."""
+    """Return an error if a value for the job script has a character that is not printable. For example, a newline in a
+    value would add a line to the script, and sbatch could read this line as an option."""
     words = {
         "--time": [arguments.time],
         "--partition": [arguments.partition],

@@ -116,7 +116,9 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no handler of Python's run
 def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
     """A forked child gets the same signals, but handles none."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True, **pipes)
+    # Python 3.12 warns of a fork of several threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BUSY]
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
         assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
         os.killpg(process.pid, signal.SIGINT)

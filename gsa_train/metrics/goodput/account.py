@@ -2,11 +2,11 @@
 
 Each line is written at a step of the run, and says how the main rank has spent its time since its process began:
 
-    start   the process has opened the run folder; `began`: when the process began
-    steps   steps are done; `phase`: of the last step
-    end     the process leaves on purpose; `reason`: why
-    lost    written by the next start for a process without `end`; `time`: its last sign of life; `progress`: the last
-            progress of its main thread
+    start   the process has opened the run folder; `began` is the time when the process began
+    steps steps have ended; `phase` is the phase of the last step
+    end     the process ends on purpose; `reason` says why
+    lost    the process has ended without an `end` line, so the next start has written this line; `time` is the time of
+            the ended process's last sign of life, and `progress` the time of its main thread's last progress
 
 Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
 `began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.

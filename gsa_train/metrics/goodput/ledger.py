@@ -32,8 +32,11 @@ kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of the run so far. Damaged lines are skipped with a warning, because later lines include their
-    times."""
+    """Read the lines of the run so far.
+
+    Damaged lines are skipped, with a warning. Their times are not lost, because the seconds in each line count from the
+    beginning of the process, so that a later line of the process includes them.
+    """
     path = folder / FILE
     if not path.is_file():
         return []
@@ -55,9 +58,12 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """Makes the `lost` line that the newest process lacks. Returns an empty list if the process has an `end` or
-    `lost` line, or if there is no process. The line's `time` is the latest of the process's last line,
-    alive.json, and another rank's report of a hang."""
+    """Makes the `lost` line for the newest process. Returns an empty list if this process has an `end` or `lost` line
+    already, or if there is no process.
+
+    The `time` of the new line is the latest of three times: the time of the process's last line, the time in
+    alive.json, and the time at which another rank reported a hang.
+    """
     starts = [each for each in lines if each["kind"] == "start"]
     if not starts or lines[-1]["kind"] in ("end", "lost"):
         return []
@@ -78,8 +84,8 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _read_alive(path: Path) -> dict[str, Any]:
-    """Read alive.json. Returns {} if it is missing, or damaged (with a warning). A kill before the first write leaves
-    it empty."""
+    """Read alive.json. Returns {} if the file is missing, empty or damaged. Only a damaged file causes a warning,
+    because a kill before the first write leaves the file empty."""
     if not path.is_file():
         return {}
     try:

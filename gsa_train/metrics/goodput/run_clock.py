@@ -63,8 +63,9 @@ class RunClock:
     def during(self, activity: str) -> Iterator[None]:
         """Count the time of the `with` block as this activity, then return to the previous activity.
 
-        If the block raises an error, this activity stays current, because the error may come from a peer that
-        died long before. The time since the last progress then belongs to no activity and counts as lost.
+        If the block raises an error, the clock does not return to the previous activity, because the error may come
+        from a peer that died long before. The time since the main thread's last progress is then assigned to no
+        activity, and counts as lost.
         """
         before = self._spent.activity
         self.begin(activity)

@@ -8,8 +8,12 @@ import torch
 
 
 def mark_as_expert(parameter: Any) -> None:
-    """Mark an expert's parameter. megatron-core marks it only if `parallel.expert` is above 1. If
-    `parallel.tensor` shards everything except experts, unmarked gradients are reduced over too few ranks."""
+    """Mark an expert's parameter.
+
+    megatron-core itself sets this mark only if `parallel.expert` is above 1. The mark is also needed if
+    `parallel.tensor` shards everything except experts. Without the mark, the gradients of experts would then be reduced
+    over too few ranks.
+    """
     parameter.allreduce = False
 
 

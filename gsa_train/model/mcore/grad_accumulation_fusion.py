@@ -44,8 +44,10 @@ def weight_gradient(
 def joined_weight_gradients(
     weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
 ) -> list[torch.Tensor]:
-    """Compute `weight_gradient` of concatenated weights in one product. The columns of grad_output belong to the
-    weights in the same order. Columns after the last weight are ignored."""
+    """Compute the result of `weight_gradient` for several weights in one product.
+
+    The columns of grad_output are in the order of `weights`. Columns after the columns of the last weight are ignored.
+    """
     sizes = [len(weight) for weight in weights]
     if not accumulates:
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))

@@ -1,7 +1,8 @@
 """Build the linear layers of attention and feed-forward layers.
 
-To add a precision, add a function to LINEAR_LAYERS, from which `train.linear_layers` chooses. The choice does not
-apply to projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+`train.linear_layers` chooses one of the functions in LINEAR_LAYERS. To add a precision, add a function there. Four
+kinds of layers do not depend on this choice: the projections of gates and indexer, grouped experts (moe.experts_impl),
+the embedding, and the output layer.
 """
 
 from __future__ import annotations

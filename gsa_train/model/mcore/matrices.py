@@ -14,8 +14,11 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 
 
 def mark_matrices(chunk: GPTModel, config: GSATransformerConfig) -> None:
-    """Set `matrix_rows` on each parameter that holds hidden matrices. A fused parameter consists of groups of rows, and
-    each group has rows of every matrix. `matrix_rows` says how many rows of a group belong to each matrix."""
+    """Set `matrix_rows` on each parameter that holds matrices of hidden layers.
+
+    A fused parameter holds several matrices. Its rows form groups, and each group has rows of every matrix.
+    `matrix_rows` says how many rows of a group belong to each matrix.
+    """
     for name, parameter in chunk.decoder.named_parameters():
         if parameter.dim() > 1 and not name.endswith("router.weight"):
             parameter.matrix_rows = _matrix_rows(name, parameter, config)

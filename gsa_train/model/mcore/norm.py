@@ -9,9 +9,9 @@ from megatron.core.transformer import TransformerConfig
 class RMSNorm(torch.nn.Module):
     """Computes x / rms(x) * weight over the last dimension, in the dtype of x.
 
-    megatron-core's wrapper of torch's norm refuses sequence parallelism, which this class supports. Each
-    tensor-parallel rank then processes a slice of the tokens. The weight's attribute `sequence_parallel` makes
-    megatron-core sum the weight's gradients over the tensor-parallel ranks.
+    This class supports sequence parallelism, which megatron-core's wrapper of torch's norm refuses. Under sequence
+    parallelism, each tensor-parallel rank processes a slice of the tokens, so the weight's gradients must be summed
+    over these ranks. megatron-core does this if the weight's attribute `sequence_parallel` is True.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

@@ -44,9 +44,11 @@ class RouterContext:
 
 
 class Router(PreciseBuffers):
-    """Scores all experts for each token and chooses the top k, in fp32. The experts' loads and biases change only in
-    `update_routers`, after the optimizer step. All micro-batches of a step and their recomputation thus use the same
-    values."""
+    """Scores all experts for each token and chooses the top k, in fp32.
+
+    The loads and biases of experts change only in `update_routers`, after the optimizer step. So all micro-batches of a
+    step, and their recomputation, use the same loads and biases.
+    """
 
     layer: int
     """Layer index, from 0."""
@@ -156,8 +158,8 @@ def _shares(scores: torch.Tensor) -> torch.Tensor:
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
     """Update loads and biases from the choices of a step over all ranks, and reset the counts. Collective.
 
-    Call this after each step that trains the base. Loads and biases stay unchanged if the step is not `applied` (0-d
-    bool). The host does not wait for the device.
+    Call this after each step that trains the base model. If `applied` (0-d bool) is False, loads and biases stay
+    unchanged. The device reads `applied`, so the host does not wait for the device.
 
     Args:
         group: ranks of this stage over which the tokens of the global batch are sharded.

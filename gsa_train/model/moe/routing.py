@@ -25,8 +25,8 @@ def choose_experts(
 
 
 def expert_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """Count the occurrences of each expert in `experts`: int64 [count]. Integer sums do not depend on the order of
-    additions."""
+    """Count how often each expert occurs in `experts`: int64 [count]. The sums are integers, so they do not depend on
+    the order of the additions."""
     flat = experts.flatten()
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)

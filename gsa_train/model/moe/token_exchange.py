@@ -1,9 +1,12 @@
 """Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair. A rank has T k choices (T tokens, k experts each). Choices are sorted by expert,
-so the rows for each rank are contiguous. One all-to-all sends the rows, and a reverse one returns the outputs. With
-expert tensor parallelism, each rank with a part of an expert gets a copy of the rows. The partial outputs are summed
-after their return.
+A choice is a (token, expert) pair. A rank that has T tokens with k experts each has T k choices. For each choice, the
+rank sends the token's hidden state as one row. The choices are sorted by expert, so the rows for each rank are
+contiguous.
+One all-to-all sends the rows to the experts, and another all-to-all returns the experts' outputs.
+
+With expert tensor parallelism, several ranks hold a part of each expert. Each of these ranks gets a copy of the rows
+and returns a partial output. The partial outputs are summed after their return.
 
 All data moves by permutations whose backward passes are gathers, without atomic additions. Results therefore repeat
 bit for bit.
@@ -61,8 +64,10 @@ class Exchange:
     """The inverse of `by_expert`."""
 
     def to_experts(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send tokens [T, d] and weights [T, k] to their experts. Collective. Returns the M rows for this
-        rank's experts, [M, d], sorted by expert, and their weights [M]."""
+        """Send tokens [T, d], and the weights [T, k] of their experts, to the ranks of these experts. Collective.
+
+        Returns the M rows that this rank's experts receive, [M, d], sorted by expert, and the weight of each row, [M].
+        """
         rows = self.rows
         hidden = _GatherRows.apply(
             tokens, rows.choices // self.top_k, rows.of_choice.view(len(tokens), -1), rows.dropped
@@ -179,8 +184,8 @@ def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tens
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gathers rows [N, d] from [T, d] at `places` [N]. `rows_of` [T, c] gives the rows that hold copies of each
-    token."""
+    """Gathers rows [N, d] from `tokens` [T, d]. Row i is a copy of token `places[i]`. `rows_of` [T, c] lists the rows
+    that copy each token, so that the backward pass can gather and sum their gradients."""
 
     @staticmethod
     def forward(

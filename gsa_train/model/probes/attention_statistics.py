@@ -186,8 +186,8 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    Overlap, union ratio and random recall count only queries that leave causal keys out. Overlap and union
-    ratio count only neighbours in one document, because neighbours in two documents share no key.
+    The averages of overlap, union ratio and random recall include only queries that leave causal keys out. For overlap
+    and union ratio, the compared queries must also be in one document, because queries in two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]

@@ -19,8 +19,8 @@ class DeferredReductions:
         self._bytes = 0
 
     def put(self, key: tuple[Any, ...], layer: int, tensors: tuple[torch.Tensor | None, ...]) -> bool:
-        """Keep the tensors, and return whether all kept tensors exceed MOST_BYTES. A second tensor of bools is
-        expanded to the shape of the first."""
+        """Keep the tensors until `take`, and return whether all kept tensors together exceed MOST_BYTES. If the second
+        tensor holds bools, it is expanded to the shape of the first tensor."""
         first, *others = (None if tensor is None else tensor.detach() for tensor in tensors)
         assert first is not None
         if others and others[0] is not None and others[0].dtype == torch.bool:

@@ -63,8 +63,8 @@ class SparseQueries:
 
     @cached_property
     def has_choice(self) -> torch.Tensor:
-        """bool [B, T]: at least two causal keys. With one key, softmax and selection do not depend on logits and
-        scores."""
+        """bool [B, T]: the query has at least two causal keys. If a query has one causal key, the key is selected and
+        gets probability 1, whatever its score and logit are."""
         return self.visible >= 2
 
     @cached_property
@@ -124,8 +124,9 @@ class MeasuredQueries:
 
     @cached_property
     def pairs_in_one_document(self) -> torch.Tensor:
-        """Whether both queries of each pair of neighbours are in one document: bool [B, P]. In one document the
-        second query has exactly one causal key more than the first."""
+        """bool [B, P]: whether both queries of each pair of neighbours are in one document. If both are, the second
+        query has exactly one causal key more than the first. Otherwise, the second query begins a document, and has
+        only itself as causal key."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
         return visible[:, pairs + 1] - visible[:, pairs] == 1
 

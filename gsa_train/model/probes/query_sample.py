@@ -1,7 +1,8 @@
 """Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
-The sampled positions depend only on the sequence length, and are equal in each sequence, layer, step and layout. A
-change between two logged steps is thus a change of the model, and checkpoints need no state for the sample.
+The sampled positions depend only on the sequence length. They are the same in every sequence, layer and step, and in
+every parallel layout. A difference between two logged steps is therefore not caused by another sample, and checkpoints
+need no state for the sample.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ class QuerySample:
 
     @cached_property
     def compared(self) -> torch.Tensor:
-        """Indices into `rows`, concatenated for one gather: int64 [2 P + G * group + T]. They are the pairs' first and
-        second queries, the group members, and the sparse queries."""
+        """Indices into `rows`: int64 [2 P + G * group + T]. They stand for the first query of each pair, the second
+        query of each pair, the members of the groups, and the sparse queries, in this order. They are concatenated, so
+        that one gather is enough."""
         return torch.cat([self.neighbours, self.neighbours + 1, self.grouped, self.sparse_rows])
 
 
 def sampled_stretches(length: int) -> list[range]:
-    """Return the sampled positions in a sequence of `length` tokens. Up to STRETCH * STRETCHES tokens, all positions
-    are sampled. Longer sequences are divided into STRETCHES equal parts, and STRETCH adjacent positions near the
-    middle of each part are sampled. They start at multiples of STRETCH, so that context-parallel chunks rarely cut
-    them."""
+    """Return the sampled positions in a sequence of `length` tokens. If the sequence has at most STRETCH * STRETCHES
+    tokens, all positions are sampled. A longer sequence is divided into STRETCHES equal parts, and STRETCH adjacent
+    positions near the middle of each part are sampled. The first of these positions is a multiple of STRETCH, so that
+    the boundary of a context-parallel chunk rarely separates them."""
     if length <= STRETCH * STRETCHES:
         return [range(length)]
     middles = [(2 * part + 1) * length // (2 * STRETCHES) for part in range(STRETCHES)]
@@ -65,7 +67,9 @@ def sampled_stretches(length: int) -> list[range]:
 def sample_queries(length: int, start: int, end: int, device: torch.device) -> QuerySample:
     """Sample the queries start .. end - 1 of a sequence. The host waits for the device.
 
-    Neighbours and groups stay within the chunk. An incomplete last group is left out, unless it is the only one.
+    Pairs of neighbours, and groups of GROUP adjacent queries, contain only queries of this chunk. If the last group of
+    a stretch is incomplete, it is left out. But if no group is complete and all sampled queries of the chunk are
+    adjacent, they form one group.
     """
     rows: list[int] = []
     neighbours: list[int] = []

@@ -1,8 +1,8 @@
 """Measure early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
-Logged steps measure a few sampled queries (`QuerySample.sparse`) with all their causal keys. They compute the
-largest attention logit, and the share of keys at which the activation of the indexer is flat. Few queries are
-measured, so the cost is small.
+Logged steps compare a few sampled queries (`QuerySample.sparse`) with all their causal keys. This comparison gives the
+largest attention logit, and the share of keys at which the activation of the indexer is flat. The cost is small,
+because few queries are compared.
 """
 
 from __future__ import annotations

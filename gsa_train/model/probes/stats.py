@@ -93,8 +93,8 @@ class Vector(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Holds statistics of one layer for one chunk of queries. Do not modify the tensors, because they are reduced
-    later."""
+    """Holds statistics of one layer for one chunk of queries. The tensors are kept and reduced later, so do not modify
+    them after you put them here."""
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     """Maps names of `MEANS` to values to average, of any shape."""
@@ -129,8 +129,11 @@ StatsCopy = tuple[list[torch.Tensor], list[list[int]]]
 
 class LayerStats:
     """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers.
-    Added values wait (deferred.py) until they are read or exceed a size limit. They are then reduced for all
-    layers together, because separate reductions need several kernel launches per layer and statistic."""
+
+    Added values are kept (deferred.py) until the statistics are read, or until the kept values exceed a size limit. The
+    values of all layers are then reduced together. Separate reductions would need several kernel launches for each
+    layer and statistic.
+    """
 
     def __init__(
         self, num_layers: int, device: torch.device, num_heads: int = 0, num_experts: int = 0
@@ -275,8 +278,8 @@ class LayerStats:
     def read(self) -> dict[str, list[float | None]]:
         """Return the values per layer over all ranks, by name. Collective.
 
-        Names that no layer recorded are missing. A layer without a record has None. An entry of a vector has the name
-        `vector/label`.
+        A name is missing if no layer recorded it. If only some layers recorded a name, each of the other layers has
+        None in the list. An entry of a vector has the name `vector/label`.
         """
         nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
         return self.send(nothing, [], [], nothing)()[0]
@@ -288,8 +291,10 @@ class LayerStats:
         host_maxima: list[float],
         device_numbers: torch.Tensor,
     ) -> Callable[[], tuple[dict[str, list[float | None]], list[float], list[float], list[float]]]:
-        """Reduce the values over all ranks in two collectives, which also carry the caller's numbers, and copy them to
-        the host. The host does not wait. Collective.
+        """Reduce the values over all ranks, and start to copy them to the host. The host does not wait. Collective.
+
+        One collective computes all sums, and another collective computes all maxima. Both also carry the numbers that
+        the caller wants to reduce, so these numbers need no collectives of their own.
 
         Tensor-parallel replicas add equally to sums and counts.
 
@@ -357,9 +362,12 @@ def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:
 
 
 def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Pack value, dimension and kind, [layers, 1] each, into numbers [layers] below 2^53. They are ordered by
-    value, because the bits of non-negative floats are ordered like the floats. Their maximum keeps a value with
-    its place."""
+    """Pack value, dimension and kind, [layers, 1] each, into numbers [layers] below 2^53.
+
+    The value has the highest bits. The bits of non-negative floats are ordered like the floats, so the packed numbers
+    are ordered by their values. The maximum of several packed numbers therefore contains the largest value together
+    with its place.
+    """
     bits = values.float().abs().view(torch.int32).long()
     return ((bits * _DIMENSIONS + dimensions) * _KINDS + kinds).double().flatten()
 

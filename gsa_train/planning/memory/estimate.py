@@ -1,16 +1,20 @@
 """Estimate the memory of each rank's device in a training step, from a config alone.
 
-The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
+The estimate counts, tensor by tensor, what the layers keep (layer.py), and what is used in addition at the peak
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers. In plain-torch attention only large tensors count. Tests compare the estimate with traces of the real
-step (tests/unit/test_memory_trace.py). The estimate excludes temporary memory of a checkpoint, a validation, a logged
-step or Muon's update, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps
-(`max_memory_reserved`).
+linear layers. For attention in plain torch, it counts only large tensors. Tests compare the estimate with traces of the
+real step (tests/unit/test_memory_trace.py).
 
-The estimate takes `attention_impl: auto` as on a GPU, and `precision: auto` as bf16. Key lists (the keys that a tile
-of queries selects) are assumed to have their largest length (selection.py). Experts run as grouped products with even
-loads (`worst_expert_load` gives the worst case). With context parallelism the estimate describes the rank that needs
-the most memory.
+The estimate does not include:
+- temporary memory of a checkpoint, a validation, a logged step or Muon's update;
+- buffers of NCCL and DeepSpeed;
+- the CUDA context;
+- the gaps that the allocator leaves between tensors (`max_memory_reserved` includes them).
+
+If `attention_impl` is `auto`, the estimate assumes the implementation that runs on a GPU. If `precision` is `auto`, it
+assumes bf16. Key lists (the keys that a tile of queries selects) are assumed to have their largest length
+(selection.py). Experts are assumed to run as grouped products with even loads (`worst_expert_load` gives the worst
+case). With context parallelism, the estimate describes the rank that needs the most memory.
 """
 
 from __future__ import annotations

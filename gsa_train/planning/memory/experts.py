@@ -1,9 +1,12 @@
 """Estimate the memory of a mixture of experts with even loads: what it keeps for the backward pass, and what it uses
 temporarily.
 
-Symbols in shapes, in addition to sizes.py: T = B L / shards tokens that a rank routes to k of E experts each; c
-ranks that split an expert's width; N = T k c rows that the rank sends; R rows that its own experts receive; w
-their width on this rank.
+Symbols in shapes, in addition to the symbols of sizes.py:
+- T: tokens that a rank routes, B L / shards. Each token goes to k of E experts.
+- c: ranks that split the width of an expert.
+- N: rows that a rank sends, T k c.
+- R: rows that the experts of a rank receive.
+- w: width of an expert on a rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """List the moments of a step at which memory may peak, and the memory that each moment uses in addition to what layers
 keep.
 
-Bytes are relative to the memory that the stage's layers keep for the micro-batches in flight. A part of this memory
-that is not yet allocated, or already freed, counts as negative bytes. Only the last layer of a stage matters, because
-less is kept while other layers run. Projections, norms and sums are left out, because no trace peaked there.
+Bytes are relative to the memory that the stage's layers keep for the micro-batches in flight. If a part of this memory
+is not yet allocated at a moment, or already freed, the part counts as negative bytes. Only moments of the last layer of
+a stage are listed, because the layers keep less memory while an earlier layer runs. Projections, norms and sums are
+left out, because the memory did not peak there in any trace.
 """
 
 from __future__ import annotations

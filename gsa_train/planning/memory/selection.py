@@ -1,7 +1,7 @@
 """Estimate the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
-Key lists (for each tile of neighbouring queries, the keys that any of them selects) are assumed to have their largest
-length, as if the queries shared no keys. A trained indexer's lists are shorter.
+A key list holds, for a tile of neighbouring queries, the keys that any of the queries selects. Key lists are assumed to
+have their largest length, which they have if the queries share no keys. The lists of a trained indexer are shorter.
 """
 
 from __future__ import annotations
@@ -60,11 +60,16 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 def attending_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection.
 
-    sizes.py defines the symbols of the shapes. Packed masks need the gradients of K and V, 2 x [B, Lw, kv], partial
-    sums of these gradients, and the transposed mask. Key lists need partial gradients of K and V, [list entries,
-    2 d_k], for as many key-value heads at a time as GATHERED_GRADIENT_BYTES holds. If one head needs more bytes, its
-    tiles are processed in parts. Key lists also need an index for each entry, and the sums of the partial gradients by
-    key, fp32 [B, Lw, n_kv, 2 d_k]. The gradients are allocated last, after the partial gradients are freed.
+    sizes.py defines the symbols of the shapes.
+
+    With packed masks, the backward pass needs the gradients of K and V, 2 x [B, Lw, kv], partial sums of these
+    gradients, and the transposed mask.
+
+    With key lists, the backward pass needs partial gradients of K and V, [list entries, 2 d_k]. It processes as many
+    key-value heads at a time as fit into GATHERED_GRADIENT_BYTES. If one head needs more bytes, the tiles of the head
+    are processed in parts. The backward pass also needs an index for each list entry, and sums of the partial gradients
+    by key, fp32 [B, Lw, n_kv, 2 d_k]. The gradients of K and V are allocated last. At that time, the partial gradients
+    of Q, which programs store if they share a list, are already freed.
     """
     keys = key_gradients(sizes)
     if not gathers(config):

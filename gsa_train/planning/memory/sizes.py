@@ -1,8 +1,16 @@
 """Define the sizes of one micro-batch on one rank, from which the other memory modules count bytes.
 
-Symbols in shapes: L tokens of this context-parallel rank, Lw tokens of the whole sequence, B sequences, d hidden size.
-On this tensor-parallel rank: q columns of queries, kv columns of keys (and of values), f columns of the feed-forward
-layer, n_h query heads. Activations are in the working precision unless a text says otherwise.
+Symbols in shapes:
+- L: tokens of this context-parallel rank.
+- Lw: tokens of the whole sequence.
+- B: sequences.
+- d: hidden size.
+- q: columns of queries on this tensor-parallel rank.
+- kv: columns of keys on this tensor-parallel rank. The values have the same number of columns.
+- f: columns of the feed-forward layer on this tensor-parallel rank.
+- n_h: query heads on this tensor-parallel rank.
+
+Activations are in the working precision unless a text says otherwise.
 """
 
 from __future__ import annotations
@@ -58,13 +66,14 @@ class Sizes:
 
     @property
     def stream(self) -> float:
-        """Bytes of the residual stream [L / shards, B, d], and also of its gradient and of a norm's result."""
+        """Bytes of the residual stream [L / shards, B, d]. The gradient of the stream and the output of a norm have the
+        same size."""
         return self.bytes(self.hidden) / self.shards
 
     @property
     def gathered(self) -> float:
-        """Bytes of the gathered stream [L, B, d], in addition to this rank's shard. Without sequence parallelism it is
-        0."""
+        """Bytes of the gathered stream [L, B, d], which exists in addition to this rank's shard. Without sequence
+        parallelism, the stream is not gathered, and the bytes are 0."""
         return self.bytes(self.hidden) if self.shards > 1 else 0.0
 
 
@@ -121,8 +130,8 @@ def uses_indexer(config: Config, phase: PhaseConfig) -> bool:
 
 
 def has_graph(config: Config, phase: PhaseConfig) -> bool:
-    """Whether the base runs with an autograd graph. An indexer warm-up by megatron's strategy has no graph, because
-    each layer differentiates its own loss."""
+    """Whether the base runs with an autograd graph. An indexer warm-up with `parallel.strategy: megatron` has no graph,
+    because each layer differentiates its own loss."""
     return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
 
 

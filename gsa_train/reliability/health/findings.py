@@ -1,6 +1,7 @@
 """Exchange the faults that ranks find at their devices and links. A rank that does not answer counts as a fault.
 
-The exchange uses the store of torch.distributed. A collective would wait for a rank whose device hangs in its driver.
+The exchange uses the store of torch.distributed instead of a collective, because a collective would wait for a rank
+whose device hangs in its driver.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Compute matrix products whose result is known bit for bit, for any order of the sums.
 
-The factors are A = [X, X, a s^T] and B = [Y; -Y; s b^T], with random integer matrices X, Y, vectors a, b and
-signs s. X Y - X Y cancels, so A B = (s^T s) a b^T, where s^T s is a power of two. All sums are integers below
-2^24, which fp32 holds exactly. bf16 holds the result exactly.
+The factors are A = [X, X, a s^T] and B = [Y; -Y; s b^T]. X and Y are random matrices of integers, a and b are random
+vectors of integers, and s is a vector of random signs.
+
+In the product A B, the terms X Y and -X Y cancel, so A B = (s^T s) a b^T. The factor s^T s is the length of s, which is
+a power of two. Every partial sum is an integer below 2^24, so fp32 holds it exactly, whatever the order of the sums.
+bf16 holds the elements of the result exactly.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Detect silent data corruption: wrong results of a device, or weights that changed in memory.
 
-Two checks run at the intervals of `monitor`. One check repeats a step's forward and backward pass with the same
-weights, micro-batches and random numbers. The loss, and the bits of each rank's gradients before their reduction, must
-be equal. The other check compares the weights of data-parallel replicas bit for bit. Both checks are exact, because
-configs with nondeterministic kernels are refused (gsa_train.config.monitor).
+Two checks run at the intervals of `monitor`:
+- One check repeats the forward and backward pass of a step with the same weights, micro-batches and random numbers.
+  Both passes must have the same loss, and each rank must have the same bits in its gradients before they are reduced.
+- The other check compares the weights of data-parallel replicas bit for bit.
 
-The comparison of replicas and the second computation of a step both miss an error that repeats. They also miss an error
-in a shard of the distributed optimizer, because the shard has no replica.
+Both checks are exact, because configs with nondeterministic kernels are refused (gsa_train.config.monitor).
+
+The first check misses an error that is the same in both passes. The second check misses an error that is the same in
+all replicas. Both checks miss an error in a shard of the distributed optimizer, because the shard has no replica.
 """
 
 from __future__ import annotations
@@ -150,8 +152,8 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call this before the update, while the weights of the forward pass are gathered. Before an unplanned save, call
-        it with whole weights.
+        Call this before the update, while the weights that the forward pass gathered are still whole. Before an
+        unplanned save, call it inside `PhaseOptimizer.whole_weights`.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.

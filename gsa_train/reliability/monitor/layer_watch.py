@@ -32,9 +32,12 @@ FLOORS = {
 
 
 class LayerWatch:
-    """Compares the logarithm of each statistic of each layer with its own history. A value is a jump if its
-    logarithm exceeds the median of the last 8 logarithms by more than max(8 deviations, log 4). The deviation
-    is estimated from the differences between successive logged steps."""
+    """Compares each statistic of each layer with its values in earlier logged steps.
+
+    The watch compares logarithms. A value is a jump if its logarithm exceeds the median of the last 8 logarithms by
+    more than max(8 deviations, log 4). The deviation is estimated from the differences between the logarithms of
+    successive logged steps.
+    """
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history

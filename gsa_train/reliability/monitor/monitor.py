@@ -1,8 +1,9 @@
 """Act on the verdicts about steps, on the host: count spikes, log events, and apply the policy `monitor.action`.
 
-The device judges a step and skips its update if needed (spikes.py), before the host knows. The host reads a verdict
-READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first. All ranks, and every repetition of
-the run, therefore act at the same step. The host never waits for the current step.
+The device judges a step and skips its update if needed (spikes.py), before the host knows the verdict. The host reads
+the verdict READ_DELAY_STEPS steps later, so that it does not wait for the device. But if a step is logged or saved, the
+host first reads all verdicts up to this step. All ranks therefore read a verdict, and act on it, at the same step. If
+the run is repeated, they act at the same step again.
 
 Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """

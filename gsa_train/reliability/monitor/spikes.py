@@ -1,11 +1,12 @@
 """Detect spikes on the device before the update, with the same result on all ranks.
 
-A step's loss and gradient norm over the global batch are compared with the last `window_steps` steps. The verdict
-masks the update on the device, and the host reads the verdict later (monitor.py). The logarithm of the gradient norm is
-compared, because the noise of the norm is multiplicative and has a long tail.
+A step's loss and gradient norm over the global batch are compared with their values in the last `window_steps` steps.
+The gradient norm is compared by its logarithm, because the noise of the norm is multiplicative and has a long tail. The
+verdict masks the update on the device, and the host reads the verdict later (monitor.py).
 
-A large gradient with a usual loss mostly comes from a short stretch of unusual text. If such a gradient is clipped,
-a step is flagged only if the norm exceeds a higher limit or stays large, or if the loss rises.
+If the gradient is large and the loss is usual, the cause is mostly a short stretch of unusual text. If such a gradient
+is clipped, the step is therefore flagged only if the norm exceeds a higher limit, if the norm stays large for several
+steps, or if the loss also rises.
 """
 
 from __future__ import annotations
@@ -145,10 +146,11 @@ class SpikeDetector:
         rise of loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation,
         least rise).
 
-        The median is the smaller of two: the median of the window, and the median of the last 32 steps. It follows a
-        falling loss, and stays low while a loss rises slowly. The deviation is the larger of two median absolute
-        deviations: of changes over 8 steps, and of changes over 32 steps. Neither a trend nor an earlier
-        spike increases this deviation.
+        The median is the smaller of two medians: of the whole window, and of the last 32 steps. While the loss falls,
+        the median of the last 32 steps is smaller, so the limits follow the loss. While the loss rises slowly, the
+        median of the window is smaller, so the limits stay low. The deviation is the larger of two median absolute
+        deviations: of the changes over 8 steps, and of the changes over 32 steps. Neither a trend nor an earlier spike
+        increases the deviation.
         """
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:

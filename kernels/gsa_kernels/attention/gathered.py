@@ -1,5 +1,5 @@
-"""Computes attention over key lists with fused gate G1, for sequences whose packed mask would be too large. Key lists
-give, for each tile of neighbouring queries, the keys that any of them selects."""
+"""Computes attention over key lists with fused gate G1, for sequences whose packed mask would be too large. For each
+tile of neighbouring queries, a key list holds every key that at least one query of the tile selects."""
 
 from dataclasses import replace
 
@@ -24,9 +24,10 @@ def gathered_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    The work grows with the length of the lists, because each tile of queries gathers every listed key once. No S_t may
-    be empty. The function does not check that the listed keys are causal and in the query's document. The function is
-    deterministic, and differentiable in q, k, v and gate_logits. The last dimension of each tensor must be contiguous.
+    Each tile of queries gathers every key of its list once, so the work grows with the length of the lists. Every S_t
+    must contain at least one key. The function does not check that the listed keys are causal, or that they belong to
+    the document of the query. The function is deterministic, and differentiable in q, k, v and gate_logits. The last
+    dimension of each tensor must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32

@@ -37,8 +37,8 @@ def sparse_attention(
 ) -> AttentionOutput:
     """Compute out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Query head h reads key-value head h // (H / Hkv). For dense attention, pass a mask of all causal keys. A row with an
-    empty mask gives zeros.
+    Query head h reads key-value head h // (H / Hkv). To compute dense attention, pass a mask that selects all causal
+    keys. If the mask of a row is empty, the output of the row is 0.
 
     Args:
         q: [B, Lq, H, D]
@@ -73,7 +73,9 @@ def sparse_attention(
 
 @torch.no_grad()
 def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) over h on the mask, 0 elsewhere: the target of the indexer loss.
+    """Sum exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) over h where the mask selects the key, and return 0 elsewhere.
+
+    The result is the target of the indexer loss.
 
     Args:
         q: [B, Lq, H, D]
@@ -96,7 +98,9 @@ def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: to
 
 @torch.no_grad()
 def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute softmax_{s in S_t}(q[t] . k[s] / sqrt(D)), 0 off the mask: [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
+    """Compute softmax_{s in S_t}(q[t] . k[s] / sqrt(D)): [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
+
+    Keys that the mask does not select get 0.
 
     Args:
         q: [B, Lq, H, D]
@@ -111,7 +115,8 @@ def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def _softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute the softmax over the mask. The result is 0 off the mask and in rows with an empty mask."""
+    """Compute the softmax over the keys that the mask selects. Other keys get probability 0. In a row with an empty
+    mask, all keys get 0."""
     # A row with an empty mask is normalised over all keys and then zeroed. This keeps the backward pass finite, too.
     normalised_over = mask | ~mask.any(-1, keepdim=True)
     return logits.masked_fill(~normalised_over, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
@@ -131,7 +136,10 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """Return exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
+    """Return exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H].
+
+    This is the share of the dense attention probability that falls on the keys of the mask.
+    """
     selected, whole = _log_sum_exp(logits, mask & causal), _log_sum_exp(logits, causal)
     empty = ~causal.any(-1).flatten(1, 2)
     return (selected - whole).exp().masked_fill(empty, 0.0).transpose(1, 2)

@@ -2,9 +2,11 @@
 
 One kernel computes the gradient of q, and another kernel computes the gradients of k and v.
 
-Let O be the output before the gate, `out` the gated output, and U the gradient of `out`. Then dO = U sigmoid(gate),
-delta = sum_d dO O = sum_d U out, and dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). These need `out` but not
-O, so the forward pass saves only `out`.
+Let O be the output before the gate, `out` the gated output, and U the gradient of `out`. Then
+    dO = U sigmoid(gate)
+    delta = sum_d dO O = sum_d U out
+    dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate))
+All three can be computed from `out` without O, so the forward pass saves only `out`.
 """
 
 import torch
@@ -26,7 +28,10 @@ def attention_backward(
     packed_mask: torch.Tensor | None,
     document_starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute gradients of q, k, v and the gate logits from the gradient of `out`, and the saved out and lse."""
+    """Compute the gradients of q, k, v and the gate logits from the gradient of `out`.
+
+    `out` and `lse` are the results of the forward pass.
+    """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)

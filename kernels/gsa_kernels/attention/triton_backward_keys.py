@@ -1,4 +1,5 @@
-"""Computes the gradients of k and v. One program per tile of keys loops over the queries that attend to it."""
+"""Computes the gradients of k and v. Each program takes one tile of keys, and loops over the queries that attend to
+them."""
 
 import torch
 import triton
@@ -37,8 +38,12 @@ def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 def backward_keys(
     inputs: GradientInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of k and v: [B, Lk, Hkv, D]. The query heads of a key-value head may be divided into parts.
-    Each part has its own program, and a second kernel adds the gradients of the parts."""
+    """Compute the gradients of k and v: [B, Lk, Hkv, D].
+
+    If one program per tile of keys and key-value head would not fill the device, the query heads of a key-value head
+    are divided into parts (`count_key_parts`). Each part then has its own program, and a second kernel adds the
+    gradients that the parts computed.
+    """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys, kv_heads = k.shape[1:3]
@@ -134,10 +139,12 @@ def _keys_kernel(
     KEYS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes the gradients of one tile of keys of one key-value head from GROUP / SPLITS query heads.
+    """One program computes the gradients of one tile of keys for one key-value head, summed over GROUP / SPLITS query
+    heads.
 
     The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands of
-    products, so they can stay in registers. The first tiles of keys run first, because they have the most queries.
+    products, so they can stay in registers. The grid starts with the programs of the first tiles of keys. The most
+    queries attend to these tiles, so their programs take longest.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
@@ -239,7 +246,10 @@ def _pull_to_keys(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add P^T dO to acc_v and dS^T Q to acc_k for queries first .. last - 1. P: probabilities, S: logits."""
+    """Add P^T dO to `acc_v` and dS^T Q to `acc_k`, summed over the queries `first` to `last - 1`.
+
+    P are the attention probabilities, and dS is the gradient of the logits.
+    """
     head_rows = (batch.to(tl.int64) * heads + head) * length
     own_rows = columns - query_start  # rows of the queries at the positions of these keys
     if HAS_MASK:

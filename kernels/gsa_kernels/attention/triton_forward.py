@@ -147,8 +147,11 @@ def _forward_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes ROWS rows: a tile of queries for HEADS heads. The last tiles run first, because their
-    queries have the most keys."""
+    """One program computes ROWS rows, which are one tile of queries for HEADS heads.
+
+    The grid starts with the programs of the last tiles. Their queries have the most keys, so these programs take
+    longest.
+    """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     QUERIES: tl.constexpr = ROWS // HEADS
@@ -245,8 +248,11 @@ def _load_gate(gate, local, member, stride_gl, stride_gh, valid, D: tl.constexpr
 def _seen_keys(
     packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Return a range of keys that contains every key selected by the tile's queries. The start of the range is rounded
-    down to a multiple of KEYS. Keys outside the range would not change a bit of the result."""
+    """Return the first key and the end of a range of keys that contains every key selected by the tile's queries.
+
+    The start of the range is rounded down to a multiple of KEYS. The queries select no key outside the range, so
+    leaving out these keys changes no bit of the result.
+    """
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1
     high = 0
@@ -269,7 +275,7 @@ def _attend(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add keys first .. last - 1 to the running softmax of one tile. first is a multiple of KEYS."""
+    """Add the keys `first` to `last - 1` to the running softmax of one tile. `first` is a multiple of KEYS."""
     QUERIES: tl.constexpr = ROWS // HEADS
     queries = tl.arange(0, QUERIES)
     local = queries * stride_wl

@@ -1,5 +1,5 @@
-"""Computes attention over key lists (for each tile of queries, the keys that any of them selects). A program gathers
-the keys of one tile for several query heads of one key-value head."""
+"""Computes attention over key lists. For each tile of queries, a key list holds every key that at least one query of
+the tile selects. A program gathers the keys of one tile for several query heads of one key-value head."""
 
 import torch
 import triton
@@ -100,10 +100,11 @@ def _forward_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr, HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of head m // QUERIES.
+    """One program takes one tile of queries for MEMBERS heads. Row m of the program's tiles belongs to
+    query m % QUERIES of the tile and to the program's head m // QUERIES.
 
-    The tiles of one key-value head run together, so that the L2 cache holds its keys. The last tiles run first, because
-    they have the longest lists.
+    In the grid, the programs of one key-value head follow each other, so that the L2 cache holds the keys of this head.
+    Of these programs, the programs of the last tiles come first, because the last tiles have the longest lists.
     """
     tile = tiles_per_sequence - 1 - tl.program_id(0) % tiles_per_sequence
     part = tl.program_id(0) // tiles_per_sequence
@@ -174,8 +175,10 @@ def _forward_kernel(
 
 @triton.jit
 def load_entry_words(words, entries, count, COPIES: tl.constexpr):
-    """Load the mask words of the entries (keys), in shape [entries, COPIES]. Words at or beyond `count` are 0. Each
-    word is loaded COPIES times, so that every thread loads one element. Without copies, the compiler would use the
-    register layout of the logits, in which each thread loads and masks 16 words."""
+    """Load the mask words of the entries (keys), in shape [entries, COPIES]. Words at or beyond `count` are 0.
+
+    Each word is loaded COPIES times, so that every thread loads one element. Without copies, the compiler would use the
+    register layout of the logits. In this layout, each thread would load and mask 16 words.
+    """
     several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
     return tl.load(words + several, mask=several < count, other=0)

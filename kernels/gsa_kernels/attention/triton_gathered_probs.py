@@ -1,7 +1,8 @@
 """Sums attention probabilities over heads for each entry of the key lists: the target of the indexer loss.
 
-A matrix product has the entries as rows and pairs (head, query) as columns. In its register layout, one thread holds
-all heads of a query. The sum over heads therefore adds registers of one thread.
+A matrix product has one row per entry and one column per pair (head, query). In the product's register layout, one
+thread holds the values of all heads for a query. The sum over heads therefore needs no exchange between threads: each
+thread adds its own registers.
 """
 
 from typing import NamedTuple
@@ -51,7 +52,7 @@ def head_sum_probs_lists(
 ) -> torch.Tensor:
     """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every query t of `rows` and entry s of its list.
 
-    The sum is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
+    Where query t does not attend to key s, the sum is 0. Entries at or beyond a tile's count are unspecified.
 
     Args:
         q: [B, L, H, D]

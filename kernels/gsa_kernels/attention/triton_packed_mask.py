@@ -1,4 +1,5 @@
-"""Transposes the packed mask. Rows of queries with a bit per key become rows of keys with a bit per query."""
+"""Transposes the packed mask. The input has a row per query, with a bit per key. The result has a row per key, with a
+bit per query."""
 
 import torch
 import triton
@@ -32,9 +33,12 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
-    """Each program transposes the bits of 32 queries and 256 keys. In `packed_mask` these bits are 8 words of each
-    query. In `turned` they are one word of each key. In block i of 32 queries, the last query's own key is in word i +
-    first_diagonal of `packed_mask`, and no query selects a later key."""
+    """Each program transposes the bits of 32 queries and 256 keys. In `packed_mask`, these bits are 8 words in the row
+    of each query. In `turned`, they are one word for each key.
+
+    Let i be the number of a block of 32 queries. The key at the position of the block's last query is in word
+    i + first_diagonal of `packed_mask`. No query of the block selects a later key, so later words are not read.
+    """
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)

@@ -51,8 +51,9 @@ def head_sum_probs_rows(
     dtype: torch.dtype = torch.float32,
     fill: bool = True,
 ) -> torch.Tensor:
-    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for s in S_t, 0 elsewhere, for the queries t of
-    `rows`.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads, for the queries t of `rows` and the keys s in S_t.
+
+    For all other keys the result is 0.
 
     Args:
         q: [B, L, H, D]

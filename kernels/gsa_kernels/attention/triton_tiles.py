@@ -1,8 +1,8 @@
 """Loads tiles, expands packed masks and chooses tile shapes for the attention kernels.
 
-A packed mask is int32 words [B, L, W], W = ceil(Lk / 32). Bit s % 32 of word s // 32 in row i is set if query i selects
-key s. The queries are the last L of Lk positions, so query_start is Lk - L. `rows` and `length` count queries.
-`positions` and `num_keys` count keys.
+A packed mask is a tensor of int32 words [B, L, W], with W = ceil(Lk / 32). If query i selects key s, bit s % 32 of word
+s // 32 in row i is set. The queries are at the last L of the Lk positions, so query_start is Lk - L. The names `rows`
+and `length` refer to queries, and `positions` and `num_keys` refer to keys.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,8 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 def float_warps(head_size: int) -> int:
-    """Return warps for an fp32 tile of 32 queries and 32 keys. Four warps lack registers for heads of size 256."""
+    """Return the number of warps for an fp32 tile of 32 queries and 32 keys. With heads of size 256, the tile does not
+    fit the registers of four warps."""
     return 8 if head_size > 128 else 4
 
 
@@ -103,10 +104,13 @@ def load_rows(
 
 @triton.jit
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Load the WIDTH / 32 words of each row of a tile into four vectors [ROWS]. Unused vectors repeat the first.
+    """Load the WIDTH / 32 words of each row of a tile into four vectors [ROWS].
 
-    Four vectors are faster than one tile [ROWS, words]. A vector has fewer elements than the program has threads. The
-    compiler therefore loads it directly into the register layout of the logits, without shared memory.
+    If a row has fewer than four words, the other vectors are copies of the first vector.
+
+    Four vectors are faster than one tile [ROWS, words], because a vector has fewer elements than the program has
+    threads. The compiler can therefore load a vector directly into the register layout of the logits, without shared
+    memory.
 
     Args:
         pointers: [ROWS], to the first word of each row; the next word is `step` elements further
@@ -135,9 +139,11 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
-    A shift by c % 32 is split into shifts by c & 6 and by c & 25. In the register layout of a product, bits 1 and 2 of
-    column c come from the lane, so the first shift is an instruction. The other bits are known at compile time. The
-    compiler folds the second shift, and the choice of the word, into the test of the bit.
+    The code splits a shift by c % 32 into a shift by c & 6 and a shift by c & 25, because the register layout of a
+    matrix product treats these bits of column c differently. The lane of a thread determines bits 1 and 2 of c (c & 6).
+    This part of the shift differs between lanes, so it needs a shift instruction. The other bits of c depend only on
+    the register, so they are known at compile time. The compiler therefore needs no instruction for the second shift or
+    for the choice of the word: it tests a fixed bit of a fixed word instead.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

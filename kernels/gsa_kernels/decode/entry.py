@@ -1,8 +1,9 @@
 """Runs `enter_token` (see entry_reference.py) in one launch, between the joined projection and the selection of
 decoding.
 
-This module serves several sequences, or layers with norms of q and k. For one sequence without these norms, joined.py
-also computes the projection. On Hopper the launch starts before the previous kernel ends (row_product/op.py).
+Use this module for several sequences, or for layers with norms of q and k. For one sequence in a layer without these
+norms, use joined.py, which also computes the projection. On Hopper, the kernel starts before the previous kernel ends
+(row_product/op.py).
 """
 
 import torch

@@ -110,7 +110,9 @@ def enter_token(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     index_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
-    """Gate v by sigmoid(G2), apply norms and RoPE to q, k and the indexer, and write all keys and values to the cache.
+    """Apply gate G2, norms and RoPE to the projection, and write all keys and values to the cache.
+
+    v is multiplied by sigmoid(G2). The norms and RoPE apply to q, to k, and to the indexer's queries and key.
 
     Args:
         projected: [B, at least sizes.width]

@@ -1,14 +1,15 @@
 """Decodes with Gated Sparse Attention: one new query per sequence against a cache of keys, values and indexer keys.
 
-A step takes four launches: scores, two for the selection, attention. The host reads nothing back, and if the caller
-passes `out`, nothing is allocated. `cache.lengths` is a device tensor, and the grids cover the whole cache. A CUDA
-graph can therefore capture a call and replay it while the lengths grow. `decode_top_k` and `decode_attention` define
-the results, which are deterministic.
+A step launches four kernels: one for the scores, two for the selection and one for attention. A CUDA graph can capture
+a call and replay it while the lengths grow. For this purpose, `cache.lengths` is a tensor on the device, the grids
+cover the whole cache, and the host reads nothing back. If the caller passes `out`, a call allocates no memory.
+`decode_top_k` and `decode_attention` define the results, which are deterministic.
 
-On Hopper each kernel starts before the previous kernel ends, and later waits for that end (rules in row_product/op.py).
-The scores kernel starts early only with `cache.in_chain`. Kernels may read `lengths` and `starts` before their wait.
-With `cache.settled`, only the newest indexer key of each sequence may still change. The scores kernel then reads the
-other keys before its wait.
+On Hopper, each kernel starts before the previous kernel ends, and later waits for the end of the previous kernel
+(row_product/op.py lists the rules). The scores kernel is an exception: it starts early only if `cache.in_chain` is
+true. Kernels may read `lengths` and `starts` before they wait. If `cache.settled` is true, the previous kernels may
+still change the newest indexer key of each sequence, but no other key. The scores kernel then reads the other keys
+before it waits.
 """
 
 from dataclasses import replace
@@ -61,8 +62,8 @@ def decode_select(
 ) -> None:
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
 
-    The selection is exact for the scores of this call, which differ from the reference only by rounding. The scores
-    remain in `cache.workspace.scores`.
+    The selection is exact for the scores that this call computes. These scores differ from the scores of the reference
+    only by rounding, and remain in `cache.workspace.scores`.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys

@@ -91,8 +91,8 @@ class DecodeWorkspace:
 class LayerCache:
     """Holds what decoding keeps of one layer, except the indexer's keys (`Indexer.keys`, [B, L_max, DI]).
 
-    With `block_table` all three caches have pages of N tokens: k and v are [pages, N, Hkv, D], and the indexer's keys
-    are [pages, N, DI].
+    If there is a `block_table`, all three caches consist of pages of N tokens. The shape of k and v is then
+    [pages, N, Hkv, D], and the shape of the indexer's keys is [pages, N, DI].
     """
 
     k: torch.Tensor

@@ -1,7 +1,8 @@
 """Computes attention of one query per sequence over selected keys and its local window, split along the keys.
 
-The query heads of one key-value head are the rows of a product. Each program attends to one part of the keys. The
-program that finishes last for a key-value head joins the parts in their fixed order and applies gate G1.
+The rows of a matrix product are the query heads of one key-value head. The keys are divided into parts, and each
+program computes attention to one part. For each key-value head, the program that finishes last joins the results of all
+parts in a fixed order and applies gate G1.
 """
 
 from typing import NamedTuple
@@ -48,8 +49,9 @@ def attend_to_indices(
 ) -> None:
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
-    `chain` has two flags: whether this kernel starts before the previous kernel ends, and whether that kernel is the
-    selection's. After the selection, q and the gate are read before the wait, because earlier kernels wrote them.
+    `chain` has two flags. The first says whether this kernel starts before the previous kernel ends. The second says
+    whether the previous kernel belongs to the selection. If it does, this kernel reads q and the gate before its wait,
+    because kernels before the selection wrote them.
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape
@@ -162,8 +164,10 @@ def _attend_kernel(
 ):
     """One program takes one part of the keys of one key-value head of one sequence.
 
-    With IN_CHAIN the next kernel may start after this kernel's wait. Without IN_CHAIN it may start after the loop over
-    the keys, or at the end of this kernel if the previous kernel is the selection's.
+    The next kernel may start at one of three times:
+    - if IN_CHAIN is true, after this kernel's wait
+    - otherwise, if the previous kernel belongs to the selection, at the end of this kernel
+    - otherwise, after the loop over the keys
     """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -310,8 +314,10 @@ def _store_gated(
     D: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """Store acc [ROWS, D] / total [ROWS], times the sigmoid of `gate` [ROWS, D]. `out_ptr` points to the first of these
-    heads."""
+    """Store `acc` [ROWS, D] / `total` [ROWS], multiplied by the sigmoid of `gate` [ROWS, D].
+
+    `out_ptr` points to the output of the first head, which is row 0.
+    """
     rows = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, D)[None, :]
     # A sequence without keys gives 0 instead of NaN.

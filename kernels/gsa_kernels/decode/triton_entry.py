@@ -158,7 +158,10 @@ def _partner(dims, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr):
-    """Return a rotated head, fp32 [D], normalised if there is a norm. sin is negative for the first of a pair."""
+    """Return a rotated head, fp32 [D]. If `norm_ptr` is given, the head is normalised before the rotation.
+
+    For the first channel of each rotated pair, `sin` is negative.
+    """
     head = tl.load(head_ptr + dims).to(tl.float32)
     partner = tl.load(head_ptr + other).to(tl.float32)
     if norm_ptr is not None:

@@ -1,8 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
-A program takes pairs of the weight's rows, so that it needs no results of other programs. A pair is two channels that
-rotate together, a value and its gate, or any two other rows. Norms of the indexer are an exception, because they need
-whole heads. The program that finishes last for the indexer applies them.
+A program takes pairs of the weight's rows: two channels that rotate together, a value and its gate, or any two other
+rows. A program therefore needs no results of other programs, with one exception: norms of the indexer need whole heads.
+Among the programs that compute rows of the indexer, the program that finishes last applies these norms.
 """
 
 from typing import NamedTuple
@@ -136,9 +136,11 @@ def launch_joined(
 
 
 def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
-    """Return the first tiles of four sections, and the end of the last section. The sections are the values, the gate
-    G1, the indexer's key and queries, and the indexer's head weights. Tile 0 is the first of q and k. A section that is
-    not wanted has no tiles."""
+    """Return the first tile of each of four sections, and the end of the last section.
+
+    The sections are the values, the gate G1, the indexer's key and queries, and the indexer's head weights. The section
+    of q and k comes before them and starts at tile 0. A section that is not in `wanted` has no tiles.
+    """
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0
     ends = [0]
@@ -171,11 +173,12 @@ def _pairs_of(
     INDEX_FROM: tl.constexpr,
     WEIGHTS_FROM: tl.constexpr,
 ):
-    """Return for each pair of rows: first row, second row, end of the section, table indices of cosine and sine.
+    """Return, for each pair of rows: the first row, the second row, the end of their section, the indices of the cosine
+    and the sine in the table, and whether the pair rotates.
 
-    The last result says whether the pair rotates. All results are [TILE]. The first `channels` rows of a head rotate in
-    pairs (i, i + channels / 2). The head's other rows form pairs in the same way. The gate of a value is K rows after
-    the value, where K is the number of values.
+    All results are [TILE]. The first `channels` rows of a head rotate in pairs (i, i + channels / 2). The n other rows
+    of the head do not rotate, but also form pairs (i, i + n / 2). If values have gates, each value forms a pair with
+    its gate, which is K rows further, where K is the number of values.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

@@ -1,9 +1,10 @@
 """Computes indexer scores of one query per sequence in one pass over the cached keys, with moments and a histogram.
 
-A histogram of all scores is slow, because many similar scores share a bin, and increments of one bin are serialized.
-Each program therefore first scores the same few keys, spread evenly over the sequence. From these scores the program
-derives a floor that more than k keys should reach. In the histogram it counts only scores above the floor's bin. A
-floor that is too high makes the selection slower, but not wrong.
+In a histogram of all scores, many similar scores would share a bin. This would be slow, because increments of one bin
+run one after the other. Each program therefore first scores the same small sample of keys, spread evenly over the
+sequence. From the sample, the program derives a floor, which is a bin such that more than k keys should have scores in
+higher bins. The program then counts only scores in bins above the floor. If the floor is too high, the selection is
+slower, but still exact.
 """
 
 import torch
@@ -36,9 +37,10 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    `decode_select` explains the arguments and has checked them. `chained` lets the next kernel start early. With
-    `cache.in_chain` this kernel also starts before the previous kernel ends, and waits for it. With `cache.settled`, it
-    loads all keys except the newest before this wait.
+    `decode_select` explains the arguments and has checked them. If `chained` is true, the next kernel may start before
+    this kernel ends. If `cache.in_chain` is also true, this kernel itself starts before the previous kernel ends, and
+    waits for the end of the previous kernel. If `cache.settled` is true, this kernel loads all keys except the newest
+    before it waits.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
@@ -259,7 +261,10 @@ def _score_kernel(
 
 @triton.jit
 def load_pages(table_ptr, tokens, valid, PAGE: tl.constexpr):
-    """Load the page of each token, where `valid`. Return zeros if PAGE, the number of tokens per page, is 0."""
+    """Load the number of the page of each token where `valid` is true. If PAGE is 0, return zeros.
+
+    PAGE is the number of tokens per page, and 0 says that the cache has no pages.
+    """
     pages = tokens * 0
     if PAGE > 0:
         pages = tl.load(table_ptr + tokens // PAGE, mask=valid, other=0)
@@ -268,7 +273,11 @@ def load_pages(table_ptr, tokens, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def row_offsets(pages, tokens, stride_page, stride_row, PAGE: tl.constexpr):
-    """Return the offset of each token's row in its page's cache or, if PAGE is 0, in its sequence's cache: int64."""
+    """Return the offset of each token's row, as int64.
+
+    If PAGE is 0, the offset counts from the start of the cache of the token's sequence. Otherwise, it counts from the
+    start of the first page.
+    """
     if PAGE == 0:
         offsets = tokens.to(tl.int64) * stride_row
     else:

@@ -1,13 +1,16 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-`score_keys` has counted the scores above a floor in a histogram. Each program has one span of keys. In the first kernel
-a program finds the bin of the k-th highest score. It counts its keys in higher bins, and appends its keys in that bin
-to a list. In the second kernel a program finds the exact k-th score in the list, and writes the indices of its selected
-keys. The counts of earlier spans and the list give the place of its first index, so no program waits for another. The
-order of the list depends on timing, but the result does not.
+`score_keys` has counted the scores above a floor in a histogram. The keys of a sequence are divided into spans, and
+each program has one span. In the first kernel, each program finds the bin that contains the k-th highest score. It
+counts the keys of its span that are in higher bins, and appends the keys of its span that are in this bin to a list. In
+the second kernel, each program finds the exact k-th highest score in the list, and writes the indices of the selected
+keys of its span. To know where to write the first index, the program adds up the counts of earlier spans and the
+selected keys of earlier spans in the list. No program therefore waits for another. The order of the list depends on
+timing, but the result does not.
 
-When about half of a kernel's work is done, the kernel allows the next one to start (programmatic dependent launch).
-The kernel that `LayerCache.beside` launches may already start after the first kernel's wait.
+When about half of a kernel's work is done, the kernel allows the next kernel to start (programmatic dependent launch).
+If the next kernel is the one that `LayerCache.beside` launches, the first kernel allows it to start earlier, right
+after its own wait.
 """
 
 import torch
@@ -175,8 +178,8 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """Each program finds the budget k and the bin of the k-th score. It counts the keys of its span in higher bins, and
-    appends its keys in this bin to the list."""
+    """Each program finds the budget k and the bin that contains the k-th highest score. It counts the keys of its span
+    that are in higher bins, and appends the keys of its span that are in this bin to the list."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)

@@ -1,7 +1,8 @@
 """Computes attention over selected keys. The backward pass also computes the gradients of the indexer loss.
 
-Attention's backward pass computes the attention probabilities for the gradient of q. The sums of these probabilities
-over heads are the target of the indexer loss. A separate loss would recompute the probabilities.
+To compute the gradient of q, attention's backward pass computes the attention probabilities. The sums of these
+probabilities over heads are the target of the indexer loss, so the kernel also writes these sums. A separate kernel for
+the loss would have to compute the probabilities again.
 """
 
 from collections.abc import Callable
@@ -57,8 +58,8 @@ def attention_with_indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `masked_attention`. The backward pass adds the gradients of loss.scale * `triton_indexer_loss`.
 
-    Attention and loss use the same packed mask. q must have all heads of the layer, because the target sums over them.
-    Sums of four heads are rounded to fp16. The function is deterministic.
+    Attention and loss use the same packed mask. q must have all heads of the layer, because the target sums over all
+    heads. The target is stored in fp16, as sums over four heads. The function is deterministic.
 
     Args:
         q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` must accept q and k

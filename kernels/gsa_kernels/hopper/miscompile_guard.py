@@ -1,14 +1,15 @@
 """Finds kernels that Triton compiles to wrong sums, and raises an error before such a kernel runs.
 
-If several warps share the axis of a sum (`tt.reduce`), Triton 3.6 and 3.7 add the warps' partial sums in shared memory.
-The address of a partial sum follows from its warp's coordinate along the axis. `delinearize` in Triton's Utility.cpp
-computes the coordinates of warps and lanes. It assumes that the bits of a warp's number that belong to one axis are
-adjacent. Layouts that come from reshaping a matrix product can break this assumption. For example, the bits can belong
-to rows, heads, and rows again. In a sum over heads, all heads then share one address, and the sum contains one head and
-old contents of the memory. The layout depends on the GPU.
+If the axis of a sum (`tt.reduce`) is divided among several warps, each warp stores a partial sum in shared memory. In
+Triton 3.6 and 3.7, the address of a partial sum depends on the coordinate of its warp along the axis. `delinearize` in
+Triton's Utility.cpp computes the coordinates of warps and lanes. It assumes that the bits of a warp's number that
+belong to one axis are adjacent. Layouts that come from reshaping a matrix product can break this assumption. For
+example, the first bit can belong to rows, the second bit to heads, and the third bit to rows again. In a sum over
+heads, all heads then have the same address. The sum therefore contains one head, and old contents of the memory in
+place of the other heads. Whether the layout of a kernel is of this kind depends on the GPU.
 
-A second case is `store_sums` in hopper/triton_backward_target.py. Its inline assembly adds the values of two lanes and
-is right for one register layout only.
+The module also checks `store_sums` in hopper/triton_backward_target.py, whose inline assembly adds the values of two
+lanes. The assembly is right for only one register layout.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ STORED_LAYOUT: Layout = {
 def refuse_wrong_sums() -> None:
     """Check every Triton kernel of this process when it is loaded for its first launch.
 
-    A launch raises RuntimeError if `wrong_sums` finds something. If the kernel's text comes from another Triton version
-    and cannot be parsed, a warning says so. Calling this function again changes nothing.
+    If `wrong_sums` finds a wrong sum in a kernel, the launch of this kernel raises RuntimeError. If the module cannot
+    parse the kernel's text, because it comes from another Triton version, a warning says that the kernel is not
+    checked. A second call of this function changes nothing.
     """
     triton.knobs.runtime.kernel_load_start_hook.add(_check_kernel)
 
@@ -102,8 +104,11 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the named layout or slice of a layout, or None if it does not derive from a linear layout. In other
-    layouts the bits of an axis are adjacent, so sums are right."""
+    """Return the layout with this name, or the slice of a layout. Return None if it does not derive from a linear
+    layout.
+
+    In layouts of other kinds, the bits of an axis are adjacent, so sums are right.
+    """
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:
@@ -113,9 +118,11 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 
 
 def _misplaces(layout: Layout, axis: int) -> bool:
-    """Return whether a sum over the axis is wrong in this layout. The sum is wrong if it crosses warps, and the
-    coordinate of a warp or lane along the axis is read from bits of another axis. The sum is also wrong if the axis has
-    lane bits that are not adjacent."""
+    """Return whether a sum over the axis is wrong in this layout.
+
+    The sum is wrong in two cases. In the first case, the sum crosses warps, and Triton reads the coordinate of a warp
+    or lane along the axis from bits of another axis. In the second case, the lane bits of the axis are not adjacent.
+    """
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)
     for part in ("warp", "lane"):

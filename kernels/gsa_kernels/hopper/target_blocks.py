@@ -2,8 +2,8 @@
 
 In the register layout of a matrix product, a warp covers eight rows, with four lanes per row. Lane i of a row holds
 eight columns: 2i and 2i + 1, and these two columns shifted by 8, 16 and 24. A block stores these eight values side by
-side. Each thread therefore loads 16 bytes at once. The loss would have to read a row-major target through shared
-memory, where eight lanes would use one bank (docs/kernels.md, Tuning).
+side, so each thread of the loss kernel loads 16 bytes at once. If the target were row-major, the loss kernel would have
+to read it through shared memory, where eight lanes would use one bank (docs/kernels.md, Tuning).
 """
 
 import torch

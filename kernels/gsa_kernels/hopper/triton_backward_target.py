@@ -1,7 +1,8 @@
 """Computes the gradient of q and, from the same probabilities, the target of the indexer loss (sums over heads).
 
-A program has four query heads of one key-value head. The 128 rows of a product are 32 queries of these four heads. The
-program adds the heads' probabilities over registers and lanes. The loss then adds the sums of all groups of four heads.
+A program takes four query heads of one key-value head. A product has 128 rows, which are 32 queries for each of the
+four heads. The program adds the probabilities of the four heads, which are in different registers and lanes. If there
+are more than four heads, the loss adds the sums that different programs computed.
 """
 
 import torch
@@ -209,9 +210,11 @@ def _load(pointers, valid, EVEN: tl.constexpr):
 
 @triton.jit
 def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Return the address where each thread stores the first of its sums, in shape [QUERIES / 4, 2, 4, KEYS / 2]. Lanes
-    0 .. 15 store the first half of a query's keys. The other lanes store the second half. The two halves are two blocks
-    or the halves of one block."""
+    """Return the address where each thread stores the first of its sums, in shape [QUERIES / 4, 2, 4, KEYS / 2].
+
+    Lanes 0 to 15 store the first half of a query's keys, and the other lanes store the second half. If KEYS is 64, each
+    half is a block. If KEYS is 32, both halves are in one block.
+    """
     tl.static_assert(QUERIES == BLOCK and (KEYS == BLOCK or KEYS == 2 * BLOCK), "a tile is one or two blocks")
     row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
@@ -223,9 +226,10 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 def _assembly(values: int) -> str:
     """Return the assembly of `store_sums` for 4 or 8 values per lane of each half.
 
-    The operands are, in this order, the results, the addresses of the stores, `low` and `high`. The results are
-    always 0, and nothing uses them. They exist because inline assembly must have results. One result has 4 bytes and
-    stands for four values. Each store writes 8 bytes. A store of 16 bytes is slower, because it waits for all sums.
+    The assembly has four groups of operands, in this order: the results, the addresses of the stores, `low` and `high`.
+    The results exist only because inline assembly must have results: they are always 0, and nothing uses them. One
+    result has 4 bytes and stands for four values. Each store writes 8 bytes. One store of 16 bytes would be slower,
+    because it would wait for all sums.
     """
     results = values // 4
     places, low = results, results + values
@@ -269,9 +273,10 @@ _STORE_FEW_SUMS, _FEW_SUMS_OPERANDS = tl.constexpr(_assembly(4)), tl.constexpr(_
 def store_sums(places, low, high):
     """Add the values of a query in two lanes, 16 lanes apart, and store the sum as fp16.
 
-    Each lane stores one half of the keys, which is eight or four values of one block. A thread stores all its columns
-    together. Counted from its first column, these are columns 0, 1, 8 and 9, and with eight values also 16, 17, 24 and
-    25. `miscompile_guard.py` raises an error for a kernel in which a thread has other columns.
+    Each lane stores one half of the keys, which is eight or four values of one block. In memory, the values that a
+    thread stores are adjacent. They belong to columns that are not adjacent: counted from the thread's first column,
+    columns 0, 1, 8 and 9, and with eight values also columns 16, 17, 24 and 25. If a thread has other columns in some
+    kernel, `miscompile_guard.py` raises an error.
 
     Args:
         places: from `_places`

@@ -12,8 +12,10 @@ from gsa_kernels.types import Geometry, Indexer
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Holds the checked and contiguous inputs of one indexer. `score_inputs` creates it. Row r is the query at position
-    query_start + r; R = Lk - query_start."""
+    """Holds the checked and contiguous inputs of one indexer, which `score_inputs` creates.
+
+    There are R = Lk - query_start rows. Row r is the query at position query_start + r.
+    """
 
     indexer: Indexer
     """With queries [B, R, HI, DI]."""

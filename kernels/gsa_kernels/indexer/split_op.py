@@ -1,5 +1,5 @@
-"""Splits the indexer's joint projection and applies RMSNorm and RoPE, in one forward and one backward kernel. A second
-backward kernel sums the gradients of the norms' weights."""
+"""Splits the indexer's joint projection and applies RMSNorm and RoPE. One kernel computes the forward pass, and one
+kernel computes the backward pass. If there are norms, another kernel then sums the gradients of the norms' weights."""
 
 from typing import Any
 
@@ -202,8 +202,9 @@ def _split_backward_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, TOTAL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`queries`, `keys` and `weights` are gradients. With norms, each program also stores its part of the gradients of
-    the norms' weights: DIM values for the queries' norm, then DIM for the key's norm."""
+    """`queries`, `keys` and `weights` are the gradients of these three results. If there are norms, each program also
+    stores its part of the gradients of the norms' weights: DIM values for the norm of the queries, then DIM for the
+    norm of the key."""
     rows, exists, mixed, token = _rows_of_program(length, batch, TOTAL, ROWS)
     WIDTH: tl.constexpr = HEADS * DIM
     inputs, of_key, query_sums, key_sums = None, None, None, None
@@ -245,8 +246,8 @@ def _sum_parts_kernel(partial_sums, sums, parts, columns, PARTS: tl.constexpr, C
 
 @triton.jit
 def _rows_of_program(length, batch, TOTAL: tl.constexpr, ROWS: tl.constexpr):
-    """Return the positions of the program's tokens, whether they exist, the offsets of their projections, and their
-    numbers in the order [B, L]."""
+    """Return four values for each token of the program: its position, whether it exists, the offset of its projection,
+    and its number in the order [B, L]."""
     sequence = tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
     return rows, rows < length, (rows * batch + sequence) * TOTAL, sequence * length + rows

@@ -1,8 +1,9 @@
 """Computes indexer scores on the GPU (GSA, equation 7) in fp32 tiles of [queries, keys], causal tiles only.
 
-Arithmetic limits the speed of this kernel, because each (query, key) pair takes a sigmoid per indexer head. For bf16
-inputs the kernel therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to
-2^-11). fp32 inputs get the exact sigmoid and IEEE products.
+Arithmetic limits the speed of this kernel, because each pair (query, key) needs one sigmoid per indexer head. For bf16
+inputs, the kernel therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2), with the hardware's tanh instruction. The
+relative error of this instruction is at most 2^-11. For fp32 inputs, the kernel computes the exact sigmoid and IEEE
+products.
 """
 
 # Tuples grow by addition, because Triton does not support starred expressions in tuples.
@@ -36,8 +37,9 @@ FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4,
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tiles. If the tiles of all heads do not fit the shared memory, they get fewer stages, then fewer rows.
-    Key lists need a multiple of TILE_QUERIES rows.
+    """Return the tile shape. If the tiles of all heads do not fit the shared memory, the function first reduces the
+    number of stages, and then the number of rows. Key lists need a multiple of TILE_QUERIES rows, so the rows stay such
+    a multiple.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.
@@ -71,8 +73,8 @@ def write_scores(
 ) -> None:
     """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
-    The kernel writes every tile in which a row may select a key, up to the last column of `out`. Elsewhere `out` keeps
-    its old values.
+    The kernel writes each tile that contains a key which one of the tile's rows may select, as far as `out` has
+    columns. All other elements of `out` keep their old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension

@@ -1,6 +1,6 @@
-"""Defines key lists (CSR): for each tile of adjacent queries, the keys that any of them selects, each with a word of
-bits that says which queries select it. The attention and loss kernels use this format for long sequences, whose packed
-mask would take too much memory."""
+"""Defines key lists (CSR). For each tile of adjacent queries, a key list holds every key that at least one query of the
+tile selects. With each key, the list holds a word, whose bits say which of the queries select this key. The attention
+and loss kernels use this format for long sequences, whose packed mask would take too much memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gsa_kernels.packed_mask import int32_words
 
 @dataclass(frozen=True)
 class KeyLists:
-    """Holds the lists. Tile i of sequence b has the TILE_QUERIES queries from i * TILE_QUERIES on. The last
-    tile may be short.
+    """Holds the lists. Tile i of sequence b consists of TILE_QUERIES queries, from query i * TILE_QUERIES on. The last
+    tile may have fewer queries.
 
-    Entry j of tile i, 0 <= j < counts[b, i], is the key keys[starts[b, i] + j]. Bit r of words[starts[b, i] + j] says
-    whether query i * TILE_QUERIES + r attends to this key. A key occurs once in a tile's list. The keys of a tile
-    ascend. A word may be 0.
+    Tile i of sequence b has counts[b, i] entries. Entry j of the tile is the key `keys[starts[b, i] + j]`, and bit r of
+    `words[starts[b, i] + j]` says whether query i * TILE_QUERIES + r attends to this key. In the list of a tile, keys
+    ascend, and each key occurs once. A word may be 0.
     """
 
     keys: torch.Tensor
@@ -63,8 +63,10 @@ def union_density(lists: KeyLists) -> float:
 
 
 def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:
-    """Build lists from bool [B, L, Lk]. This plain torch code defines the format. The queries are the last L of Lk
-    positions."""
+    """Build lists from bool [B, L, Lk]. The queries are at the last L of the Lk positions.
+
+    This function is plain torch code, and defines the format.
+    """
     batch, length, num_keys = mask.shape
     check_mask("mask", mask, batch, length, max(num_keys, length))
     check_at_least("L", length, 1)

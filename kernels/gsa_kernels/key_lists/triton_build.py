@@ -1,7 +1,8 @@
 """Builds key lists from packed masks. The kernels transpose 32 by 32 bits and drop columns without a bit.
 
-The size of the lists depends on the data. `count_keys` therefore first counts the keys on the device, without waiting
-for the result. After `CountedKeys.wait()` the host knows the counts, and `fill_lists` allocates and fills the lists.
+The size of the lists depends on the data, so the host does not know it in advance. `count_keys` counts the keys on the
+device, and the host does not wait for the result. Later, `CountedKeys.wait()` waits until the host knows the counts.
+`fill_lists` then allocates the lists and fills them.
 """
 
 from dataclasses import dataclass
@@ -225,8 +226,8 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Split the bit matrix into squares of 2 WIDTH rows and columns. In each square swap the upper right and the lower
-    left quarter. The mask LOW has ones in the lower WIDTH bits of every 2 WIDTH bits."""
+    """Split the bit matrix into squares of 2 WIDTH rows and 2 WIDTH columns. In each square, swap the upper right
+    quarter and the lower left quarter. In each 2 WIDTH bits of the mask LOW, the lower WIDTH bits are ones."""
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

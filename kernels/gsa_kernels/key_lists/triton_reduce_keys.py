@@ -1,11 +1,11 @@
 """Sums partial rows, one for each entry of a tile's list, into one row per key.
 
 This module computes the gradients of gathered keys without atomics. First, a kernel loops over the lists and stores one
-partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
-`add_partials_by_key` adds them in that order, so results repeat bit for bit.
+partial row for each entry of each tile. `find_key_hits` then lists the partial rows of each key, in ascending order of
+their tiles. `add_partials_by_key` adds the partial rows in this order, so results repeat bit for bit.
 
-Tile i of sequence b has the number b * T + i, with T tiles per sequence. Processing one range of tiles at a time limits
-the memory of the partial rows.
+Tiles are numbered across sequences: with T tiles per sequence, tile i of sequence b has the number b * T + i. The tiles
+are processed in ranges of numbers, so that memory has to hold the partial rows of only one range at a time.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,10 @@ class KeyHits:
 
 @dataclass(frozen=True)
 class TileRows:
-    """Describes tiles first .. last - 1. Entry j of tile n has the partial row starts[n - first] + j."""
+    """Describes the range of tiles `first` to `last - 1`.
+
+    The partial row of entry j of tile n is row starts[n - first] + j.
+    """
 
     first: int
     last: int
@@ -54,8 +57,8 @@ class TileRows:
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Split the tiles into ranges of at most `max_rows` partial rows. A tile with more rows is a range of its own. The
-    sizes come from `host_counts`, so the host does not wait for the device.
+    """Split the tiles into ranges of at most `max_rows` partial rows. If one tile has more partial rows, it is a range
+    of its own. The numbers of partial rows come from `host_counts`, so the host does not wait for the device.
 
     Args:
         multiple: a range has a multiple of this number of tiles, if `max_rows` allows
@@ -101,8 +104,11 @@ def equal_tiles(lists: KeyLists, size: int) -> TileRows:
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
-    """List for each key its partial rows in a range of tiles, on the device. The result takes 4 bytes per partial row.
-    The computation needs B * Lk * tiles / 4 bytes of scratch memory."""
+    """For each key, list its partial rows in a range of tiles, on the device.
+
+    The result takes 4 bytes per partial row. The computation needs B * Lk * tiles / 4 bytes of scratch memory, where
+    `tiles` is the number of tiles in the range.
+    """
     batch, tiles_per_sequence = lists.counts.shape
     first_tile, num_rows = tile_rows.first, tile_rows.num_rows
     tiles = tile_rows.last - first_tile
@@ -143,7 +149,7 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
 
 
 def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor) -> None:
-    """Add to out[b, s, n] the sum of the partial rows of key s, in fp32 and in the order of the tiles.
+    """For each key s, add the sum of the key's partial rows to out[b, s, n], in fp32 and in the order of the tiles.
 
     Args:
         partials: [N, num_rows, C], contiguous; C a power of two up to 1024; bf16 or fp32. Rows without an entry are not
@@ -173,7 +179,8 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
 
 @triton.jit
 def _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES: tl.constexpr):
-    """Load a part of one tile's list: entry numbers, whether the entries exist, and their keys as b * Lk + s."""
+    """Load a part of one tile's list. Return the numbers of the entries, whether the entries exist, and their keys s,
+    numbered as b * Lk + s."""
     tile = first_tile + tl.program_id(0)
     entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     valid = entries < tl.load(counts + tile)

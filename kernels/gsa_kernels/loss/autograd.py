@@ -1,5 +1,6 @@
-"""Implements the autograd function of the indexer loss. The upstream gradient is one scalar. The forward pass therefore
-also computes the gradients, and the backward pass only scales them."""
+"""Implements the autograd function of the indexer loss. The loss is a scalar, so its upstream gradient is one number.
+The forward pass can therefore already compute the gradients, and the backward pass only multiplies them by this number.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -51,8 +52,11 @@ def check_indexer(indexer: Indexer, query_start: int) -> tuple[int, int]:
 class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the tensors of an indexer (`tensors_of`), its activation and a function. The function maps the indexer
-        to the sum of the KL, the KL of each row, and the gradients of the tensors."""
+        """Take the tensors of an indexer (`tensors_of`), its activation and a function.
+
+        The function maps the indexer to three results: the sum of the KL, the KL of each row, and the gradients of the
+        tensors.
+        """
         *tensors, activation, calculate = arguments
         total, rows, gradients = calculate(indexer_of(tensors, activation))
         ctx.mark_non_differentiable(rows)

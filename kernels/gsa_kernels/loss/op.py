@@ -1,7 +1,8 @@
 """Computes the indexer loss (GSA, equations 14 and 15) and its gradients by Triton kernels.
 
-The upstream gradient of the loss is one scalar. The forward pass therefore computes loss and gradients in chunks of
-rows, and the backward pass only scales them. No tensor of size L x L is kept.
+The loss is a scalar, so its upstream gradient is one number. The forward pass can therefore already compute both the
+loss and the gradients, in chunks of rows. The backward pass only multiplies the gradients by the upstream gradient. No
+tensor of size L x L is kept.
 """
 
 from collections.abc import Callable
@@ -98,9 +99,9 @@ def triton_indexer_loss(
 
     `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
-    Scores are exact for fp32 inputs. For bf16 the products accumulate in fp32, and sigmoid is the hardware's
-    approximation (about 1e-5 of a score). Results repeat bit for bit. `row_chunk_bytes` changes only the last bits of
-    the keys' gradients over key lists.
+    For fp32 inputs, scores are exact. For bf16 inputs, products accumulate in fp32, and the sigmoid is the hardware's
+    approximation, which changes a score by about 1e-5 of its value. Results repeat bit for bit. They do not depend on
+    `row_chunk_bytes`, with one exception: over key lists, the last bits of the keys' gradients depend on it.
 
     Args:
         indexer: its keys up to the last query's own
@@ -149,9 +150,9 @@ def value_and_gradients(
     row_chunk_bytes: int,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients]:
-    """Return the sum of the sampled rows' KL, the KL of each row [B, R], and the gradients of the sum.
+    """Return the sum of the KL of all sampled rows, the KL of each row [B, R], and the gradients of the sum.
 
-    The gradients belong to the tensors that `tensors_of` returns for the indexer. `triton_indexer_loss` has
+    The gradients have the order of the tensors that `tensors_of` returns for the indexer. `triton_indexer_loss` has
     checked the indexer. The inverse temperature is a tensor.
     """
     inputs = _inputs(indexer, target.row_sum, attended)

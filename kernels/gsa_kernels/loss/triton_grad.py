@@ -1,9 +1,9 @@
 """Runs both passes over the scores of a chunk of rows, one head at a time.
 
-The first pass computes the log-sum-exp of the scores and the sum of the target over the attended set. The second pass
-computes the KL, and the gradient of the scores G, which is the softmax of the scores minus the target.
-triton_grad_products.py computes the other gradients from G. A program that accumulated the gradients of all heads
-would spill registers.
+The first pass computes two values over the attended set: the log-sum-exp of the scores, and the sum of the target. The
+second pass computes the KL and G, the gradient of the scores. G is the softmax of the scores minus the target. From G,
+triton_grad_products.py computes all other gradients in separate kernels, because a program that accumulated the
+gradients of all heads would spill registers.
 """
 
 import triton
@@ -56,9 +56,12 @@ def merge_segments(
 
 @triton.jit
 def kl_terms(log2_q, q, p, log2_p):
-    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0 the result is q. The target p and the
-    softmax q both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the term
-    is p (exp(r) - 1 - r), which is positive and of second order. For small r it is a Taylor series."""
+    """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0, the result is q.
+
+    The sum of these terms over the attended set is the KL, because the target p and the softmax q both sum to 1, so
+    that the terms q - p sum to 0. With r = log(q / p), a term is p (exp(r) - 1 - r). It is never negative, and for
+    small r it is about p r^2 / 2. For small r, the code therefore sums a Taylor series.
+    """
     r = (log2_q - log2_p) * LN_2
     series = 1.0 + r * (1.0 / 3 + r * (1.0 / 12 + r * (1.0 / 60 + r * (1.0 / 360 + r * (1.0 / 2520)))))
     near = 0.5 * p * r * r * series
@@ -118,11 +121,12 @@ def score_pass_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """One program computes scores of BM rows for SEGMENT keys. The grid is (segments, tiles, B). A program writes
-    nothing if its segment has no causal key of the rows. Columns are keys, or with key lists entries of the tile's
-    list. Scores are multiplied by log2(e), for exp2.
+    """One program computes the scores of BM rows for SEGMENT columns. A column is a key or, with key lists, an entry of
+    the tile's list. The grid is (segments, tiles, B). If a program's segment has no causal key of its rows, the program
+    writes nothing. Scores are multiplied by log2(e), so that the kernel can use exp2.
 
-    G is written for key tiles with a causal key of the rows. It has the same bits whether the KL is computed or not.
+    The kernel writes G for each tile of keys that has a causal key of the rows. The bits of G do not depend on whether
+    the KL is computed as well.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)

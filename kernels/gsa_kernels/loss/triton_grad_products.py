@@ -5,8 +5,9 @@ slope_j its derivative at z_j. The gradients are:
     dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
     dweight_j = beta sum_s G a_j      dbias_j = sum_t sum_s dz_j        dbeta = sum_t sum_j weight_j sum_s G a_j
 
-One kernel sums over keys and one over rows. Each recomputes the product q_j . k, so that a program accumulates one
-gradient of one tile, and no partial gradients are stored for pairs of tiles. Both loops have a fixed order.
+One kernel sums over keys, and another kernel sums over rows. Both recompute the product q_j . k. This recomputation
+lets each program accumulate one gradient of one tile, so no partial gradients are stored for pairs of tiles. Both
+kernels loop in a fixed order.
 """
 
 import triton
@@ -70,8 +71,8 @@ def grad_queries_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """One program owns BM rows and a head, and loops over the rows' keys. The grid is (HI, tiles, B); without gradients
-    it has one head. The first head's program adds up the KL."""
+    """One program takes BM rows and one head, and loops over the keys of the rows. The program of the first head also
+    adds up the KL. The grid is (HI, tiles, B), or (1, tiles, B) if gradients are not wanted."""
     head = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, _, row_index, last = rows_of_program(
@@ -194,9 +195,12 @@ def grad_keys_kernel(
     HAS_STARTS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """One program owns BN keys and HEADS heads, and loops over the tiles of rows that attend to the keys. The grid is
-    (HI / HEADS, key tiles, B). The first keys have the most rows, and run first. With key lists a program owns BN
-    entries of one tile, and the grid is (1, key tiles, B * tiles)."""
+    """One program takes BN keys and HEADS heads, and loops over the tiles of rows that attend to these keys.
+
+    The grid is (HI / HEADS, key tiles, B). It starts with the programs of the first keys, because the most rows attend
+    to these keys, so these programs take longest. With key lists, a program takes BN entries of the list of one tile,
+    and the grid is (1, key tiles, B * tiles).
+    """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     part, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -264,7 +268,8 @@ def totals_kernel(
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program sums a row of `partial_sums`, in fp64 because it has tens of thousands of numbers of both signs."""
+    """One program sums one row of `partial_sums`. The sum is in fp64, because a row has tens of thousands of numbers of
+    both signs."""
     row = tl.program_id(0)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):

@@ -22,8 +22,10 @@ from gsa_kernels.sampling import SampledRows
 
 @dataclass(frozen=True)
 class Blocks:
-    """Holds block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of `score_keys`, and
-    `score_keys` is a multiple of `grad_keys`."""
+    """Holds block shapes: the rows and keys of a tile, the keys of a program (`segment`), and the warps.
+
+    `segment` is a multiple of `score_keys`, and `score_keys` is a multiple of `grad_keys`.
+    """
 
     rows: int
     score_keys: int
@@ -76,7 +78,8 @@ class Inputs:
 
 
 def list_columns(lists: KeyLists) -> int:
-    """Return the columns of a target over key lists. They are a multiple of COLUMNS, so that rows are aligned."""
+    """Return the number of columns of a target over key lists. It is a multiple of COLUMNS, so that rows are aligned in
+    memory."""
     return triton.cdiv(lists.max_count, COLUMNS) * COLUMNS
 
 
@@ -331,8 +334,10 @@ def _arguments(
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows. Gradients are multiplied by `gradient_scale`. A gradient is None if it is not wanted,
-    or if the indexer lacks this bias."""
+    """Holds sums over all rows. All gradients are multiplied by `gradient_scale`.
+
+    A gradient is None if it is not wanted. The gradient of a bias is also None if the indexer does not have this bias.
+    """
 
     kl: torch.Tensor | None
     """0-d fp32; None without `kl_rows`"""

@@ -1,12 +1,12 @@
 """Defines device code that the kernels share: a tile of indexer scores, and its attended set.
 
-A score is sum_j weight_j * a_j over indexer heads j. For head j, z is the scaled product plus bias, and w + c the head
-weight logit. There are three forms:
+A score is sum_j weight_j * a_j over the indexer heads j. For head j, z is the scaled product of query and key plus the
+bias b_j, and w + c is the logit of the head weight. There are three forms:
     SIGMOID      a = sigmoid(z)       weight = sigmoid(w + c)
     TANH         a = tanh(z / 2)      weight = sigmoid(w + c) / 2
     RELU         a = relu(z)          weight = w
-TANH omits the row's constant sum_j weight_j. Softmax, KL and gradients do not change if a constant is added to the
-scores of a row.
+With TANH, each score of a row lacks the constant sum_j weight_j. This does not matter, because softmax, KL and
+gradients do not change if a constant is added to all scores of a row.
 """
 
 # mypy: disable-error-code="assignment"
@@ -63,8 +63,11 @@ def slope(a, KIND: tl.constexpr):
 
 @triton.jit
 def times_slope(g, product, a, KIND: tl.constexpr):
-    """Compute g * da/dz. ReLU needs only the sign of the product, which saves computing a. Where the product is NaN,
-    the result is g, which is NaN in an attended pair."""
+    """Compute g * da/dz. For ReLU, the result depends on the product only through its sign, so `a` need not be
+    computed.
+
+    If the product is NaN, the result for ReLU is g. In an attended pair, g is then NaN as well, so the NaN is kept.
+    """
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 
 
@@ -162,8 +165,8 @@ def score_tile(
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
 ):
-    """Compute scores [BM, BN] times `factor`. The queries of a head are loaded when its turn comes, because the queries
-    of all heads do not fit the registers."""
+    """Compute scores [BM, BN] times `factor`. The loop loads the queries of one head at a time, because the queries of
+    all heads do not fit the registers."""
     keys_t = tl.trans(keys)
     scores = tl.zeros([row_index.shape[0], keys.shape[0]], tl.float32)
     if KIND == RELU:  # relu(scale x) is scale relu(x)
@@ -211,7 +214,10 @@ def attended_tile(
 
 @triton.jit
 def attended_entries(word, valid):
-    """Return bool [BM, BN]: row r of a tile attends to the entry of a key list with this word, if bit r is set."""
+    """Return bool [BM, BN]: whether row r of a tile attends to an entry of the tile's key list.
+
+    The row attends to the entry if bit r of the entry's word is set.
+    """
     row = tl.arange(0, valid.shape[0])
     return valid[:, None] & (((word[None, :] >> row[:, None]) & 1) != 0)
 
@@ -241,8 +247,11 @@ def load_target(
     PARTS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
-    """Load target probabilities [BM, BN] of the keys from `key` on, and add the target's parts in their own dtype. Off
-    the attended set the memory is unspecified, and the result is 0."""
+    """Load the target probabilities [BM, BN] of the keys from `key` on, and add the parts of the target in their own
+    dtype.
+
+    Outside the attended set, the contents of the memory are unspecified, and the result is 0.
+    """
     if IN_BLOCKS:
         places += key * KEY
         p = tl.load(places)

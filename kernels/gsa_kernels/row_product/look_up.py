@@ -14,8 +14,10 @@ _COLUMNS = 1024
 
 @torch.no_grad()
 def look_up(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return weight[tokens], [B, d], for tokens int64 [B] and weight [V, d] in bf16 or fp32. The kernel starts after
-    all earlier kernels have ended, and lets the next kernel start early."""
+    """Return weight[tokens], [B, d], for tokens int64 [B] and weight [V, d] in bf16 or fp32.
+
+    The kernel starts after all earlier kernels have ended. It lets the next kernel start early.
+    """
     check_shape("tokens", tokens, "[B]", (None,))
     check_shape("weight", weight, "[V, d]", (None, None))
     check_kernel_dtype("weight", weight)

@@ -1,8 +1,8 @@
-"""Computes the product of one row by multiplying and adding, or of up to 16 rows by the matrix units.
+"""Computes the product of one row with multiply-add instructions, or of up to 16 rows with the matrix units.
 
-For one row, a program holds whole rows of the weight in registers. It loads them before it waits for the previous
-kernel, so that memory is never idle between two products. RMSNorm's factor 1 / rms(x) is one number per row of x. Each
-program computes this factor together with the product, and applies it at the end.
+For one row, a program holds whole rows of the weight in registers. The program loads them before it waits for the
+previous kernel, so that memory is never idle between two products. RMSNorm multiplies each row of x by one number,
+1 / rms(x). Each program computes this number while it computes the product, and multiplies the result by it at the end.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,10 @@ def multiply(
     launch: Launch,
     chained: bool,
 ) -> None:
-    """Launch the kernel with a tiling and the arguments that `row_product` has checked. `added` is bias and residual. A
-    `chained` kernel starts before the previous kernel ends."""
+    """Launch the kernel with a tiling and the arguments that `row_product` has checked.
+
+    `added` is the pair of bias and residual. If `chained` is true, the kernel starts before the previous kernel ends.
+    """
     batch, columns = x.shape
     rows = out.shape[1]
     tiling, awaited, advances = launch
@@ -99,7 +101,8 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return row numbers, as int64 if a weight's offsets exceed int32, as in the output layer of a large vocabulary."""
+    """Return row numbers. They are int64 if offsets into the weight exceed int32, as in the output layer of a large
+    vocabulary."""
     if ROWS * COLUMNS > INT_MAX:
         return rows.to(tl.int64)
     else:  # noqa: RET505 (the compiler reads what follows a return)
@@ -108,8 +111,10 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a pointer past the first ROWS rows of a weight, which belong to the gate. The offset is int64, because a
-    large constant offset would become negative as int32."""
+    """Return a pointer past the first ROWS rows of a weight, which belong to the gate.
+
+    The offset is computed in int64 if it is large, because a large constant offset would become negative as int32.
+    """
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505

@@ -10,9 +10,9 @@ from gsa_kernels.checks import check_budget_rule, check_mask, check_row_counts, 
 def score_moments(scores: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and population variance of each row's scores over its causal keys.
 
-    The variance takes two passes, mean((x - mean(x))^2), because E[x^2] - E[x]^2 loses precision if scores are nearly
-    equal. The sums are fp64, so that equal scores have variance 0. Later keys do not change a row's statistics, so
-    prefill and decoding agree.
+    The variance is computed in two passes, as mean((x - mean(x))^2), because E[x^2] - E[x]^2 loses precision if scores
+    are nearly equal. The sums are fp64, so that equal scores have variance 0. The statistics of a row depend only on
+    its causal keys and not on later keys, so prefill and decoding compute the same statistics.
 
     Args:
         scores: [B, R, Lk]
@@ -49,9 +49,9 @@ def adaptive_budget(
     direct:   raw = k_base * var / ema   (equation 8 as printed)
     off:      raw = k_base
 
-    A row with fewer than `dense_below` causal keys gets all of them. While ema is 0 there are no statistics yet, and
-    raw is k_base. With ema > 0 and var = 0, inverse gives k_max, and direct gives k_min. A NaN variance (non-finite
-    scores) gives k_base.
+    If a row has fewer than `dense_below` causal keys, it gets all of them. While ema is 0, there are no statistics yet,
+    and raw is k_base. If ema is above 0 and var is 0, the result is k_max for inverse, and k_min for direct. If the
+    variance is NaN, because scores are not finite, raw is k_base.
 
     Args:
         variance: [B, R], per query

@@ -1,9 +1,10 @@
 """Finds the exact top-k of a chunk of long rows from a guess, and verifies the guess.
 
-A sample of the keys gives each row a threshold, a score that slightly more than k_t of its keys should reach. The score
-kernel keeps only the keys that reach the threshold (candidates). A second kernel finds the k_t best candidates. If a
-row has at least k_t candidates, these include the k_t best keys, so the result is exact. A row with fewer candidates,
-or with more than fit in memory, fails. `select_failed` then selects from all its scores.
+From a sample of the keys, each row gets a threshold, which is a score that slightly more than k_t of its keys should
+reach. The score kernel keeps only the keys that reach the threshold (candidates). A second kernel finds the k_t best
+candidates. If a row has at least k_t candidates, its k_t best keys are among the candidates, so the result is exact. If
+a row has fewer candidates, or more than fit in memory, the guess has failed. `select_failed` then selects the keys of
+this row from all its scores.
 """
 
 from dataclasses import replace
@@ -28,8 +29,9 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    The sampled place within a group of neighbours varies by the golden ratio, because text may be periodic. It does not
-    depend on the length of the sequence. If the last group is short, it may therefore have no sample.
+    Because text may be periodic, the place of the sampled key within its group of neighbours varies from group to
+    group, by the golden ratio. The place does not depend on the length of the sequence. If the last group of the
+    sequence is short, its sampled place may therefore be after the end, and this group has no sample.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE

@@ -24,7 +24,10 @@ def causal_packed_mask(
 
 
 def packed_mask_of_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Set the bits of the keys starts <= s < ends: int of equal shapes -> int32 [..., ceil(Lk / 32)]."""
+    """Return a packed mask in which the bits of the keys starts <= s < ends are set: int32 [..., ceil(Lk / 32)].
+
+    `starts` and `ends` are int tensors of equal shape [...].
+    """
     return int32_words(_below(torch.maximum(starts, ends), num_keys) - _below(starts, num_keys))
 
 

@@ -1,5 +1,5 @@
-"""Computes scores, budget and selection as key lists, for sequences too long for a packed mask. Key lists give, for
-each tile of 32 queries, the keys that any of them selects."""
+"""Computes scores, budget and selection as key lists, for sequences too long for a packed mask. For each tile of 32
+queries, a key list holds every key that at least one query of the tile selects."""
 
 import math
 from dataclasses import dataclass
@@ -38,8 +38,9 @@ def select_key_lists(
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. To allocate a
-    chunk's lists, the host must know their length. The host waits for it while the device computes the next chunk.
+    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. The host can
+    allocate the lists of a chunk only when it knows their length. While the host waits for this length, the device
+    already computes the next chunk.
     """
     with launching_on(indexer.queries, "the indexer"):
         selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, candidates_from)

@@ -45,10 +45,10 @@ def select_keys(
 ) -> Selection:
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
-    Ties go to the lower index. `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k` define the
-    result. The top-k is exact for the scores of this call, which differ from the reference by rounding. There are no
-    gradients, the host does not wait for the device, and equal inputs give equal bits. A query's row does not depend on
-    other queries.
+    If keys have equal scores, the key with the lower index is selected first. `indexer_scores`, `score_moments`,
+    `adaptive_budget` and `select_top_k` define the result. The top-k is exact for the scores that this call computes.
+    These scores differ from the scores of the reference by rounding. There are no gradients, and the host does not wait
+    for the device. Equal inputs give the same bits. The result for a query does not depend on other queries.
 
     Args:
         indexer: bfloat16 or float32

@@ -1,4 +1,5 @@
-"""Divides rows into chunks whose scores fit in a buffer, and chunks into blocks for kernels of one register size."""
+"""Divides rows into chunks whose scores fit in a buffer, and divides chunks into blocks, each for a variant of a kernel
+that has registers for the block's longest row."""
 
 import math
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ def adjacent_overlap(selected: torch.Tensor) -> torch.Tensor:
 
 
 def union_ratio(selected: torch.Tensor, group: int = 32) -> torch.Tensor:
-    """Compute |union of S_t in the group| / mean |S_t| of each aligned group of queries: fp32 [B, L / group].
+    """Compute |union of S_t in the group| / mean |S_t| for each aligned group of queries: fp32 [B, L / group].
 
     The ratio is 1 if all queries of the group select the same keys, and `group` if their selections are disjoint. It is
     0 if all selections are empty.

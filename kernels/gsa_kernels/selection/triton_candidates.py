@@ -1,5 +1,6 @@
-"""Scores rows and keeps only each row's candidates: the keys whose score reaches the row's threshold. For each row the
-kernel writes one bit per key (candidate or not), the sums for the variance, and the candidates' indices and scores."""
+"""Scores rows and keeps only the candidates of each row, which are the keys whose score reaches the threshold of the
+row. For each row, the kernel writes one bit per key (candidate or not), the sums for the variance, and the index and
+the score of each candidate."""
 
 from dataclasses import dataclass
 
@@ -59,9 +60,9 @@ def write_candidates(
 ) -> None:
     """Score `rows` for all their causal keys, and keep the keys that reach the row's threshold.
 
-    Of the keys whose score equals the threshold, it keeps those up to the tile that contains the guess's key `last`.
-    The kernel sets the candidates' bits in the packed mask. For each tile of rows it writes the packed mask from the
-    start of the tile's first document up to the diagonal.
+    If the score of a key equals the threshold, the key is kept only if it is in the tile of the key `last` of the
+    guess, or in an earlier tile. The kernel sets the bits of the candidates in the packed mask. For each tile of rows,
+    it writes the words of the packed mask from the start of the first row's document up to the diagonal.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
@@ -106,9 +107,12 @@ def _options(inputs: ScoreInputs) -> dict[str, int]:
 
 @triton.jit
 def append(list_ptr, before, word, up_to, score, column, threshold, ASM: tl.constexpr):
-    """Store list_ptr[before + rank] = (score, column) if `score` reaches `threshold`. rank is the number of candidates
-    among the lower bits of `word`. `up_to` has the column's bit and all lower bits set. The code avoids `tl.store`,
-    which would first exchange the values between threads."""
+    """Store list_ptr[before + rank] = (score, column) if `score` reaches `threshold`.
+
+    `rank` is the number of candidates whose bits in `word` are lower than the bit of this column. In `up_to`, the bit
+    of this column and all lower bits are set. The code avoids `tl.store`, which would first exchange the values between
+    threads.
+    """
     if ASM:
         # popc shares a slow pipe with tanh, so it runs only where it is needed.
         tl.inline_asm_elementwise(
@@ -187,8 +191,11 @@ def _candidates_kernel(
     TIED: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """One program scores BLOCK_ROWS queries for SPANS spans of up to TILES tiles of BLOCK_COLS keys. The launch with
-    TIED handles the tiles of queries with a finite `last`. The launch without TIED handles all other tiles."""
+    """One program scores BLOCK_ROWS queries for SPANS spans, each of up to TILES tiles of BLOCK_COLS keys.
+
+    There are two launches. The launch with TIED handles each tile of queries in which some query has a finite `last`.
+    The launch without TIED handles all other tiles.
+    """
     first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS

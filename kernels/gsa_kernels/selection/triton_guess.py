@@ -1,8 +1,9 @@
-"""Guesses a threshold for each row from a sample of its keys: a score that slightly more than k_t keys reach.
+"""Guesses a threshold for each row from a sample of its keys. Slightly more than k_t keys should reach the threshold.
 
-If the indexer's sigmoids saturate, many scores may equal the threshold. The guess then also names a last key. A key
-passes if its score is above the threshold, or if its score equals the threshold and it does not come after the last
-key. In a tie the lower index wins. If at least k_t keys pass, they therefore contain the best k_t keys.
+If the sigmoids of the indexer saturate, many scores may equal the threshold. The guess then also names a last key. A
+key passes if its score is above the threshold. If its score equals the threshold, the key passes only if it is the last
+key or comes before it. The selection orders keys with equal scores in the same way: the lower index wins. If at least
+k_t keys pass, they therefore contain the k_t best keys.
 """
 
 from dataclasses import dataclass
@@ -172,8 +173,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` sampled causal scores reach, and count the scores that reach it. The count is
-    at most `most`, unless scores are equal."""
+    """Find a score that at least `wanted` sampled causal scores reach. Return this score and the number of scores that
+    reach it. This number is at most `most`, unless several scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

@@ -126,8 +126,10 @@ def _narrow_kernel(
     MOST: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Select in rows whose number of candidates is above `above` and at most SIZE. The largest SIZE also takes rows
-    with more candidates."""
+    """Select in each row whose number of candidates is more than `above` and at most SIZE.
+
+    The kernel with the largest SIZE also takes the rows with more than SIZE candidates.
+    """
     row = first_row + tl.program_id(0)
     position = query_start + row
     batch = tl.program_id(1).to(tl.int64)

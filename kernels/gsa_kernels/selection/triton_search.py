@@ -21,8 +21,8 @@ def search_options(num_keys: int, min_warps: int = 4) -> dict[str, int]:
 
 @triton.jit
 def order_key(x):
-    """Map fp32 to int32 in the same order. -0.0 and 0.0 map to one value. No input maps to INT_MAX, because `find_cut`
-    needs a value above all keys."""
+    """Map fp32 to int32 such that the order stays the same. Both -0.0 and 0.0 map to the same value. No input maps to
+    INT_MAX, because `find_cut` needs a value above all keys."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), INT_MAX - 1)
 
@@ -37,8 +37,9 @@ def score_of_key(key):
 def normal_guess(mean, variance, num_valid, k):
     """Estimate the `order_key` of the score that k of num_valid scores reach, if the scores have a normal distribution.
 
-    The quantile comes from Tukey's lambda distribution. Its constants 0.14 and 4.91 match the normal quantiles to 0.01
-    standard deviations between 0.5% and 99.5%. A good guess saves rounds of `find_cut`.
+    The estimate uses the quantile function of Tukey's lambda distribution with the constants 0.14 and 4.91. Between
+    0.5% and 99.5%, it differs from the normal quantiles by at most 0.01 standard deviations. The better the estimate,
+    the fewer rounds `find_cut` needs.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))
@@ -54,14 +55,18 @@ def _power_014(x):
 def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     """Find the cut (threshold, last) such that exactly min(k, num_valid) entries are above it.
 
-    An entry is above the cut if key > threshold, or if key == threshold and index <= last. These entries have the k
-    largest keys. Ties go to the lower index. The entries stay in registers.
+    An entry is above the cut if key > threshold, or if key == threshold and index <= last. The entries above the cut
+    have the k largest keys. Of entries with equal keys, the entry with the lower index comes first. All entries stay in
+    registers.
 
-    The search keeps a lower and an upper bound of the threshold. Each round tries one threshold between the bounds and
-    counts the entries at or above it. That threshold becomes one of the bounds. The search ends when exactly k entries
-    reach the threshold, or no int32 is left between the bounds. The next threshold is interpolated from the counts at
-    the two bounds. Interpolation does not aim at k but slightly to one side, so that the bound whose count is further
-    from k moves. If a round did not halve the entries between the bounds, the next round bisects the keys.
+    The search keeps a lower and an upper bound of the threshold. Each round tries a value between the bounds, and
+    counts the entries at or above this value. The value then becomes the lower bound if at least k entries reach it,
+    and the upper bound otherwise. The search ends when exactly k entries reach the lower bound, or when no int32 is
+    left between the bounds.
+
+    The next value is interpolated from the counts at the two bounds. Interpolation aims at a count slightly above or
+    slightly below k, so that the bound moves whose count is further from k. If a round does not halve the number of
+    entries between the bounds, the next round takes the middle of the bounds instead.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

@@ -1,9 +1,11 @@
 """Selects the exact top-k of rows too long for registers, by the maxima of groups of 8 neighbouring keys.
 
-The k groups with the highest maxima (ties to the lower group) contain the k best keys, because any other key ranks
-after these k maxima. One kernel finds these groups among the L / 8 maxima of a row of L keys. A second kernel selects
-among their 8 k keys. If registers cannot hold the L / 8 maxima, the first kernel finds the k best clusters of 8 groups
-first, which contain the k best groups. The row is read in full only once. The 8 keys of a group are one byte of the
+The kernels compare the maxima of the groups. The k groups with the highest maxima contain the k best keys, because any
+key outside these groups ranks after all k maxima. (If maxima are equal, the lower group comes first.) One kernel finds
+these groups: a row of L keys has L / 8 maxima. A second kernel selects among the 8 k keys of the k groups.
+
+If registers cannot hold the L / 8 maxima, the first kernel forms clusters of 8 groups. It first finds the k best
+clusters, which contain the k best groups. The row is read in full only once. The 8 keys of a group are one byte of the
 row's packed mask.
 """
 
@@ -145,8 +147,11 @@ def _best_groups_kernel(
     NUM_CLUSTERS: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Compute moments and budget k of a row, and the ascending list of its k best groups. NUM_CLUSTERS is the number of
-    clusters of 8 groups, from the row's first group on, that are searched first. 0 searches the groups directly."""
+    """Compute the moments and the budget k of a row, and the ascending list of its k best groups.
+
+    NUM_CLUSTERS is the number of clusters of 8 groups, counted from the row's first group. The kernel searches these
+    clusters first. If NUM_CLUSTERS is 0, the kernel searches the groups directly.
+    """
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row

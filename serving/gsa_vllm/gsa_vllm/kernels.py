@@ -1,8 +1,8 @@
 """Compute attention over vLLM's pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
-In a batch (step) of vLLM the requests that decode come first, and share their kernel launches. For each other request,
-the module gathers the keys and runs the kernels of training. In shapes B is the number of decoding requests. The other
-letters are as in pages.py.
+vLLM computes its requests in steps. In each step, the requests that decode come first. They share their kernel
+launches. For each other request, this module gathers the keys and runs the kernels of training. In shapes, B is the
+number of decoding requests. The other letters are the letters of pages.py.
 """
 
 from dataclasses import replace
@@ -29,7 +29,8 @@ def attend(
     caches: Caches,
     metadata: PageMetadata,
 ) -> torch.Tensor:
-    """Return the attention [1, T, H, D] of the queries [1, H, T, D], times the gate G1 with the given logits."""
+    """Return the attention output [1, T, H, D] of the queries [1, H, T, D]. If G1 has logits, the output is multiplied
+    by G1."""
     out = q.new_zeros(q.transpose(1, 2).shape)
     gate = None if logits is None else logits.view(out.shape)
     if batch := len(metadata.lengths):

@@ -1,8 +1,9 @@
 """Define the paged caches of a layer, and the places of a step's tokens in these caches.
 
-A layer has keys and values in one cache, and indexer keys in another cache. vLLM puts all caches into one group with
-one block table, so prefix caching, chunked prefill and preemption work for both caches. In shapes T counts the
-tokens in a step of vLLM, t one request's tokens in the step, n this request's keys, and N the tokens of a page.
+A layer has its keys and values in one cache, and its indexer keys in another cache. vLLM puts all caches into one
+group, which has one block table. Prefix caching, chunked prefill and preemption therefore work for both caches. In
+shapes, T is the number of tokens in a step of vLLM, t is the number of these tokens that belong to one request, n is
+the number of keys of this request, and N is the number of tokens in a page.
 """
 
 import os

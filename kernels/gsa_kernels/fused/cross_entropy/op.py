@@ -1,5 +1,6 @@
-"""Computes cross-entropy over a vocabulary that may be split over ranks. Each pass reads the logits once. No temporary
-has the size of the logits. The backward pass can overwrite the logits with their gradient."""
+"""Computes cross-entropy over a vocabulary that may be split over ranks. The forward pass and the backward pass each
+read the logits once, and allocate no temporary of the size of the logits. The backward pass can overwrite the logits
+with their gradient."""
 
 from typing import Any
 
@@ -102,8 +103,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _over_ranks(
     maximum: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduce the three results of `row_statistics` over the ranks. A target's logit is 0 on ranks that do not hold
-    it."""
+    """Reduce the three results of `row_statistics` over the ranks.
+
+    Ranks that do not hold a row's target pass 0 as the target's logit, so the sum over the ranks is the logit.
+    """
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (maximum - highest).exp(), target_logit])

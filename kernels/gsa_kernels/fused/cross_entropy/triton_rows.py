@@ -49,8 +49,10 @@ def write_gradient(
     out: torch.Tensor,
     grad_of_log_sums: torch.Tensor | None = None,
 ) -> None:
-    """Write out = (p - [column is the target]) * grad + p * grad_of_log_sums with p = exp(logits - maximum) / total.
-    `out` may be `logits`.
+    """Write the gradient of the logits to `out`, which may be `logits`.
+
+    With p = exp(logits - maximum) / total, the gradient is p * (grad + grad_of_log_sums), minus grad in the column of
+    the target.
 
     Args:
         maximum, total, grad, grad_of_log_sums: fp32 [N]

@@ -1,7 +1,7 @@
 """Implements the kernels. One program takes some tokens and one key-value head with its query heads.
 
-Tokens are rows n = position * B + sequence in the memory order [L, B]. The rotary embedding pairs element i of a head's
-first half with element i of its second half.
+The memory order of tokens is [L, B]: the token at `position` of `sequence` is row n = position * B + sequence. The
+rotary embedding pairs element i of a head's first half with element i of its second half.
 """
 
 import triton
