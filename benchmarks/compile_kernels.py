@@ -77,14 +77,14 @@ def attend(config: Config, documents: torch.Tensor | None) -> None:
     model, gsa, keys = config.model, config.gsa, config.train.seq_len_tokens
     rows = min(ROWS, keys)
     starts = None if documents is None else documents[:, :rows]
-    geometry = Geometry(starts, keys - rows, gsa.local_window, gsa.key_group_size)
+    geometry = Geometry(starts, keys - rows, gsa.local_window)
     q, gate = zeros(1, rows, model.num_heads, model.head_dim), zeros(1, rows, model.num_heads, model.head_dim)
     k, v = (zeros(1, keys, model.num_kv_heads, model.head_dim) for _ in range(2))
     backward(api.sparse_attention(q, k, v, None, geometry, gate, **BY_TRITON)[0])
     if gsa.attention == "dense":
         return
     indexer = new_indexer(config, 1, rows)
-    with_log_sum = gsa.key_group_size == 1 and keys <= limits.REGISTER_KEYS
+    with_log_sum = keys <= limits.REGISTER_KEYS
     ema = torch.zeros(())
     selected = api.select(indexer, budget_rule(config), ema, geometry, with_log_sum=with_log_sum, **BY_TRITON)
     if selected.key_lists is not None:
@@ -156,7 +156,7 @@ def decode(config: Config, batch: int) -> None:
     workspace = new_workspace(batch, keys, **sizes_of_cache)
     k, v = (zeros(batch, keys, kv_heads, head_size) for _ in range(2))
     if sparse:
-        q, geometry = zeros(batch, heads, head_size), Geometry(None, 0, gsa.local_window, gsa.key_group_size)
+        q, geometry = zeros(batch, heads, head_size), Geometry(None, 0, gsa.local_window)
         cache = LayerCache(k, v, lengths, new_selection(batch, rule.most_keys, device="cuda"), workspace)
         api.decode_step(q, indexer, cache, rule, torch.zeros(()), geometry, q, **BY_TRITON)
     x, norm = zeros(batch, model.hidden_size), Norm(zeros(model.hidden_size), 1e-5)
@@ -176,14 +176,12 @@ def decode(config: Config, batch: int) -> None:
 
 
 def variants(pattern: str, heads_of_256: bool) -> Iterator[Config]:
-    """Yield the shipped configs, and some of them with groups of 8 keys and with heads of 256 where these fit."""
+    """Yield the shipped configs, and some of them with heads of 256 where these fit."""
     for path in sorted(CONFIGS.glob(f"{pattern}.yaml")):
         config = load_config(path)
         yield config
-        if path.stem.startswith("gsa_1.7b"):
-            if heads_of_256:
-                yield replace(config, model=replace(config.model, head_dim=256, num_kv_heads=2))
-            yield replace(config, gsa=replace(config.gsa, key_group_size=8))
+        if heads_of_256 and path.stem.startswith("gsa_1.7b"):
+            yield replace(config, model=replace(config.model, head_dim=256, num_kv_heads=2))
 
 
 def launch_all(pattern: str) -> None:

@@ -16,7 +16,7 @@ SCALING = "model.rope_scaling."
 FIELDS: dict[str, tuple[str, ...] | int | type] = {
     "gsa.attention": ("dense", "sparse"),
     "gsa.adaptive_k": ("inverse", "direct", "off"),
-    **dict.fromkeys(("gsa.k_base", "gsa.k_min", "gsa.k_max", "gsa.key_group_size"), 1),
+    **dict.fromkeys(("gsa.k_base", "gsa.k_min", "gsa.k_max"), 1),
     **dict.fromkeys(("gsa.dense_below", "gsa.local_window"), 0),
     "model.rope_base": float,
     "model.rope_scaling.rope_type": ("default", "yarn"),

@@ -11,17 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_gsa import GSAConfig
 from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
-from .indexer_gsa import (
-    GSAIndexer,
-    best_of_groups,
-    indexer_loss,
-    mean_attention,
-    rotate,
-    select_keys,
-)
+from .indexer_gsa import GSAIndexer, indexer_loss, mean_attention, rotate, select_keys
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
-from .token_order_gsa import key_numbers
 
 
 class GSARMSNorm(nn.Module):
@@ -156,10 +148,7 @@ class GSAAttention(nn.Module):
         if kernel_pass is not None:
             # The kernels take one dtype. Under autocast the rotary embedding returns fp32.
             q, k = q.to(v.dtype), k.to(v.dtype)
-        slots = torch.arange(shape[1], device=q.device)
         if cache is not None:
-            # Read the length before the update, which may change it in place.
-            slots = slots + cache.get_seq_length(self.layer_idx)
             k, v = cache.update(k, v, self.layer_idx)
         tokens = rows = None
         if self.indexer is not None:
@@ -193,18 +182,14 @@ class GSAAttention(nn.Module):
             visible = attention_mask[:, 0]
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
                 scores = self.indexer.scores(tokens._replace(keys=rows))
-            ranked = scores
-            if self.config.key_group_size > 1:
-                groups = key_numbers(visible, slots) // self.config.key_group_size
-                ranked = best_of_groups(scores.detach(), visible, groups)
-            selection = select_keys(self.indexer, self.config, ranked, visible)
+            selection = select_keys(self.indexer, self.config, scores, visible)
             if given is not None:
                 given = given & visible
                 selection = torch.where(given.any(-1, keepdim=True), given, selection)
             if output_indexer_loss:
-                if len(slots) != k.shape[2]:
+                if shape[1] != k.shape[2]:
                     raise ValueError(
-                        f"the cache holds {k.shape[2]} keys for {len(slots)} queries in training; pass use_cache=False"
+                        f"the cache holds {k.shape[2]} keys for {shape[1]} queries in training; pass use_cache=False"
                     )
                 probs = mean_attention(q, k, selection, self.scaling)
                 loss = indexer_loss(scores, probs, selection, visible, self.indexer.inverse_temperature())

@@ -20,7 +20,7 @@ LEAST = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 1),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"), 1),
     **dict.fromkeys(("moe_intermediate_size", "index_n_heads", "index_head_dim", "index_topk"), 1),
-    **dict.fromkeys(("k_min", "k_max", "key_group_size", "index_topk_freq"), 1),
+    **dict.fromkeys(("k_min", "k_max", "index_topk_freq"), 1),
     **dict.fromkeys(("local_window", "dense_below", "indexer_loss_coef"), 0),
 }
 """Maps fields to their smallest values."""
@@ -43,6 +43,7 @@ REMOVED = {
     "index_block_size": 1,
     "indexer_pool": 1,
     "index_pool": 1,
+    "key_group_size": 1,
 }
 """Maps each removed field to its old default, the only value with which a configuration still loads."""
 
@@ -126,9 +127,6 @@ class GSAConfig(PreTrainedConfig):
             beta in softmax(beta * scores) of the indexer loss: a number, or `"learned"`.
         local_window (`int`, *optional*, defaults to 0):
             Number of latest keys that every query attends to, in addition to its budget.
-        key_group_size (`int`, *optional*, defaults to 1):
-            Number of keys in a group. Groups are counted from the sequence's first real token. Each causal key gets the
-            highest score of the causal keys in its group.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Number of consecutive layers that share a selection. The first of these layers makes it.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
@@ -197,7 +195,6 @@ class GSAConfig(PreTrainedConfig):
     indexer_rope: bool = False
     indexer_temperature: float | int | str = 1.0
     local_window: int = 0
-    key_group_size: int = 1
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
 

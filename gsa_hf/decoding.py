@@ -305,9 +305,7 @@ class FusedDecoder:
         rows = self.buffers[place].rows
         assert rows is not None
         applied = applied_indexer(module.indexer, projected.index_queries, rows, projected.index_weights)
-        geometry = kernel_module("types").Geometry(
-            local_window=config.local_window, key_group_size=config.key_group_size
-        )
+        geometry = kernel_module("types").Geometry(local_window=config.local_window)
         rule, ema = kernel_rule(config), module.indexer.variance_ema
         return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
 

@@ -160,21 +160,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 @torch.no_grad()
-def best_of_groups(scores: torch.Tensor, visible: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Replace the score of each causal key by the highest score of the causal keys in its group.
-
-    Args:
-        scores: fp32 [B, L, Lk]
-        visible: bool [B, L, Lk], the causal keys of each query
-        groups: int64 [B, Lk], the number of each key's group, at least 0 for causal keys
-    """
-    groups = groups.clamp(min=0)[:, None].expand_as(scores)
-    masked = scores.masked_fill(~visible, float("-inf"))
-    best = torch.full_like(scores, float("-inf")).scatter_reduce(-1, groups, masked, "amax")
-    return best.gather(-1, groups)
-
-
-@torch.no_grad()
 def select_keys(
     indexer: GSAIndexer,
     config: Any,

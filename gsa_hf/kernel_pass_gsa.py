@@ -111,11 +111,6 @@ def make_kernel_pass(
         raise ValueError(
             f"attn_implementation is 'gsa' with the model on {inputs.device}; move it to a CUDA device, or pass 'sdpa'"
         )
-    sizes = kernel_module("limits").KEY_GROUP_SIZES
-    if config.key_group_size not in sizes:
-        raise ValueError(
-            f"key_group_size is {config.key_group_size} with attn_implementation 'gsa'; pass one of {sizes}, or 'sdpa'"
-        )
     if padding is not None and padding.ndim != 2:
         raise ValueError(
             f"attention_mask has {padding.ndim} dimensions with attn_implementation 'gsa'; pass one of [batch, "

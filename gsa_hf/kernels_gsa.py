@@ -62,7 +62,7 @@ def _attend(
     needed = call.learns or call.selection is not None or end >= config.dense_below
     sparse = module.is_sparse and needed
     window = config.local_window if sparse else 0
-    geometry = types.Geometry(place.document_starts, place.past, window, config.key_group_size)
+    geometry = types.Geometry(place.document_starts, place.past, window)
     applied = None
     if module.indexer is not None and sparse:
         assert call.rows is not None
@@ -145,8 +145,7 @@ def _decode(
     if module.indexer is not None:
         assert call.rows is not None
         applied = applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights)
-        rule, ema = kernel_rule(config), module.indexer.variance_ema
-        decode.decode_select(applied, held, rule, ema, config.key_group_size)
+        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema)
     return decode.decode_attend(q, held, config.local_window, gate)[:, None]
 
 

@@ -68,7 +68,7 @@ unit/test_result_record.py resume/test_refused_starts.py
 distributed/test_three_way_layouts.py unit/data/test_data_stream.py unit/model/test_fused_steps.py
 unit/test_wandb_outage.py unit/test_zero.py kernels/test_nonfinite.py
 e2e/test_notebooks.py unit/data/test_data_memory.py unit/hf/test_generation.py unit/test_spikes.py unit/hf/test_trl.py
-unit/test_packaging.py e2e/test_chat_model.py resume/test_run_folders.py kernels/test_groups_of_keys.py
+unit/test_packaging.py e2e/test_chat_model.py resume/test_run_folders.py
 unit/data/test_source_weights.py unit/test_checkpoint_optimizer.py resume/test_experts.py e2e/test_ctrl_c.py
 unit/convert/test_export_hf.py distributed/test_chat_layouts.py unit/test_weights_of_another_run.py
 kernels/test_indexer_loss.py unit/data/test_data_oracle.py unit/test_damage_walk.py

@@ -39,7 +39,6 @@ MODELS: dict[str, tuple[str, ...]] = {
     STANDARD: ("gsa.dense_attention=cudnn",),
     "gsa": (),
     "gsa_k512": ("gsa.k_base=512", "gsa.k_min=128"),
-    "gsa_groups_16": ("gsa.key_group_size=16",),
     "gsa_full_loss": ("gsa.indexer_loss_row_fraction=1.0",),
     "gsa_reuse": (f"gsa.selection_reuse={REUSE}",),
 }

@@ -36,7 +36,6 @@ GSA_FIELDS = {
     **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
     "local_window": "local_window",
     **{f"indexer_{name}": f"indexer_{name}" for name in ("activation", "norm", "rope", "temperature")},
-    "key_group_size": "key_group_size",
     "indexer_heads": "index_n_heads",
     "indexer_dim": "index_head_dim",
     "k_base": "index_topk",

@@ -75,9 +75,6 @@ class GSAConfig:
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
     """Number of latest keys that are always selected, in addition to the budget. The paper has 0."""
-    key_group_size: int = 1
-    """Number of neighbouring keys, aligned in the sequence, that are selected together. Each key counts with the
-    highest score in its group. The budget counts keys. The kernels support powers of two up to 64. The paper has 1."""
     selection_reuse: int = 1
     """Number of neighbouring layers that share the selection of the first of them. The paper has 1."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"

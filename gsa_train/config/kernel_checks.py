@@ -30,7 +30,6 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         known = " and ".join(limits.INDEXER_ACTIVATIONS)
         reasons.append(f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have {known}")
     for field, has, known in (
-        ("key_group_size", limits.KEY_GROUP_SIZES, _listed(limits.KEY_GROUP_SIZES)),
         ("indexer_heads", limits.INDEXER_HEADS, _range(limits.INDEXER_HEADS)),
         ("indexer_dim", limits.INDEXER_HEAD_SIZES, _range(limits.INDEXER_HEAD_SIZES)),
     ):

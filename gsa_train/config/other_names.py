@@ -68,6 +68,7 @@ REMOVED: dict[str, tuple[object, ...]] = {
     "gsa.reuse_teacher": ("leader",),
     "gsa.selection_block": (1,),
     "gsa.indexer_pool": (1,),
+    "gsa.key_group_size": (1,),
     "logging.plots": (True, False),
     "evaluate.prompts": ([],),
     "evaluate.prompt_tokens": (32,),

@@ -370,8 +370,7 @@ class AttentionOverChunks:
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
-        gsa = self.gsa
-        return Geometry(starts, chunk.start, gsa.local_window, gsa.key_group_size)
+        return Geometry(starts, chunk.start, self.gsa.local_window)
 
     def _loss_inputs(
         self,

@@ -1,10 +1,8 @@
 """Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
 
 Requests are packed into sequences of the training sequence length. Each request is a document that sees no other
-document. If the model selects groups of keys, each request begins at the first token of a group. The selections of a
-request are then the same as in a sequence with this request alone. As in validation, the sequences are spread over the
-data-parallel replicas, and every rank of a replica takes part. The scores equal the scores of a single rank, and the
-training state does not change.
+document. As in validation, the sequences are spread over the data-parallel replicas, and every rank of a replica takes
+part. The scores equal the scores of a single rank, and the training state does not change.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ def log_likelihoods(
     group = schedule_group(config, parallel)
     most = max(ROUND_MICRO_BATCHES // group, 1) * group
     losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
-    packed = pack_requests(requests, eos_id, config.train.seq_len_tokens, config.gsa.key_group_size)
+    packed = pack_requests(requests, eos_id, config.train.seq_len_tokens)
     batches = _deal(packed, eos_id, config, parallel)
     for first in range(0, len(batches), most):
         before_each()
@@ -120,15 +118,9 @@ class PackedRequests:
     """[n, L], for each label the number of the request to whose continuation the label belongs, or NOBODY"""
 
 
-def pack_requests(
-    requests: Sequence[Request], eos_id: int, seq_len_tokens: int, unit: int = 1
-) -> PackedRequests:
+def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PackedRequests:
     """Pack requests into sequences, the longest request first. An EOS follows each request (if the sequence has room),
-    so that the next request is another document.
-
-    Args:
-        unit: each request begins at a multiple of this number of tokens
-    """
+    so that the next request is another document."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
     owners: list[NDArray[np.int64]] = []
@@ -143,7 +135,7 @@ def pack_requests(
         blocks[-1][start:end] = np.where(tokens == eos_id, tokens | INSIDE, tokens)  # it ends no document
         owners[-1][end - 1 - scored : end - 1] = number
         blocks[-1][end : end + 1] = eos_id
-        start = -(-(end + 1) // unit) * unit
+        start = end + 1
     return PackedRequests(np.stack(blocks), np.stack(owners))
 
 

@@ -60,7 +60,7 @@ def select(
             below limits.MEASURED_FROM_TOKENS keys. In between, the measured density of the selection decides. Key lists
             synchronise the host with the device, because their length depends on the data.
         with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a
-            packed mask and key_group_size 1.
+            packed mask.
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.
@@ -122,9 +122,8 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows: GSA, equations 14 and 15.
 
-    The target p_t is the attention probability of query t for each key, averaged over the heads. I[t, s] is the score
-    of one key, whatever `key_group_size` is. Gradients reach only the indexer's tensors, including its inverse
-    temperature beta.
+    The target p_t is the attention probability of query t for each key, averaged over the heads. Gradients reach only
+    the indexer's tensors, including its inverse temperature beta.
 
     Args:
         q, k: all heads
@@ -219,7 +218,7 @@ def decode_step(
             cache of the tokens' keys
         cache: the cache of this layer; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
-        geometry: `local_window` and `key_group_size` of training, other fields at their defaults
+        geometry: `local_window` of training, other fields at their defaults
         gate_logits: [B, H, D], G1 before its sigmoid
 
     Returns:
@@ -227,8 +226,8 @@ def decode_step(
     """
     if geometry.document_starts is not None or geometry.query_start != 0:
         raise ValueError(
-            f"geometry has document_starts or query_start {geometry.query_start}; pass local_window and "
-            "key_group_size alone: a cache holds one document"
+            f"geometry has document_starts or query_start {geometry.query_start}; pass local_window alone: a cache "
+            "holds one document"
         )
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (len(q), 1, None, None))
     sizes = tuple(cache.k.shape[:2])

@@ -60,8 +60,6 @@ class GSAConfig:
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
     """Number of latest keys that are always selected. The paper has 0."""
-    key_group_size: int = 1
-    """Neighbouring keys that are selected together, by the highest of their scores; 1 in the paper."""
     rope_base: float = 10000.0
     rope_scaling: YarnScaling | None = None
     """YaRN, for sequences longer than in training."""
@@ -119,7 +117,7 @@ class GSAConfig:
         return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     def geometry(self, document_starts: torch.Tensor | None, query_start: int = 0) -> Geometry:
-        return Geometry(document_starts, query_start, self.local_window, self.key_group_size)
+        return Geometry(document_starts, query_start, self.local_window)
 
     def implementation_on(self, device: torch.device) -> Implementation:
         """Return the implementation that runs on a device.
@@ -140,11 +138,6 @@ class GSAConfig:
             "head_dim": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
             "indexer_heads": (self.indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
             "indexer_dim": (self.indexer_dim, sizes, f"{sizes[0]} to {sizes[-1]}"),
-            "key_group_size": (
-                self.key_group_size,
-                limits.KEY_GROUP_SIZES,
-                f"one of {limits.KEY_GROUP_SIZES}",
-            ),
         }
         for name, (value, taken, words) in fields.items():
             if value not in taken:

@@ -37,10 +37,6 @@ DECODE_INDEXER_HEADS = range(1, 17)
 TILE_QUERIES = 32
 """Queries whose selections share a list of keys: one query per bit of an int32 (key_lists/triton_build.py)."""
 
-KEY_GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of neighbouring keys that are selected together. They divide the tiles of keys in the kernels that compute
-scores."""
-
 STRETCH_ROWS = 128
 """Number of neighbouring queries in a stretch, which an estimate of the indexer loss takes or skips as a whole.
 Tensor-parallel ranks also divide the rows of the loss in stretches. A stretch consists of whole tiles of the loss

@@ -14,7 +14,7 @@ from gsa_kernels.attention import reference as attention
 from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.reference import best_of_groups, scores_of
+from gsa_kernels.indexer.reference import scores_of
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
 from gsa_kernels.limits import TILE_QUERIES, Kernel
 from gsa_kernels.loss.reference import indexer_kl, renormalise_target
@@ -38,11 +38,10 @@ def select(
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)
     scores = scores_of(indexer)
-    ranked = best_of_groups(scores, causal, geometry.key_group_size)
-    _, variance = score_moments(ranked, causal)
+    _, variance = score_moments(scores, causal)
     budget = adaptive_budget(variance, variance_ema, causal.sum(-1), **asdict(rule))
     near = local_window_mask(num_keys, geometry.local_window, query_positions=positions)
-    chosen = (select_top_k(ranked, causal, budget) | near) & causal
+    chosen = (select_top_k(scores, causal, budget) | near) & causal
     log_sum = None
     if with_log_sum:
         logits = (scores * indexer.inverse_temperature).masked_fill(~chosen, float("-inf"))
@@ -152,7 +151,7 @@ def decode_step(
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
         k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
     lengths = cache.lengths.clamp(max=max_length)
-    found = decode_top_k(indexer, lengths, rule, variance_ema, geometry.key_group_size)
+    found = decode_top_k(indexer, lengths, rule, variance_ema)
     state = cache.selection
     for sequence, selected in enumerate(found.selected):
         keys = selected.nonzero()[:, 0]

@@ -45,9 +45,7 @@ def select(
         listed = select_key_lists(indexer, rule, variance_ema, geometry)
         assert listed.key_lists is not None
         return replace(listed, density=union_density(listed.key_lists))
-    chosen = select_keys(
-        indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum and geometry.key_group_size == 1
-    )
+    chosen = select_keys(indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum)
     measured = kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS
     if kernel != "gathered" and not measured:
         return chosen

@@ -102,14 +102,10 @@ class Geometry:
     """Position of the first query; only context parallelism needs values above 0."""
     local_window: int = 0
     """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
-    key_group_size: int = 1
-    """Neighbouring keys, aligned in the sequence, that are selected together; 1 in the paper. Each causal key gets the
-    highest score among the causal keys of its group (`best_of_groups`). The budget counts keys."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
         check_at_least("local_window", self.local_window, 0)
-        check_at_least("key_group_size", self.key_group_size, 1)
         starts = self.document_starts
         if starts is not None:
             check_shape("document_starts", starts, "[B, L]", (None, None))

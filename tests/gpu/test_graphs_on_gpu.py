@@ -91,7 +91,6 @@ CASES = {
     "a share of the rows of the loss": ("gsa_1.7b", (*BUDGETS, ACROSS, "gsa.indexer_loss_row_fraction=0.5")),
     "overlapped reduction": ("gsa_1.7b", (*BUDGETS, ACROSS, OVERLAP)),
     "as in the paper": ("paper_gsa_1.7b", BUDGETS),
-    "groups of keys": ("gsa_1.7b", (*BUDGETS, "gsa.key_group_size=4", ACROSS)),
     "standard": ("standard_1.7b", ("gsa.dense_attention=triton",)),
     "experts, balanced by loads": ("gsa_moe_15b_a2b", EXPERTS),
     "experts, balanced by biases": ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),

@@ -28,7 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
     "reuse": {"index_topk_freq": 2, "local_window": 8, "indexer_rope": True},
-    "groups": {"key_group_size": 16, "local_window": 8, "indexer_rope": True},
     "gates": {
         "indexer_rope": True, "key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid",
         "sandwich_norm": True,
@@ -69,7 +68,7 @@ def test_prompts_and_decoding(name: str) -> None:
             assert_nearly_all_close(torch.cat(found, 1)[real], expected)
 
 
-@pytest.mark.parametrize("name", ["gsa", "groups"])
+@pytest.mark.parametrize("name", ["gsa", "reuse"])
 @pytest.mark.parametrize("use_mask", [False, True])
 def test_a_step_is_a_cuda_graph(name: str, use_mask: bool) -> None:
     """The step is captured once and replayed; nothing is read back from the device."""

@@ -285,7 +285,6 @@ def test_dense_attention_by_other_kernels(trainer, name, config_name):
             "gsa.indexer_rope=false",
             "gsa.local_window=0",
         ),
-        ("gsa.key_group_size=4", "gsa.indexer_rope=true", "gsa.local_window=64"),
         ("gsa.key_gate=true", "gsa.query_gate=true", "gsa.projection_gate=true", "model.sandwich_norm=true"),
         ("gsa.gate_granularity=headwise", "gsa.gate_form=additive", "gsa.gate_activation=silu"),
         ("gsa.output_gate=false", "gsa.output_transform=rms_norm", "gsa.gate_input=input_independent"),

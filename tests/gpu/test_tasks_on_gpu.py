@@ -9,10 +9,10 @@ from gsa_eval.commands import evaluate as command
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
 
-GROUPS = ("gsa.key_group_size=4", "data.attend_across_documents=true", "gsa.attention_impl=triton")
+ACROSS = ("data.attend_across_documents=true", "gsa.attention_impl=triton")
 
 
-@pytest.mark.parametrize("overrides", [(), GROUPS], ids=["packed", "groups of keys"])
+@pytest.mark.parametrize("overrides", [(), ACROSS], ids=["packed", "across documents"])
 def test_a_run_with_tasks_is_the_run_without(overrides, tmp_path, monkeypatch):
     places = [
         write_requests(tmp_path / "colours" / "rc", choice_requests()),

@@ -111,7 +111,6 @@ gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
     gsa.attention_impl = triton | gsa.indexer_dim = 8 | 16 to 128 | use reference
 gsa.selection_reuse=3 -> gsa.selection_reuse = 3 | 8 layers of a stage
 gsa.selection_reuse=8 ; parallel.pipeline=2 -> gsa.selection_reuse = 8 | 4 layers of a stage
-gsa.key_group_size=3 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.key_group_size = 3 | 32 and 64
 gsa.indexer_temperature=0 -> gsa.indexer_temperature = 0.0 | learned
 gsa.indexer_temperature=warm -> gsa.indexer_temperature = warm | learned
 gsa.indexer_loss_row_fraction=0 -> gsa.indexer_loss_row_fraction | not 1 / n

@@ -33,10 +33,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
     "qsa, window": {"gsa": {"indexer_activation": "qsa", "local_window": 4}},
-    "groups of keys": {
-        "gsa": {"key_group_size": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5},
-    },
-    "groups of keys, with norms": {"gsa": {"key_group_size": 2, "indexer_norm": True, "selection_reuse": 2}},
+    "norms, shared selections": {"gsa": {"indexer_norm": True, "selection_reuse": 2}},
     "all gates, of SiLU": {
         "model": {"sandwich_norm": True, "qk_norm": True},
         "gsa": {"key_gate": True, "query_gate": True, "projection_gate": True, "gate_activation": "silu"},

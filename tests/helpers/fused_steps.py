@@ -33,8 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qsa and lists": {"indexer_activation": "qsa", "adaptive_k": "off", "attention_kernel": "gathered"},
     "learned temperature": {"indexer_temperature": "learned"},
     "lists": {"attention_kernel": "gathered", "local_window": 3},
-    "groups": {"key_group_size": 2, "indexer_rope": True, "local_window": 3, "k_base": 4},
-    "groups over lists": {"key_group_size": 4, "k_base": 8, "k_min": 4, "attention_kernel": "gathered"},
 }
 
 

@@ -18,9 +18,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
     "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, "local_window": 3},
     "norms, no head weights": {"indexer_norm": True, "indexer_activation": "plain", "indexer_rope": True},
-    "groups of keys": {
-        "index_topk": 8, "k_min": 4, "k_max": 16, "key_group_size": 4, "indexer_rope": True, "indexer_norm": True,
-        "local_window": 3, "index_topk_freq": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "norms, group of layers": {
+        "indexer_rope": True, "indexer_norm": True, "local_window": 3, "index_topk_freq": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "mixed": {
         "layer_types": [DENSE_LAYER, INDEXED_LAYER], "qk_norm": True, "qkv_bias": True, "indexer_rope": True,

@@ -37,7 +37,6 @@ BEYOND: dict[str, dict[str, Any]] = {
         "gate_granularity": "headwise", "gate_form": "additive", "gate_input": "input_independent",
         "output_gate": False, "output_transform": "rms_norm",
     },
-    "groups-reuse": {"key_group_size": 3, "indexer_rope": True, "local_window": 2, "index_topk_freq": 2},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "adaptive_k": "direct"},
     "window-rope-reuse": {
         "local_window": 4, "indexer_rope": True, "index_topk_freq": 2, "qkv_bias": True,

@@ -34,7 +34,7 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_granularity": "headwise",
         "gate_form": "additive", "gate_activation": "silu", "selection_reuse": 2, "indexer_norm": True,
-        "indexer_rope": True, "key_group_size": 4, "indexer_activation": "plain",
+        "indexer_rope": True, "indexer_activation": "plain",
     },
     "model": {"sandwich_norm": True},
 }  # fmt: skip
@@ -47,8 +47,7 @@ SHARED_GATES: dict[str, dict[str, Any]] = {
 FREE_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"], "output_gate": False, "output_transform": "rms_norm", "projection_gate": True,
-        "key_gate": True, "gate_input": "input_independent", "key_group_size": 2,
-        "gate_activation": "ns_sigmoid",
+        "key_gate": True, "gate_input": "input_independent", "gate_activation": "ns_sigmoid",
     },
 }  # fmt: skip
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
@@ -118,7 +117,7 @@ class Case:
 CASES = {
     "context": Case({"context": 2}),
     "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS, nightly=True),
-    "context, groups of keys": Case({"context": 2}, GATES_OF_HEADS, PAIRS, nightly=True),
+    "context, gates of heads": Case({"context": 2}, GATES_OF_HEADS, PAIRS, nightly=True),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}, nightly=True),
     "context, replicated optimizer": Case(
         {"context": 2, "distributed_optimizer": False}, train=PAIRS, nightly=True

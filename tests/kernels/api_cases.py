@@ -40,17 +40,14 @@ class Case:
     dense: bool = False
     rows: RowSample = dataclasses.field(default_factory=RowSample)
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, SIZE)
-    queries: int = LENGTH
-    rule: BudgetRule = RULE
-    group: int = 1
 
     def geometry(self) -> Geometry:
         starts = None
         if self.documents:
-            positions = range(self.query_start, self.query_start + self.queries)
+            positions = range(self.query_start, self.query_start + LENGTH)
             rows = [[max(f for f in firsts if f <= t) for t in positions] for firsts in self.documents]
             starts = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-        return Geometry(starts, self.query_start, self.local_window, self.group)
+        return Geometry(starts, self.query_start, self.local_window)
 
 
 DOCUMENTS = ((0, 27), (*range(12), 19))
@@ -93,23 +90,23 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         return values.to(DEVICE, dtype).requires_grad_()
 
-    queries, keys = case.queries, case.query_start + case.queries
+    keys = case.query_start + LENGTH
     heads, kv_heads, size = case.heads
     gated = case.activation == "sigmoid"
     indexer = Indexer(
-        leaf(BATCH, queries, 2, 16),
+        leaf(BATCH, LENGTH, 2, 16),
         leaf(BATCH, keys, 16),
-        leaf(BATCH, queries, 2),
+        leaf(BATCH, LENGTH, 2),
         leaf(2) if gated else None,
         leaf(2) if gated else None,
         case.activation,  # type: ignore[arg-type]
         torch.tensor(1.3, device=DEVICE, requires_grad=True),
     )
     return Problem(
-        leaf(BATCH, queries, heads, size),
+        leaf(BATCH, LENGTH, heads, size),
         leaf(BATCH, keys, kv_heads, size),
         leaf(BATCH, keys, kv_heads, size),
-        leaf(BATCH, queries, heads, size),
+        leaf(BATCH, LENGTH, heads, size),
         indexer,
         case.geometry(),
     )
@@ -117,15 +114,14 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
 
 def select(case: Case, given: Problem, implementation: Implementation) -> Selection:
     ema = torch.tensor(EMA, device=DEVICE)
-    kernel, log_sum = case.kernel, case.kernel != "gathered" and case.group == 1
     return gsa_kernels.select(
         given.indexer,
-        case.rule,
+        RULE,
         ema,
         given.geometry,
         implementation=implementation,
-        kernel=kernel,
-        with_log_sum=log_sum,
+        kernel=case.kernel,
+        with_log_sum=case.kernel != "gathered",
     )
 
 
@@ -153,7 +149,7 @@ def check_selections(case: Case, ours: Selection, wanted: Selection, num_keys: i
     assert ours.format == ("key_lists" if case.kernel == "gathered" else "packed_mask")
     mask = mask_of(ours, num_keys)
     assert torch.equal(mask, mask_of(wanted, num_keys))
-    assert mask.sum() < BATCH * case.queries * (2 * num_keys - case.queries + 1) // 2
+    assert mask.sum() < BATCH * LENGTH * (2 * num_keys - LENGTH + 1) // 2
     assert torch.equal(ours.budget, wanted.budget)
     torch.testing.assert_close(ours.variance, wanted.variance)
     assert ours.budget.dtype == wanted.budget.dtype == torch.int32

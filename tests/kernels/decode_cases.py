@@ -55,8 +55,8 @@ class Case:
         """Return bool [B, L_max]."""
         return torch.arange(self.max_length, device=self.q.device) < self.lengths[:, None]
 
-    def step(self, rule: BudgetRule = RULE, window: int = 0, out: Any = None, size: int = 1) -> torch.Tensor:
-        geometry = Geometry(local_window=window, key_group_size=size)
+    def step(self, rule: BudgetRule = RULE, window: int = 0, out: Any = None) -> torch.Tensor:
+        geometry = Geometry(local_window=window)
         return op.decode_step(self.q, self.indexer, self.cache, rule, self.ema, geometry, self.gate, out)
 
     def selected(self) -> torch.Tensor:

@@ -50,7 +50,6 @@ class LayerOptions:
     yarn: "Yarn | None" = None
     indexer_rope: bool = False
     local_window: int = 0
-    key_group_size: int = 1
     inverse_temperature: float = 1.0
 
 
@@ -98,9 +97,7 @@ def gsa_layer(
     for t in range(length):
         visible = [s for s in range(length) if sees(t, s)]
         scores[t] = _indexer_row(h.detach(), weights, o, t, visible)
-        own = {s: score.item() for s, score in scores[t].items()}
-        size = o.key_group_size
-        values = {s: max(own[other] for other in visible if other // size == s // size) for s in visible}
+        values = {s: score.item() for s, score in scores[t].items()}
         number = len(visible)
         mean = math.fsum(values.values()) / number
         variance = math.fsum((x - mean) ** 2 for x in values.values()) / number

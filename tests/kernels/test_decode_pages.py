@@ -45,22 +45,22 @@ def paged(case: Case, size: int) -> Case:
 
 @pytest.mark.parametrize("size", [16, 64, 128])
 @pytest.mark.parametrize(
-    ("options", "mode", "group", "settled"),
+    ("options", "mode", "settled"),
     [
-        ({"activation": "relu", "indexer": (8, 16)}, "off", 1, False),
-        ({"biases": True, "dtype": torch.bfloat16, "splits": 1}, "inverse", 1, True),
-        ({"biases": True, "heads": (3, 1)}, "direct", 4, False),
+        ({"activation": "relu", "indexer": (8, 16)}, "off", False),
+        ({"biases": True, "dtype": torch.bfloat16, "splits": 1}, "inverse", True),
+        ({"biases": True, "heads": (3, 1)}, "direct", False),
     ],
 )
-def test_pages(device: str, size: int, options: dict[str, Any], mode: Any, group: int, settled: bool) -> None:
-    rule, geometry = replace(RULE, adaptive_k=mode), Geometry(local_window=WINDOW, key_group_size=group)
+def test_pages(device: str, size: int, options: dict[str, Any], mode: Any, settled: bool) -> None:
+    rule, geometry = replace(RULE, adaptive_k=mode), Geometry(local_window=WINDOW)
     case, other = (
         make_case(device, LENGTHS, MAX_LENGTH, gate=True, **options).with_new(settled=settled)
         for _ in range(2)
     )
     other = paged(other, size)
-    wanted = case.step(rule, WINDOW, size=group)
-    assert torch.equal(other.step(rule, WINDOW, size=group), wanted)
+    wanted = case.step(rule, WINDOW)
+    assert torch.equal(other.step(rule, WINDOW), wanted)
     scores, of_pages = (x.workspace.scores[:, :MAX_LENGTH][case.causal()] for x in (case, other))
     assert torch.equal(of_pages, scores)
     assert torch.equal(other.cache.selection.variance, case.cache.selection.variance)

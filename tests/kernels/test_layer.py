@@ -48,7 +48,6 @@ SPARSE_ONLY: dict[str, Any] = {
         ("dense", {"value_gate": False}, True),
         ("sparse", {"adaptive_k": "direct", "num_kv_heads": 1}, True),
         ("sparse", {"indexer_activation": "relu", "num_kv_heads": 4}, True),
-        ("sparse", {"key_group_size": 2, "local_window": 3}, False),
     ],
     ids=str,
 )
@@ -131,7 +130,6 @@ def step(
         (True, {}, {}),
         (True, {"attention": "dense"}, {"output_gate": False}),
         (False, {}, {"local_window": 16}),
-        (True, {}, {"key_group_size": 2}),
     ],
 )
 def test_triton_and_the_reference_agree(learns: bool, mode: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -283,7 +281,6 @@ def test_a_layer_made_on_the_meta_device() -> None:
         ({"k_base": 1}, "k_base is 1 with k_min 2 and k_max 12; pass k_min <= k_base <= k_max"),
         ({"k_min": 0}, "k_min is 0"),
         ({"adaptive_k": True}, "adaptive_k is True"),
-        ({"key_group_size": 0}, "key_group_size is 0"),
         ({"variance_ema_decay": 1.0}, "variance_ema_decay is 1.0"),
         ({"rope_base": 0.0}, "rope_base is 0.0"),
         ({"rope_base": 1.0, "rope_scaling": YarnScaling(4.0, 16)}, "rope_base is 1.0 with rope_scaling"),

@@ -24,8 +24,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "each": {},
     "relu, window": {"indexer_activation": "relu", "local_window": 3},
     "fixed": {"adaptive_k": "off"},
-    "groups": {"key_group_size": 4},
-    "groups, window": {"key_group_size": 3, "local_window": 5, "indexer_activation": "relu"},
 }
 NEAR: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -78,7 +76,7 @@ def test_tokens_in_pieces_equal_one_forward(fields: dict[str, Any], sizes: list[
 
 def test_dense_and_sparse_calls_on_one_cache() -> None:
     """A dense call stores what later sparse calls need: the indexer's keys."""
-    layer, x = make_layer(implementation="reference", **FIELDS["groups"])
+    layer, x = make_layer(implementation="reference")
     dense, _, _ = layer(x, attention="dense")
     sparse, _, _ = layer(x)
     cache = layer.new_cache(BATCH, LENGTH)
@@ -95,7 +93,7 @@ def test_dense_and_sparse_calls_on_one_cache() -> None:
     assert (dense - sparse)[:, 40:].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("fields", [{}, FIELDS["groups, window"]], ids=["each", "groups"])
+@pytest.mark.parametrize("fields", [{}, FIELDS["relu, window"]], ids=["each", "relu, window"])
 def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> None:
     layer, x = make_layer(implementation="reference", output_gate=False, **fields)
     wanted, _, weights = layer(x, need_weights=True)
@@ -139,8 +137,8 @@ def test_positions() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "mode"),
-    [({}, {}), ({"key_group_size": 4}, {}), ({"output_gate": False}, {"attention": "dense"})],
-    ids=["each", "groups", "dense"],
+    [({}, {}), ({"output_gate": False}, {"attention": "dense"})],
+    ids=["each", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:
     """Pieces, a single token after each piece, and a stretch of decoding equal one forward pass of the reference."""

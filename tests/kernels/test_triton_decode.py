@@ -175,7 +175,6 @@ def test_refuses() -> None:
         (lambda: case.with_new(block_table=case.lengths[:, None].long()).step(), "int64; pass int32"),
         (lambda: case.with_new(block_table=case.lengths[:, None], starts=case.lengths).step(), "both given"),
         (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
-        (lambda: case.step(size=3), "key_group_size is 3; pass one of"),
         (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),
         (lambda: make_case(device, [30], 30, splits=3), "splits is 3; pass a power of two"),
         (lambda: make_case(device, [30], 30, splits=0), "splits is 0; pass a power of two"),

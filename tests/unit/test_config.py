@@ -133,6 +133,7 @@ def test_names_of_other_frameworks_lead_to_fields():
 
 MISTAKES = r"""
 gsa.selection_block=32 -> gsa.selection_block = 32: removed after release studies-0.1; use that
+gsa.key_group_size=16 -> gsa.key_group_size = 16: removed after release studies-0.1; use that
 model.num_layer=3 -> model.num_layer = 3 | did you mean model.num_layers? | Keys of model: | head_dim
 evaluate.prompts=[once] -> evaluate.prompts = ['once']: removed after release studies-0.1
 monitor.max_rewinds=5 -> monitor.max_rewinds = 5: removed after release studies-0.1
@@ -261,6 +262,7 @@ def test_what_a_saved_config_has_of_another_version(write):
     said = "model.future = 3: unknown key; use the version of gsa_train that saved it"
     assert str(caught.value) == f"saved.pt: 1 problem\n  {said}"
     removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n  selection_block: 1\n"
+    removed += "  key_group_size: 1\n"
     for plots in ("true", "false"):  # whatever the run drew
         assert load_config(write(f"logging:\n  plots: {plots}\n")) == Config()
     saved = config_to_yaml(Config()).replace("gsa:\n", removed)

@@ -47,7 +47,7 @@ def moe_base(tmp_path: Path) -> Path:
 
 SIZES = """
     model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.ffn_hidden_size
-    model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.key_group_size
+    model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max
     gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens
     train.micro_batch_size train.global_batch_size train.recompute_num_layers data.num_lanes
     data.prefetch_blocks data.packing_pool_documents evaluate.max_blocks checkpoint.every_steps

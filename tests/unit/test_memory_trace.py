@@ -27,8 +27,6 @@ WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
-GROUPS = ["gsa.key_group_size=4", "data.attend_across_documents=true"]
-
 PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tensor=4"
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
@@ -61,8 +59,6 @@ first stage of 2, tensor 2, over lists | GSA 0/4 SPARSE | PP_2 parallel.tensor=2
 interleaved, inner stage, recomputed | GSA 2/4 SPARSE |
     PP_4 parallel.virtual_pipeline=2 model.num_layers=8 train.recompute=full SHORT EIGHT
 norms of Q and K, average | GSA 0/2 SPARSE | model.qk_norm=on PP_2 train.weight_average_decay=0.9
-groups of keys | GSA 0/1 SPARSE | ONE_MICRO_BATCH GROUPS
-groups of keys over lists | GSA 0/1 SPARSE | GROUPS LONG train.global_batch_size=1
 standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
 operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
 operations one by one, z-loss | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none train.z_loss_coeff=1e-4

@@ -33,7 +33,7 @@ YARN = {"rope_scaling": RopeScalingConfig("yarn", 4.0, 64)}
 @pytest.mark.parametrize(
     ("saved", "changes", "said"),
     [
-        (CONFIG, {"gsa": {"key_group_size": 16, "k_min": 16}}, r"gsa\.key_group_size = 16 here, 1 in"),
+        (CONFIG, {"gsa": {"local_window": 3}}, r"gsa\.local_window = 3 here, 0 in"),
         (CONFIG, {"model": {"num_layers": 4}}, r"model\.num_layers = 4 here, 2 in the checkpoint"),
         (CONFIG, {"model": YARN}, r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"),
         (EXPERTS, {"moe": {"experts": 0}}, r"moe\.experts = 0 here, .* in the checkpoint"),
@@ -68,11 +68,17 @@ def test_a_field_that_the_checkpoint_does_not_have_stood_at_its_default() -> Non
 
 def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
     saved = yaml.safe_load(config_to_yaml(CONFIG))
-    saved["gsa"] |= {"reuse_teacher": "leader", "selection_query": "first", "selection_block": 1}
+    saved["gsa"] |= {
+        "reuse_teacher": "leader",
+        "selection_query": "first",
+        "selection_block": 1,
+        "key_group_size": 1,
+    }
     resume(CONFIG, yaml.safe_dump(saved))
-    saved["gsa"]["selection_block"] = 32
-    with pytest.raises(ResumeError, match=r"gsa\.selection_block = 32 .*: removed after release studies"):
-        resume(CONFIG, yaml.safe_dump(saved))
+    saved["gsa"] |= {"selection_block": 32, "key_group_size": 16}
+    for said in (r"gsa\.selection_block = 32", r"gsa\.key_group_size = 16"):
+        with pytest.raises(ResumeError, match=f"{said} .*: removed after release studies"):
+            resume(CONFIG, yaml.safe_dump(saved))
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:

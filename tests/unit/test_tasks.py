@@ -86,11 +86,8 @@ def alone(model: Model, request: Request) -> float:
     return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
 
 
-@pytest.mark.parametrize("pool", [1, 3])
-def test_log_likelihoods_match_a_pass_of_its_own(pool: int) -> None:
-    """Groups of keys are aligned in the sequence, and so are the requests."""
-    gsa, train = {"key_group_size": pool, "k_min": 3}, {"seq_len_tokens": 2 * LENGTH}
-    config = tiny_config(model={"init_std": 0.2}, gsa=gsa, train=train)
+def test_log_likelihoods_match_a_pass_of_its_own() -> None:
+    config = tiny_config(model={"init_std": 0.2}, train={"seq_len_tokens": 2 * LENGTH})
     requests, model = random_requests(), entered(config)
     rounds: list[int] = []
     found = log_likelihoods(model, requests, EOS, config, single_rank(), lambda: rounds.append(1))

@@ -277,8 +277,7 @@ def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
 def test_every_field_of_the_attention_has_been_thought_of() -> None:
     """A new field that changes the meaning of weights must be added to MEANING, or here."""
     shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
-    # How much is read.
-    reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "key_group_size"}
+    reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window"}  # how much is read
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     known = {*MEANING["gsa"], *WITHOUT_WEIGHTS} | shapes | reads | trains | runs

@@ -40,7 +40,7 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
-        if room <= limits.MOST_CANDIDATES and config.gsa.key_group_size == 1
+        if room <= limits.MOST_CANDIDATES
         else queries.end
     )
     scored, guessed = turn - queries.start, queries.end - turn

@@ -33,7 +33,7 @@ from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.indexer.score_inputs import check_indexer_dtypes
-from gsa_kernels.limits import DECODE_INDEXER_HEADS, KEY_GROUP_SIZES
+from gsa_kernels.limits import DECODE_INDEXER_HEADS
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 
@@ -49,7 +49,7 @@ def decode_step(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result."""
-    decode_select(indexer, cache, rule, variance_ema, geometry.key_group_size)
+    decode_select(indexer, cache, rule, variance_ema)
     return _attend(q, cache, geometry.local_window, gate_logits, out, behind_selection=True)
 
 
@@ -59,7 +59,6 @@ def decode_select(
     cache: LayerCache,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
-    key_group_size: int = 1,
 ) -> None:
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
 
@@ -71,7 +70,6 @@ def decode_select(
             [B, L_max, DI], the cache, including these tokens; bf16 or fp32
         cache: its selection is overwritten; its workspace is for at least B sequences of L_max tokens
         variance_ema: 0-d fp32, the layer's frozen moving average
-        key_group_size: as in `Geometry`
     """
     queries = indexer.queries
     check_shape("indexer.queries", queries, "[B, 1, HI, DI]", (None, 1, None, None))
@@ -96,10 +94,6 @@ def decode_select(
         raise ValueError(
             f"workspace is for {sequences} sequences of {columns} tokens; make one for {batch} of {max_length}"
         )
-    if key_group_size not in KEY_GROUP_SIZES:
-        raise ValueError(
-            f"key_group_size is {key_group_size}; pass one of {KEY_GROUP_SIZES}, or use implementation='reference'"
-        )
     _check_cache(queries, cache, variance_ema=variance_ema)
 
     chained = can_chain(queries)
@@ -107,7 +101,7 @@ def decode_select(
     # only costs time.
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=min(rule.k_max, max_length))
     with launching_on(queries, "the query"):
-        score_keys(indexer, cache, rule.k_max, workspace, chained, key_group_size)
+        score_keys(indexer, cache, rule.k_max, workspace, chained)
         signed = not kernels_use_sigmoid(indexer.activation)
         select_indices(cache, workspace, rule, variance_ema, chained, signed)
 

@@ -1,7 +1,7 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
 The code calls the reference operations of prefill for one row. Cache entries from `lengths` on may hold anything,
-including NaN. With groups of keys (`Geometry.key_group_size`) the sequence's first token begins the first group.
+including NaN.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.decode.state import DecodeSelection
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.reference import best_of_groups, scores_of
+from gsa_kernels.indexer.reference import scores_of
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import select_top_k
 from gsa_kernels.types import BudgetRule, Indexer
@@ -23,8 +23,7 @@ class DecodeTopK:
     """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
-    """[B, L_max], indexer scores; with groups, each key has the highest score of its group. Unspecified from the
-    sequence's length on."""
+    """[B, L_max], indexer scores; unspecified from the sequence's length on."""
 
     variance: torch.Tensor
     """[B]: population variance of the scores over the sequence's keys."""
@@ -41,7 +40,6 @@ def decode_top_k(
     lengths: torch.Tensor,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
-    key_group_size: int = 1,
 ) -> DecodeTopK:
     """Select the k_t keys with the highest indexer scores among the first `lengths` keys. Ties go to the lower index.
 
@@ -50,13 +48,12 @@ def decode_top_k(
             [B, L_max, DI], the cache
         lengths: int [B], tokens of each sequence, including the new one; 0 for an unused slot
         variance_ema: 0-d, the layer's frozen moving average
-        key_group_size: as in `Geometry`
     """
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (None, 1, None, None))
     batch, max_length = indexer.keys.shape[:2]
     causal = _causal(lengths, batch, max_length)
     keys = indexer.keys.masked_fill(~causal[..., None], 0.0)
-    scores = best_of_groups(scores_of(replace(indexer, keys=keys)), causal[:, None], key_group_size)
+    scores = scores_of(replace(indexer, keys=keys))
     _, variance = score_moments(scores, causal[:, None])
     budget = adaptive_budget(variance, variance_ema, causal.sum(-1)[:, None], **asdict(rule))
     selected = select_top_k(scores, causal[:, None], budget)

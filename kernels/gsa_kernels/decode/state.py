@@ -34,11 +34,10 @@ class DecodeSelection:
     """The top-k of every sequence, without the local window."""
 
     indices: torch.Tensor
-    """int32 [B, k_cap]: positions, or numbers of groups of keys, ascending in the first `counts` places of a row."""
+    """int32 [B, k_cap]: positions, ascending in the first `counts` places of a row."""
 
     counts: torch.Tensor
-    """int32 [B]: number of indices, which is k_t for keys. For groups of p keys it is k_t // p, but at most the number
-    of groups before the query's own group."""
+    """int32 [B]: number of indices, k_t."""
 
     variance: torch.Tensor
     """fp32 [B]: population variance of the row's scores."""

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace, LayerCache
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
-from gsa_kernels.indexer.triton_scores import best_of_groups, fast_tanh
+from gsa_kernels.indexer.triton_scores import fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
@@ -34,7 +34,6 @@ def score_keys(
     k_max: int,
     workspace: DecodeWorkspace,
     chained: bool,
-    key_group_size: int,
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
@@ -74,7 +73,6 @@ def score_keys(
         PAGE=cache.page_size,
         HI=heads,
         DI=dim,
-        KEY_GROUP=key_group_size,
         BLOCK_H=max(_LEAST_HEADS, triton.next_power_of_2(heads)),
         BLOCK_D=block_d,
         CHUNK=CHUNK,
@@ -86,8 +84,7 @@ def score_keys(
         TANH=bf16 and queries.is_cuda,
         PRECISION="tf32" if bf16 else "ieee",
         CHAINED=chained,
-        # The newest key can change the scores of the other keys in its group.
-        SETTLED=cache.settled and key_group_size == 1,
+        SETTLED=cache.settled,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if bf16 else _FLOAT_WARPS,
         **({"launch_pdl": True} if early else {}),
@@ -123,7 +120,6 @@ def _score_kernel(
     PAGE: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -218,9 +214,6 @@ def _score_kernel(
                 new_ptrs = k_ptr + new_rows[:, None] + dims[None, :]
                 new_tile = tl.load(new_ptrs, mask=new_ok[:, None] & dim_ok[None, :], other=0.0)
         scores = _score_tile(key_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
-        if KEY_GROUP > 1:  # noqa: SIM102 - the first is decided when the kernel is compiled
-            if tile > 0:  # the sample's keys are no neighbours
-                scores = best_of_groups(scores, valid, KEY_GROUP)
         ordered = order_key(scores)
         if tile == 0:
             # The floor is chosen such that about twice k_max keys, and a few more, are expected above it.

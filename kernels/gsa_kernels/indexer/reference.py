@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from gsa_kernels.checks import check_activation, check_at_least, check_shape, compute_dtype
+from gsa_kernels.checks import check_activation, check_shape, compute_dtype
 from gsa_kernels.types import Indexer
 
 
@@ -66,22 +66,3 @@ def scores_of(indexer: Indexer) -> torch.Tensor:
         weight_bias=indexer.head_weight_bias,
         activation=indexer.activation,
     )
-
-
-def best_of_groups(scores: torch.Tensor, causal: torch.Tensor, size: int) -> torch.Tensor:
-    """Replace the score of each causal key by the highest score of the causal keys in its group.
-
-    Args:
-        scores: [..., Lk]
-        causal: bool [..., Lk]
-        size: neighbouring keys of a group; group g begins at key g * size
-    """
-    check_at_least("size", size, 1)
-    if size == 1:
-        return scores
-    num_keys = scores.shape[-1]
-    padded = torch.nn.functional.pad(
-        scores.masked_fill(~causal, float("-inf")), (0, -num_keys % size), value=float("-inf")
-    )
-    best = padded.unflatten(-1, (-1, size)).amax(-1).repeat_interleave(size, -1)[..., :num_keys]
-    return torch.where(causal, best, scores)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gsa_kernels.checks import check_indexer_sizes, check_kernel_dtype, check_shape
-from gsa_kernels.limits import INDEXER_HEADS, KEY_GROUP_SIZES
+from gsa_kernels.limits import INDEXER_HEADS
 from gsa_kernels.types import Geometry, Indexer
 
 
@@ -22,7 +22,6 @@ class ScoreInputs:
     document_starts: torch.Tensor | None
     """int32 [B, R]"""
     query_start: int = 0
-    key_group_size: int = 1
 
     @property
     def batch(self) -> int:
@@ -61,11 +60,6 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
         )
     check_indexer_sizes(heads, dim, INDEXER_HEADS)
     check_indexer_dtypes(indexer)
-    if geometry.key_group_size not in KEY_GROUP_SIZES:
-        raise ValueError(
-            f"geometry has key_group_size {geometry.key_group_size}; pass one of {KEY_GROUP_SIZES}, or use "
-            "implementation='reference'"
-        )
     starts = geometry.document_starts
     if starts is not None:
         check_shape("document_starts", starts, "[B, L]", (batch, length))
@@ -80,7 +74,6 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
         replace(indexer, **strided) if strided else indexer,  # `replace` repeats all checks of the indexer
         None if starts is None else starts.contiguous(),
         geometry.query_start,
-        geometry.key_group_size,
     )
 
 

@@ -71,8 +71,7 @@ def write_scores(
     key_stride: int = 1,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop. If
-    `inputs.key_group_size` is above 1, write the result of `best_of_groups`.
+    """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
     The kernel writes each tile that contains a key which one of the tile's rows may select, as far as `out` has
     columns. All other elements of `out` keep their old values.
@@ -103,7 +102,6 @@ def write_scores(
         out.stride(1),
         dim**-0.5,
         KEY_STRIDE=key_stride,
-        KEY_GROUP=inputs.key_group_size,
         **score_options(inputs, tiles),
     )
 
@@ -235,19 +233,6 @@ def tile_scores(
     return scores
 
 
-@triton.jit
-def best_of_groups(scores, causal, KEY_GROUP: tl.constexpr):
-    """Replace the scores [..., N] of causal keys by the highest score of the causal keys in their group.
-
-    N is a multiple of KEY_GROUP, and the first key begins a group.
-    """
-    shape: tl.constexpr = scores.shape[:-1] + [scores.shape[-1] // KEY_GROUP, KEY_GROUP]
-    best = tl.max(
-        tl.reshape(tl.where(causal, scores, float("-inf")), shape), axis=len(shape) - 1, keep_dims=True
-    )
-    return tl.where(causal, tl.reshape(tl.broadcast_to(best, shape), scores.shape), scores)
-
-
 # Row ranges vary from launch to launch. Specialising on them would only compile more variants.
 @triton.jit(do_not_specialize=["query_start", "row_start", "row_stop", "num_rows", "length"])
 def _scores_kernel(
@@ -278,7 +263,6 @@ def _scores_kernel(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
 ):
     """One program scores BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
     batch = tl.program_id(2).to(tl.int64)
@@ -329,11 +313,6 @@ def _scores_kernel(
             PRECISION,
         )
         cols = col + tl.arange(0, BLOCK_COLS)
-        if KEY_GROUP > 1:
-            causal = cols[None, :] <= (query_start + rows)[:, None]
-            if starts_ptr is not None:
-                causal &= cols[None, :] >= starts[:, None]
-            scores = best_of_groups(scores, causal, KEY_GROUP)
         out_ptrs = (
             out_ptr
             + batch * out_stride_b

@@ -62,11 +62,10 @@ def select_keys(
             keys and not be selected by candidates.
     """
     num_keys = indexer.keys.shape[1]
-    size = geometry.key_group_size
-    if with_log_sum and (num_keys > REGISTER_KEYS or candidates_from is not None or size > 1):
+    if with_log_sum and (num_keys > REGISTER_KEYS or candidates_from is not None):
         raise ValueError(
-            f"with_log_sum is True with {num_keys} keys, candidates_from {candidates_from} and key_group_size {size}; "
-            f"pass False beyond {REGISTER_KEYS} keys, with candidates and with groups"
+            f"with_log_sum is True with {num_keys} keys and candidates_from {candidates_from}; pass False beyond "
+            f"{REGISTER_KEYS} keys and with candidates"
         )
     with launching_on(indexer.queries, "the indexer"):
         selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, candidates_from)
@@ -117,9 +116,6 @@ class Selector:
 
         batch, num_rows, self.tile_rows = inputs.batch, inputs.num_rows, score_tiles(inputs).rows
         self.first_guessed = num_rows
-        # A sample of single keys gives no threshold for the best scores of groups.
-        if geometry.key_group_size > 1:
-            candidates_from = None
         if candidates_from is not None and candidate_room(rule.most_keys) <= MOST_CANDIDATES:
             below = max(inputs.rows_below(candidates_from), 0)
             self.first_guessed = min(ceil_div(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gsa_hf.attention_gsa import GSAAttention
 from gsa_hf.gates_gsa import has_paper_form
-from gsa_hf.indexer_gsa import IndexedTokens, best_of_groups, select_keys
+from gsa_hf.indexer_gsa import IndexedTokens, select_keys
 from gsa_vllm.pages import PagedCache, PageMetadata, Request, has_kernels
 
 
@@ -62,7 +62,4 @@ def select(
     assert attention.indexer is not None
     queries, weights = indexed.queries[:, request.tokens], indexed.weights[:, request.tokens]
     scores = attention.indexer.scores(IndexedTokens(queries, indexer_keys.read(request), weights))
-    if (size := attention.config.key_group_size) > 1:
-        groups = torch.arange(scores.shape[-1], device=scores.device)[None] // size
-        scores = best_of_groups(scores, request.causal, groups)
     return select_keys(attention.indexer, attention.config, scores, request.causal)

@@ -78,8 +78,7 @@ def decode(
         assert attention.indexer is not None
         queries, weights = (each[0, : len(q), None] for each in (indexed.queries, indexed.weights))
         applied = applied_indexer(attention.indexer, queries, indexer_keys.kv_cache[:, 0], weights)
-        ema = attention.indexer.variance_ema
-        decode_select(applied, cache, kernel_rule(config), ema, config.key_group_size)
+        decode_select(applied, cache, kernel_rule(config), attention.indexer.variance_ema)
     return decode_attend(q, cache, config.local_window, gate_logits)
 
 

@@ -33,7 +33,7 @@ SHARED_GATES = {"gate_sharing": "head_shared", "gate_form": "additive"}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "window_rotary_groups": {"local_window": 24, "indexer_rope": True, "key_group_size": 4},
+    "window_rotary": {"local_window": 24, "indexer_rope": True},
     "relu_norm_8_heads": {"indexer_activation": "relu", "indexer_norm": True, "index_n_heads": 8},
     "shared_layers": {"index_topk_freq": 2, "adaptive_k": "off", "dense_below": 40},
     "other_gates": {**OTHER_GATES, "projection_gate": True},

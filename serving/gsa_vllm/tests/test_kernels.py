@@ -18,7 +18,6 @@ RECOMMENDED = {
     "index_topk_freq": 2,
 }
 OTHER = {
-    "key_group_size": 4,
     "gate_sharing": "head_shared",
     "layer_types": ["full_attention", "indexed_attention"],
 }

@@ -119,7 +119,13 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize(
     ("name", "count", "new"),
-    [("mixed", 3, 3), ("sparse", 1, 2), ("dense", 1, 3), ("groups of keys", 1, 4), ("groups of keys", 2, 3)],
+    [
+        ("mixed", 3, 3),
+        ("sparse", 1, 2),
+        ("dense", 1, 3),
+        ("norms, group of layers", 1, 4),
+        ("norms, group of layers", 2, 3),
+    ],
 )
 def test_products_of_few_rows_give_the_same_tokens(name, count, new, monkeypatch):
     model = make_model(name)

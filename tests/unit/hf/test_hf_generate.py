@@ -11,8 +11,6 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
 
-from gsa_hf.indexer_gsa import best_of_groups
-from gsa_hf.token_order_gsa import key_numbers
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
@@ -30,7 +28,7 @@ def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_with_a_cache_as_without(name: str) -> None:
-    """Budgets are adaptive; prompts end inside blocks and groups of keys."""
+    """Budgets are adaptive."""
     model, prompts = tiny_model(name, attention="sdpa"), padded((14, 9))
     long = name in ("gsa", "window-rope-reuse")
     options: dict[str, Any] = {"max_new_tokens": 100 if long else 40, **GREEDY}
@@ -41,9 +39,8 @@ def test_with_a_cache_as_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
-@pytest.mark.parametrize("name", ["gsa", "groups-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
-    """Gaps may be inside a group of keys."""
     model, prompt = tiny_model(name), distinct_tokens(1, 14)
     tokens, mask = torch.zeros(2, 1, 20, dtype=torch.long)
     slots = [0, 1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 16, 18, 19]
@@ -73,7 +70,7 @@ def test_prompt_lookup_crops_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "groups-reuse", "window-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "window-rope-reuse"])
 def test_a_prompt_in_pieces(name: str, static: bool) -> None:
     model, tokens = tiny_model(name), distinct_tokens(2, 30)
     cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
@@ -83,26 +80,6 @@ def test_a_prompt_in_pieces(name: str, static: bool) -> None:
         for piece in tokens.split([5, 9, 1, 1, 14], 1):
             pieces.append(model(piece, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_groups_of_keys_in_packed_documents(size: int) -> None:
-    """The test compares with a loop over queries. Groups are successive tokens of the row without padding."""
-    real = [slot not in (0, 1, 9) for slot in range(16)]
-    documents = [0] * 6 + [1] * 8 + [2] * 2  # the second one begins within a group, and so does the last
-    pairs = [
-        [real[s] and real[t] and s <= t and documents[s] == documents[t] for s in range(16)]
-        for t in range(16)
-    ]
-    visible = torch.tensor([pairs])
-    scores = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(1))
-    groups = key_numbers(visible, torch.arange(16)) // size
-    best = best_of_groups(scores, visible, groups)
-    tokens = [slot for slot in range(16) if real[slot]]
-    for t in tokens:
-        for s in (s for s in tokens if visible[0, t, s]):
-            group = tokens[tokens.index(s) // size * size :][:size]
-            assert best[0, t, s] == max(scores[0, t, other] for other in group if visible[0, t, other])
 
 
 def test_a_cache_without_room_for_the_indexer_is_refused() -> None:

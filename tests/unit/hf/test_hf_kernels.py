@@ -52,28 +52,22 @@ def steps(
     return torch.cat(found, 1)
 
 
-GROUPS: dict[str, Any] = {"key_group_size": 4, "index_topk": 8, "indexer_rope": True}
-
-
 @pytest.mark.parametrize(
-    ("changes", "kind", "pads", "prompt", "length", "swap_at"),
+    ("changes", "kind", "swap_at"),
     [
-        ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 3, 18, 20, None),
-        ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 3, 18, 20, 19),
-        ({**OTHER_GATES, "num_hidden_layers": 1}, "dynamic", 3, 18, 20, None),
-        # Decoding enters the next group of keys.
-        ({**GROUPS, "index_topk_freq": 2}, "dynamic", 0, 16, 21, 18),
-        ({**GROUPS, "local_window": 6, "num_hidden_layers": 1}, "static", 3, 16, 21, 18),
+        ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 19),
+        ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 19),
+        ({**OTHER_GATES, "num_hidden_layers": 1}, "dynamic", None),
     ],
-    ids=["dense-and-sparse", "reuse", "gates", "groups, reuse", "groups, window"],
+    ids=["dense-and-sparse", "reuse", "gates"],
 )
-def test_prompt_and_decoding(changes, kind, pads, prompt, length, swap_at):
+def test_prompt_and_decoding(changes, kind, swap_at):
     """The batch has padding in front, and sequences may change places in the cache."""
     model = model_of(**changes)
-    tokens, mask = padded(length, pads)
-    expected = steps(model, tokens, mask, prompt, kind, swap_at)
+    tokens, mask = padded(20, 3)
+    expected = steps(model, tokens, mask, 18, kind, swap_at)
     model.set_attn_implementation("gsa")
-    found = steps(model, tokens, mask, prompt, kind, swap_at)
+    found = steps(model, tokens, mask, 18, kind, swap_at)
     real = mask.bool()
     if swap_at is not None:
         real[:, swap_at:] = real[:, swap_at:].flip(0)
@@ -150,10 +144,6 @@ def test_pieces_and_documents() -> None:
 
 
 def test_what_the_kernels_cannot_run() -> None:
-    odd = model_of(key_group_size=3, num_hidden_layers=1)
-    odd.set_attn_implementation("gsa")
-    with pytest.raises(ValueError, match="key_group_size is 3 with attn_implementation 'gsa'; pass one of"):
-        odd(distinct_tokens(1, 8))
     model = model_of(num_hidden_layers=1)
     model.set_attn_implementation("gsa")
     tokens, mask = padded(20, 3)

@@ -47,10 +47,8 @@ def generated(model: Any, padding: int, new: int = 24) -> tuple[torch.Tensor, to
     ("name", "attention", "changes"),
     [
         ("window-rope-reuse", "eager", {}),
-        ("groups-reuse", "eager", {}),
         ("mixed", "eager", {}),
         pytest.param("window-rope-reuse", "gsa", {}, **KERNELS),
-        pytest.param("groups-reuse", "gsa", {"key_group_size": 4}, **KERNELS),
         pytest.param("mixed", "gsa", {"dense_below": 23}, **KERNELS),  # the prompts select all keys
     ],
 )

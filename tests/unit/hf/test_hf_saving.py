@@ -81,8 +81,8 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -
     message = "index_topk_min is now k_min; index_topk_max is now k_max: rename it"
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(tmp_path)
-    path.write_text(whole.replace("{", '{"selection_query": "first",', 1))
-    assert "selection_query" not in AutoConfig.from_pretrained(tmp_path).to_dict()
+    path.write_text(whole.replace("{", '{"selection_query": "first", "key_group_size": 1,', 1))
+    assert not {"selection_query", "key_group_size"} & AutoConfig.from_pretrained(tmp_path).to_dict().keys()
     assert set(RENAMED.values()) < {field.name for field in dataclasses.fields(GSAConfig)} - set(RENAMED)
     names = ["deepseek_sparse_attention", "indexed_attention"]
     assert GSAConfig(**SIZES, layer_types=names).layer_types == [INDEXED_LAYER] * 2
@@ -163,7 +163,7 @@ FOO: dict[str, Any] = {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4
         ({"index_topk_freq": 0}, "index_topk_freq is 0; pass at least 1"),
         ({"selection_query": "previous_mean"}, "removed; pass 'first', or use release studies-0.1"),
         ({"indexer_pool": 4}, "indexer_pool is 4: removed; pass 1, or use release studies-0.1"),
-        ({"key_group_size": 0}, "key_group_size is 0; pass at least 1"),
+        ({"key_group_size": 16}, "key_group_size is 16: removed; pass 1, or use release studies-0.1"),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (GATE, "True with gate_granularity 'elementwise' and gate_sharing 'head_shared'"),
         ({"indexer_temperature": "warm"}, "is 'warm'; pass a positive number or 'learned'"),

@@ -14,8 +14,7 @@ LENGTH, EOS = 16, 0
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "eq. 8 to the letter": {"adaptive_k": "direct"},
-    "window": {"local_window": 3},
-    "groups of keys": {"key_group_size": 3, "k_min": 3, "local_window": 2, "indexer_rope": True},
+    "window": {"local_window": 3, "indexer_rope": True},
     "reuse": {"selection_reuse": 2},
     "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},
     "qsa": {"indexer_activation": "qsa"},

@@ -62,16 +62,6 @@ CASES = {
     "dense below, window": Case({"dense_below": 9, "local_window": 4}),
     "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
     "window, packed": Case({"local_window": 3}, packing=PACKED),
-    "groups of keys": Case({"key_group_size": 2, "indexer_rope": True}, model={"rope_base": 100.0}, ema=2e-3),
-    "groups of keys, packed, window": Case(
-        {"key_group_size": 2, "indexer_norm": True, "indexer_rope": True, "local_window": 4, "adaptive_k": "off"},
-        packing=PACKED,
-    ),
-    "groups of keys, dense below": Case({"key_group_size": 2, "dense_below": 7, "adaptive_k": "off", "k_base": 4}),
-    "groups of keys, warm-up, packed": Case(
-        {"key_group_size": 2, "adaptive_k": "off", "k_base": 3}, phase=WARM_UP, packing=PACKED
-    ),
-    "groups of three keys": Case({"key_group_size": 3, "k_base": 6, "k_min": 3, "adaptive_k": "off"}),
     "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
     "fixed temperature": Case({"indexer_temperature": 8.0}),
     "warm-up": Case(phase=WARM_UP),
