@@ -204,7 +204,8 @@ class GSAConfig(PreTrainedConfig):
         for name in REMOVED.keys() & kwargs.keys():
             if (value := kwargs.pop(name)) != REMOVED[name]:
                 raise ValueError(
-                    f"{name} is {value!r}: removed; pass {REMOVED[name]!r}, or use release studies-0.1"
+                    f"{name} is {value!r}: removed; pass {REMOVED[name]!r}, "
+                    "or use release studies-0.1 or commit 56919bd1"
                 )
         if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype is {self.dtype!r}; pass one of torch, such as 'bfloat16' or 'float32'")

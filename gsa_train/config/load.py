@@ -267,7 +267,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         if field in REMOVED:
             loads = problems.of_checkpoint and any_value_loads(field)
             if not loads and as_written(value) not in map(as_written, REMOVED[field]):
-                problems.add(field, value, REMOVED_AFTER, "use that release, or remove the field")
+                problems.add(field, value, REMOVED_AFTER, "use that version, or remove the field")
         elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)
         elif _is_section(hint):

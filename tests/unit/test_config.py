@@ -132,11 +132,11 @@ def test_names_of_other_frameworks_lead_to_fields():
 
 
 MISTAKES = r"""
-gsa.selection_block=32 -> gsa.selection_block = 32: removed after release studies-0.1; use that
-gsa.key_group_size=16 -> gsa.key_group_size = 16: removed after release studies-0.1; use that
+gsa.selection_block=32 -> gsa.selection_block = 32: removed; release studies-0.1 or commit 56919bd1 has it; use that
+gsa.key_group_size=16 -> gsa.key_group_size = 16: removed; release studies-0.1 or commit 56919bd1 has it; use that
 model.num_layer=3 -> model.num_layer = 3 | did you mean model.num_layers? | Keys of model: | head_dim
-evaluate.prompts=[once] -> evaluate.prompts = ['once']: removed after release studies-0.1
-monitor.max_rewinds=5 -> monitor.max_rewinds = 5: removed after release studies-0.1
+evaluate.prompts=[once] -> evaluate.prompts = ['once']: removed; release studies-0.1 or commit 56919bd1 has it
+monitor.max_rewinds=5 -> monitor.max_rewinds = 5: removed; release studies-0.1 or commit 56919bd1 has it
 monitor.action=rewind -> monitor.action = rewind | log, skip
 modle.num_layers=3 -> modle = {...} | did you mean model? | Sections: | phases
 phases.0.step=3 -> phases.0.step = 3 | did you mean phases.0.steps? | Keys of phases.0: | min_lr
@@ -271,5 +271,5 @@ def test_what_a_saved_config_has_of_another_version(write):
     assert load_config(write(saved)) == config_from_yaml(saved, "common.pt") == Config()
     rewinding = saved.replace("monitor:\n  action: log", "monitor:\n  max_rewinds: 5\n  action: rewind")
     assert config_from_yaml(rewinding, "common.pt").monitor.action == "stop"
-    with pytest.raises(ConfigError, match=r"gsa\.reuse_teacher = group: removed .*; use the version"):
+    with pytest.raises(ConfigError, match=r"gsa\.reuse_teacher = group: removed; .*; use the version"):
         config_from_yaml(saved.replace("leader", "group"), "common.pt")

@@ -77,7 +77,7 @@ def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
     resume(CONFIG, yaml.safe_dump(saved))
     saved["gsa"] |= {"selection_block": 32, "key_group_size": 16}
     for said in (r"gsa\.selection_block = 32", r"gsa\.key_group_size = 16"):
-        with pytest.raises(ResumeError, match=f"{said} .*: removed after release studies"):
+        with pytest.raises(ResumeError, match=f"{said} .*: removed; release studies"):
             resume(CONFIG, yaml.safe_dump(saved))
 
 

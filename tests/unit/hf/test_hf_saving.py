@@ -158,12 +158,24 @@ FOO: dict[str, Any] = {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4
     [
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; pass a multiple of num_key_value_heads 3"),
         ({"k_min": 20}, "k_min is 20; pass at most k_max 16"),
-        ({"selection_block": 4}, "selection_block is 4: removed; pass 1, or use release studies-0.1"),
+        (
+            {"selection_block": 4},
+            "selection_block is 4: removed; pass 1, or use release studies-0.1 or commit 56919bd1",
+        ),
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         ({"index_topk_freq": 0}, "index_topk_freq is 0; pass at least 1"),
-        ({"selection_query": "previous_mean"}, "removed; pass 'first', or use release studies-0.1"),
-        ({"indexer_pool": 4}, "indexer_pool is 4: removed; pass 1, or use release studies-0.1"),
-        ({"key_group_size": 16}, "key_group_size is 16: removed; pass 1, or use release studies-0.1"),
+        (
+            {"selection_query": "previous_mean"},
+            "removed; pass 'first', or use release studies-0.1 or commit 56919bd1",
+        ),
+        (
+            {"indexer_pool": 4},
+            "indexer_pool is 4: removed; pass 1, or use release studies-0.1 or commit 56919bd1",
+        ),
+        (
+            {"key_group_size": 16},
+            "key_group_size is 16: removed; pass 1, or use release studies-0.1 or commit 56919bd1",
+        ),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (GATE, "True with gate_granularity 'elementwise' and gate_sharing 'head_shared'"),
         ({"indexer_temperature": "warm"}, "is 'warm'; pass a positive number or 'learned'"),
