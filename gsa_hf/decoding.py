@@ -39,7 +39,8 @@ class ModelDecoder:
         self.model = model
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, vocab] after the prompts, int64 [B, L]. The mask [B, L] is 0 at padding on the left."""
+        """Return logits [B, vocab] after the prompts `tokens`, int64 [B, L]. `mask` [B, L] is 0 at the padding, which is
+        on the left."""
         self.mask = mask
         self.cache = DynamicCache(config=self.model.config)
         return last_logits(self.model, tokens, mask, self.cache)

@@ -75,8 +75,8 @@ class _Replay:
         self.records = False
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """If the forward pass has a cache, begin to record its selections. If it has no cache, add the recorded
-        `selections` to its arguments."""
+        """Record or replay. A forward pass with a cache belongs to `generate`, so this function records its
+        selections. Any other pass scores generated tokens, and gets the recorded `selections` as an argument."""
         tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
         if tokens is None:
             raise ValueError(

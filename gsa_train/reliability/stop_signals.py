@@ -165,8 +165,8 @@ def children_keep_running() -> Iterator[None]:
     """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also send
     their signals to child processes, and SIGTERM would end these processes.
 
-    The signals are blocked in this thread's signal mask, because child processes inherit the mask, even if they do not
-    keep the signal handlers. This process also receives the signals only after the `with` block.
+    Child processes inherit the signal mask of this thread, but not always its signal handlers. Therefore the mask
+    blocks the signals. This process gets the signals after the `with` block.
     """
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
