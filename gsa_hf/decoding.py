@@ -39,7 +39,7 @@ class ModelDecoder:
         self.model = model
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, vocab] after the prompts `tokens`, int64 [B, L]. `mask` [B, L] is 0 at the padding, which is
+        """Return logits [B, vocab] after the prompts `tokens`, int64 [B, L]. `mask` [B, L] is 0 at padding, which is
         on the left."""
         self.mask = mask
         self.cache = DynamicCache(config=self.model.config)
