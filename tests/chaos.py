@@ -1,9 +1,9 @@
 """Checks that a run with many faults ends with the same weights as an undisturbed run: `make chaos`.
 
 Four ranks under torchrun train a small model on the bundled text. Some shards of the text are damaged, and the run
-skips them (data.on_bad_shard=skip). A seed decides at which steps faults happen, and which ones: a rank or torchrun is
-killed, the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts
-failed ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
+skips them (data.on_bad_shard=skip). A seed decides the steps and the kinds of the faults: a rank or torchrun is killed,
+the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts failed
+ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
 
 For each fault the script prints the log line that reports the fault, the seconds until training continued, and the
 number of steps that were trained again. At the end it prints the run's own account of its time. It also prints two

@@ -1,7 +1,7 @@
 """Tests that two whole runs of a small model in layouts log the numbers of one rank.
 
-Every query selects all its causal keys. If queries selected fewer keys, rounding would decide between keys of equal
-tokens, because the scores of such keys are equal. test_many_layouts.py covers smaller selections.
+Every query selects all its causal keys. In a smaller selection, rounding would decide between the keys of a repeated
+token, because they have equal scores. test_many_layouts.py covers smaller selections.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Tests graphs whose kernels start before the previous kernel has ended. Such a graph must give the same bits as
-kernels that run one by one."""
+"""Tests CUDA graphs in which a kernel may start before the previous one has ended. Such a graph must give the same bits
+as kernels that run one by one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -13,9 +13,9 @@ from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_mod
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
-    """transformers gives the expected tokens, in fp32 and with plain torch. A batch of another size makes the generator
-    capture its graphs again. In fp32, our kernels for matrix products with few rows are used only if a decoder is
-    created with `products="rows"`."""
+    """The expected tokens come from transformers, which computes in fp32 with plain torch. If the batch size changes,
+    the generator captures its graphs again. In fp32, a decoder uses our kernels for matrix products with few rows only
+    if it is created with `products="rows"`."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":

@@ -1,5 +1,5 @@
-"""Tests tasks that are scored between training steps on a CUDA device. They must not change training, and must get the
-scores of a later evaluation of the checkpoint, up to bf16 rounding."""
+"""Tests tasks that are scored between training steps on a CUDA device. They must not change training. A later
+evaluation of the checkpoint must give the same scores, up to bf16 rounding."""
 
 import json
 

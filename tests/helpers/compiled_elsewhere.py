@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs that need not be present, and prints the faults of the compiled kernels as JSON.
 
-The faults are wrong sums (gsa_kernels/hopper/miscompile_guard.py), too much shared memory, and compiler errors. Tests
-run this script as a separate process, because Triton interprets all kernels in the tests' own process.
+This script looks for wrong sums (gsa_kernels/hopper/miscompile_guard.py), too much shared memory, and compiler errors.
+Tests run it as a separate process, because Triton interprets all kernels in the tests' own process.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""Trains mixtures of experts in many layouts, one after another, in one world of four ranks: `expert_layouts.py
-FOLDER`. FOLDER/wanted.json names the layouts, in the same form as for many_layouts.py. The results go to
-FOLDER/results.json."""
+"""`expert_layouts.py FOLDER` trains mixtures of experts in many layouts, one after another, on the same four ranks.
+FOLDER/wanted.json names the layouts, in the same form as for many_layouts.py. The results go to FOLDER/results.json."""
 
 import json
 import math

@@ -8,7 +8,7 @@ torchrun, a child gets its own session, environment, output and command line. It
 `ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child. This torchrun handles failures,
 signals and lost nodes as always, but it forks its ranks instead of starting interpreters. If a test passes `real=True`
 (runs.py), the run starts the real launcher without forks. Only then does each rank have its own seed of string hashes,
-and only then does it tear down its interpreter at the end.
+and tear down its interpreter at the end.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ForkedRanks:
 
     def poll(self) -> int | None:
         """If a rank has failed, end the other ranks and return its exit code. Otherwise return None while ranks run,
-        then 0."""
+        and 0 when all have ended."""
         codes = [process.exitcode for process in self._processes]
         if not self._failed and any(codes):
             self._failed = {rank: code for rank, code in enumerate(codes) if code}
@@ -330,8 +330,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Close this rank's copies of the connections of torchrun's agent, so that a connection ends when the agent ends.
-    Each file descriptor then points to /dev/null, because inherited objects may still close their descriptors."""
+    """Let all inherited file descriptors above 2 point to /dev/null. Otherwise the connections of torchrun's agent
+    would outlive the agent. The descriptors stay open, because inherited objects may still close them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:

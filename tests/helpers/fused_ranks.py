@@ -1,5 +1,5 @@
-"""Runs fused kernels under tensor parallelism in Triton's interpreter: `fused_ranks.py OUT` on two ranks. Each case
-runs twice: on two tensor-parallel ranks, which divide the heads, and on two data-parallel ranks for comparison."""
+"""`fused_ranks.py OUT` runs fused kernels on two ranks, in Triton's interpreter. Each case runs twice: with tensor
+parallelism, which divides the heads, and with data parallelism for comparison."""
 
 import json
 import os

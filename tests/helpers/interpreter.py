@@ -7,8 +7,8 @@ calls before it calls numpy. The patch avoids this work (see also interpreted_op
 
 The interpreter is also wrong for bf16. It stores a bf16 value as a 16-bit integer, and adds and multiplies these
 integers as if they were the values. It casts fp32 to bf16 by truncation, without rounding. After the patch, matrix
-products, casts and operations of two bf16 tensors are right. As on a GPU, kernels must cast to fp32 before they use
-functions of one tensor or sums along an axis.
+products, casts and operations of two bf16 tensors are right. As on a GPU, kernels must cast to fp32 before functions of
+a single tensor (such as exp) and before sums along an axis.
 """
 
 import dataclasses
@@ -162,9 +162,9 @@ def _remember_shapes() -> None:
 def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
-    This patch covers four combinations of operands: two tensors of one type, a tensor and a number, a pointer and an
-    offset, and int32 with int64. It gives the type of each operand the shape of the result. It does not expand the
-    data, because numpy broadcasts them. Triton handles all other operands.
+    This patch covers four pairs of operands: two tensors of one type, a tensor and a number, a pointer and an offset,
+    and int32 with int64. The types of such operands get the shape of the result, but their data are not expanded,
+    because numpy broadcasts them. Triton handles all other operands.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl

@@ -194,9 +194,9 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). All readers must
-    give the numbers of the writer, which continues without a load. If a reader has the writer's layout, even the bits
-    must be equal. The first reader also tries to load a damaged copy before it loads the checkpoint."""
+    """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). The writer
+    itself trains on. All readers must get its numbers, and a reader in the writer's layout must even get the same bits.
+    The first reader also tries to load a damaged copy before it loads the checkpoint."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

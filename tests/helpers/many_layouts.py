@@ -1,4 +1,4 @@
-"""Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
+"""`many_layouts.py FOLDER` trains many layouts, one after the other, on the same four ranks.
 
 FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the same ranks
 train one layout after another. If a layout needs fewer than four ranks, the remaining ranks are data parallel. The
@@ -221,8 +221,8 @@ def cross_boundary(
     """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, load this checkpoint and
     take only the two steps of the next phase.
 
-    Without `resumes`, one validation runs before the checkpoint is written, and one after it, at the end of the phase.
-    Also return whether this rank began the next phase with fp32 weights that bf16 cannot represent.
+    Without `resumes`, one validation runs before the checkpoint is written, and one before the next phase begins. Also
+    return whether this rank began the next phase with fp32 weights that bf16 cannot represent.
     """
     model = build_model(config, parallel)
     kept = None

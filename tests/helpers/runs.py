@@ -338,8 +338,8 @@ def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
 
 
 def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
-    """Send SIGKILL to the processes `at_once`, then to all other processes of the run. When all are dead, return their
-    ids."""
+    """Send SIGKILL first to the processes in `at_once`, and then to all other processes of the run. When all are dead,
+    return their ids."""
     killed: list[int] = []
     deadline = time.monotonic() + 100
     alive = list(at_once) or processes_of(run)

@@ -1,5 +1,5 @@
-"""Trains layouts that combine three kinds of parallelism, in one world of eight ranks: `three_way_layouts.py FOLDER`.
-The same ranks train one layout after another, as in many_layouts.py. The results go to FOLDER/results.json."""
+"""`three_way_layouts.py FOLDER` trains layouts that combine three kinds of parallelism, on eight ranks. The same ranks
+train one layout after another, as in many_layouts.py. The results go to FOLDER/results.json."""
 
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
-A row is a query. If one of its inputs is NaN, its variance and its KL are NaN, and it selects `k_base` causal keys. The
-results of all other rows keep their bits. There is one exception: with key lists their KL may change, because the rows
-of a tile share a key list.
+A row is a query. If one of its inputs is NaN, its variance and its KL are NaN, and it selects `k_base` causal keys. All
+other rows keep the bits of their results, but with key lists their KL may change by rounding, because the rows of a
+tile share a list.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""Tests selection by candidates, which are keys above a guessed score. A sample gives the guess, and no guess changes
-the result.
+"""Tests selection by candidates, which are the keys whose scores exceed a threshold. The threshold is guessed from a
+sample of keys, and a wrong guess must not change the result.
 
-If the queries are a chunk from the middle of a sequence, as on a context-parallel rank, the results equal the same rows
-of the whole sequence. In the interpreter, kernels estimate thresholds from every second key. Tests on a GPU also cover
-long sequences.
+A chunk of queries from the middle of a sequence, as on a context-parallel rank, must get the same results as in the
+whole sequence. In the interpreter, kernels estimate thresholds from every second key. Tests on a GPU also cover long
+sequences.
 """
 
 from dataclasses import replace

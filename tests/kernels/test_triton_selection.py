@@ -1,8 +1,8 @@
 """Tests Triton's scores and selection in the interpreter (CPU) and, marked gpu, on a CUDA device.
 
 The expected selection comes from a stable sort of the scores that the kernels have computed. One kernel keeps a row of
-scores in registers. If a row has more than `REGISTER_KEYS` keys, another kernel selects among them. This kernel first
-compares the maxima of groups of keys. If a test sets a low `REGISTER_KEYS`, this kernel also runs on short rows.
+scores in registers. For rows of more than `REGISTER_KEYS` keys there is a second kernel, which first compares the
+maxima of groups of keys. Tests that set a low `REGISTER_KEYS` run the second kernel on short rows, too.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Tests cool-downs that start from a checkpoint, and cool-downs that are a later phase and keep the optimizer. Both
-must equal a run whose learning rate was planned with the cool-down."""
+"""Tests two kinds of cool-downs: a new run that starts from a checkpoint, and a later phase that keeps the optimizer.
+Both must equal a single phase whose schedule contains the cool-down."""
 
 import hashlib
 from pathlib import Path

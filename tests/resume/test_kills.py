@@ -55,7 +55,7 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
 def start_until(
     run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
-    """Start the run with the command of all other starts. Return when `step` is logged and the checkpoint of step
+    """Start the run with the same command as every other start. Return when `step` is logged and the checkpoint of step
     `saved` is complete. Rank 1 blocks before step `step + 1`, so the run takes no further step."""
     held = {"held": [[step + 1, 1]], **faults}
     run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)

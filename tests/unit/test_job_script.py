@@ -103,8 +103,8 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
     """If a start finds a bad device, a new job is submitted, even if the start wrote no checkpoint. Later jobs of the
-    chain wait for the new job. The --exclude of the new job replaces the option in the script, so it also names the
-    nodes that the script excludes."""
+    chain wait for the new job. The new job's --exclude overrides the script's, so it must repeat the nodes that the
+    script excludes."""
     monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
     monkeypatch.setenv("EXCLUDED", excluded)

@@ -1,5 +1,5 @@
-"""Tests the times in the table of a profiler's trace. The events are invented events of a GPU, or come from torch's
-profiler on a CPU."""
+"""Tests the times in the table of a profiler's trace. Events of a GPU are invented. Events of a CPU come from torch's
+profiler."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests what a start does with its run folder. It admits one run at a time, reports what changed since the checkpoint,
+"""Tests what a start does with its run folder: it admits one run at a time, reports what changed since the checkpoint,
 and keeps an older summary."""
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Tests what a new run takes from `checkpoint.initial_weights`, and which checkpoints it refuses. If the checkpoint is
-from bf16 training, the new run begins with its fp32 weights. tests/distributed/test_many_layouts.py uses several
-ranks."""
+from bf16 training, the new run begins with the checkpoint's fp32 weights. tests/distributed/test_many_layouts.py uses
+several ranks."""
 
 import dataclasses
 import gc

@@ -1,5 +1,5 @@
-"""Tests steps of DeepSpeed's ZeRO in one process. They must equal the steps of megatron-core, a step can be skipped,
-and a plain model must remain. tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests steps of DeepSpeed's ZeRO in one process. They must equal the steps of megatron-core, and a skipped step must
+change nothing. After training, a plain model must remain. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc

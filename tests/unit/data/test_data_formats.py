@@ -1,5 +1,5 @@
-"""Tests shards as Parquet and as plain, gzipped and zstd JSON lines. They are mixed in one folder, at any fsspec
-address."""
+"""Tests shards in Parquet, and in JSON lines that are plain or compressed by gzip or zstd. One folder, at any fsspec
+address, may mix these formats."""
 
 import gzip
 import io

@@ -36,8 +36,8 @@ from helpers.single_rank import (
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of queries in each call of the attention function whose backward pass also computes the
-    indexer's gradients. Inputs and target are in fp32 here, so that more digits can be compared."""
+    """Record how many queries each call of the fused attention gets. Its backward pass also computes the indexer's
+    gradients. Inputs and target are in fp32 here, so that more digits can be compared."""
     monkeypatch.setattr(fused_op, "can_fuse_indexer_loss", lambda q, k: True)
     wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float16 = torch.float32
