@@ -9,13 +9,12 @@ fit into memory together, they take turns.
 
 `standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA backends.
 A static cache normally has empty slots, so attention needs a mask that excludes them. Here random values fill all
-slots, so the script also tries each backend without a mask. In GSA models, `FusedDecoder` chooses the kernels of the
-matrix products by the batch size, and the column `products` shows its choice. `standard, our products` is the standard
-model with our kernels for the matrix products.
+slots, so the script also tries each backend without a mask. In GSA models, the batch size decides which kernels compute
+the matrix products, as the column `products` shows. `standard, our products` is the standard model with our kernels for
+the matrix products.
 
-A decoding step advances the decoder's token counters, so the next step would be at the next position. The script
-therefore resets the counters before each timed step, so that all steps run at the same position. The time of a step
-does not include the reset.
+A decoding step advances the decoder's token counters. The script resets them before each step, outside of the measured
+time, so that all steps run at the same position.
 
 `bound` is the number of bytes that a step must read, divided by the bandwidth of a device copy. These bytes are the
 weights, the attended keys and values, and the indexer keys. If a model does not fit in memory, the script times only

@@ -8,19 +8,18 @@ The baselines are megatron-core's mixture of experts in place of ours, and stand
 The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token). The models have fewer layers and
 experts than these configs, so that one device can hold the training state. The default of 18 layers and 16 experts
 needs a device of 80 GB. With 128 experts, each layer equals a layer of the 15B model. All models have the same
-micro-batch of 1, 2 or 4 sequences. The bench chooses the largest micro-batch with which every model fits the device,
-according to the memory estimate.
+micro-batch: the largest of 1, 2 and 4 sequences with which, by the memory estimate, every model fits the device.
 
 The bench also runs the models `standard` and `gsa` with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. It
-checks a promise about GSA. The faster of `gsa` and `gsa_graphs` is compared with the faster of `standard` and
-`standard_graphs`: a step with GSA may take at most 1.10 times as long.
+checks a promise: a GSA step takes at most 1.10 times as long as a standard step. Of both, the faster variant counts:
+with or without CUDA graphs.
 
-`standard_grouped` is the standard model, in which megatron-core's own mixture of experts (router, dispatcher,
-GroupedMLP) replaces ours. Its weights are copied from our mixture. whole_steps/megatron_experts.py lists what works
-without Transformer Engine. Attention, norms, loss, optimizer and tokens are the same in both models. Before the first
-step, the bench feeds random tokens to both mixtures. If their outputs differ by more than rounding explains, the report
-says WRONG. The learning rate is 0, so that weights and routing do not change during the run. `load_max` is the load of
-the expert with the most tokens, divided by the mean load of all experts.
+In `standard_grouped`, megatron-core's own mixture of experts (router, dispatcher, GroupedMLP) replaces the standard
+model's mixture and takes over its weights. whole_steps/megatron_experts.py lists what works without Transformer Engine.
+Attention, norms, loss, optimizer and tokens are the same in both models. Before the first step, the bench feeds random
+tokens to both mixtures. If their outputs differ by more than rounding explains, the report says WRONG. The learning
+rate is 0, so that weights and routing do not change during the run. `load_max` is the load of the expert with the most
+tokens, divided by the mean load of all experts.
 
 The models take turns in `--rounds` rounds. All models together do not fit into memory, so each turn builds and warms up
 its model again. In each round, the step time of each model is divided by the step time of the standard model without
@@ -232,8 +231,8 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
 
 
 def faster_way(found: dict[str, Found], kind: str) -> str:
-    """Return the name of the fastest model of this kind, with or without CUDA graphs. Models with megatron-core's
-    mixture of experts do not count."""
+    """Return the name of the faster variant of a kind (GSA or standard): with or without CUDA graphs. Variants with
+    megatron-core's mixture of experts do not count."""
     ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
     return min(
         ways,

@@ -6,14 +6,14 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 All layouts have the same number of sequences per device. The short name of a layout gives its parallel sizes
-(whole_steps/layout_names.py). Ranks that these sizes do not use are data parallel. The bench also runs on CPUs, but
+(whole_steps/layout_names.py). The data-parallel size follows from the number of ranks. The bench also runs on CPUs, but
 there it reports neither memory nor MFU.
 
 With --breakdown, the bench traces two more steps of each model. It prints the mean time per step of each part of the
 model, in milliseconds, on the device of rank 0. `exposed` is the time in which only kernels of NCCL ran, which includes
 waits for other ranks. `exposed_max` is the largest `exposed` of any rank. `idle` is the time in which no kernel ran.
-The parts, `exposed` and `idle` add up to the traced step, which takes longer than the measured step. `overlapped` is
-the time in which communication ran together with other kernels. This time also counts in the parts. The rules are in
+The traced step is the sum of `exposed`, `idle` and all parts. It takes longer than the measured step. `overlapped` is
+the time in which communication ran together with other kernels. The parts include this time. The rules are in
 gsa_train/profiling/step_breakdown.py.
 """
 

@@ -115,9 +115,8 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error. The error is computed for normally distributed values, whose standard
-    deviation is 1.48 times their median absolute deviation. The standard error of the median is 1.25 times the standard
-    error of the mean."""
+    """Return the median and its standard error. Both factors hold for a normal distribution: the standard deviation is
+    1.48 times the median absolute deviation, and the median's standard error is 1.25 times the mean's."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
@@ -200,7 +199,7 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def commit() -> str:
     """Return the commit of these sources, from GSA_COMMIT or from git. Git adds -dirty if the sources differ from the
-    commit. If a copy of the sources has no git repository, or an old one, set GSA_COMMIT there."""
+    commit. Set GSA_COMMIT for a copy of the sources without an up-to-date git repository."""
     found = os.environ.get("GSA_COMMIT", "")
     # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():

@@ -1,4 +1,4 @@
-"""Builds key lists with which benches time kernels. This takes a few passes on the device, and no mask of all pairs."""
+"""Builds key lists for timing kernels, in a few passes on the device and without a mask of all pairs."""
 
 import torch
 

@@ -4,7 +4,7 @@
     python launch/export_hf.py --run runs/demo --out demo_hf
     python examples/grpo.py demo_hf --out demo_grpo
 
-Supervised fine-tuning first teaches the form of an answer. About half of the answers in its examples are wrong. GRPO
+Supervised fine-tuning first teaches only the form of an answer: about half of its examples have a wrong answer. GRPO
 then samples several answers to each sum, and rewards the right ones. With the demo's model, training takes about a
 minute on two CPU cores.
 
@@ -14,9 +14,9 @@ question. For example, with an instruct model on a GPU:
     python examples/grpo.py sparse_135m --out grpo_135m --attention gsa --sft-steps 0 --steps 100 --lr 6e-5 \
         --largest 9 --shots 48
 
-The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory. Between
-generation and scoring, the log-probability of a sampled token changes. `log_prob_changes` has the mean and the largest
-change. Under `replayed`, scoring attends to the keys that generation selected. Under `not_replayed`, scoring selects
+The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory. Its
+field `log_prob_changes` has the mean and the largest change of a token's log-probability between generation and
+scoring. Under `replayed`, scoring attends to the keys that generation selected. Under `not_replayed`, scoring selects
 its own keys.
 """
 
@@ -68,9 +68,9 @@ def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]
 
 
 def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 64) -> dict[str, list[float]]:
-    """Generate `new` tokens after each prompt. Between generation and scoring, the log-probabilities of these tokens
-    change. Return the mean and the largest change twice: for scoring with the keys that generation selected (replayed),
-    and for scoring that selects its own keys (not_replayed)."""
+    """Generate `new` tokens after each prompt, and score them. Return the mean and the largest change of a token's
+    log-probability, once with the keys that generation selected (replayed), and once with keys that scoring selects
+    (not_replayed)."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     options: dict[str, Any] = {"do_sample": True, "min_new_tokens": new, "max_new_tokens": new}
     model.eval()

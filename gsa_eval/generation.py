@@ -47,8 +47,8 @@ def continue_prompts(
 ) -> list[str]:
     """Returns the text of each continuation before the first token of `tokenizer.stop_ids` or text of `stops`.
 
-    The returned text has no special tokens, but a stop may still name one. If the vocabulary is padded, ids after the
-    tokenizer's last token exist. They are never generated.
+    The returned text has no special tokens, but `stops` may name some. A padded vocabulary has ids after the
+    tokenizer's last token, which are never generated.
 
     Args:
         prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.

@@ -1,7 +1,7 @@
 """Make prompts for 11 of RULER's 13 tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
-The prompt of a task has `size` units of filling text. `fill` finds the largest `size`, within 1%, with which the prompt
-has at most a given number of tokens.
+The prompt of a task has `size` units of filling text. `fill` finds, to within 1%, the largest `size` whose prompt has
+at most a given number of tokens.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ MOST_FREQUENT = 100
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make a text of coded words. The frequency of a word is proportional to 1 / rank^2. Rank 1 belongs to the dots,
+    """Make a text of coded words. The frequency of a word is proportional to 1 / rank^2. The word of rank 1 is "...",
     which the answer leaves out. As in RULER's `freq_words_extraction.py`, a text of n tokens has n // 50 different
-    words, and the dots count as one of them."""
+    words, including "..."."""
     codes: list[str] = []
     while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)

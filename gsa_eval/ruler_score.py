@@ -87,9 +87,9 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
-    Worker processes make the next samples while the model answers earlier ones. To make a prompt that fits the length,
-    a sample is tokenized several times. This takes longer than the answer on a GPU, and holds the interpreter's lock,
-    so threads would not help.
+    Worker processes make the next samples while the model answers earlier ones. To fit a prompt to the length, a sample
+    is tokenized several times, which takes longer than the model's answer on a GPU. Threads would not help, because
+    tokenizing holds the interpreter's lock.
 
     Raises:
         ValueError: as in `score_ruler`.

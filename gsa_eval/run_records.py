@@ -26,8 +26,8 @@ class Event(NamedTuple):
 
 
 def records_of(run_dir: Path) -> list[Record]:
-    """Read metrics.jsonl, and return its records in order of their steps. The file is not in this order, because the
-    end of a save is logged some steps after the step that was saved, perhaps in the next phase."""
+    """Read metrics.jsonl, and return its records in order of their steps. The file is not in this order: the record of
+    a save names the step that was saved, but is written when the save ends, some steps later."""
     path = run_dir / "metrics.jsonl"
     records = read_records(path, fault_of_record)
     damaged = of_other_lengths(records)

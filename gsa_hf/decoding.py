@@ -1,7 +1,7 @@
 """Decode one token of each sequence for `Generator`, by the model's forward pass or by fused steps.
 
 `FusedDecoder` joins all projections that have the same input: it concatenates their weights into one joined weight, so
-that one product computes all of them. Torch computes the products. For few sequences, special kernels can compute them
+that one product computes all of them. The products run in torch or, for few sequences, in special kernels
 (row_layers.py). The decoder writes into a static cache and never synchronizes with the host, so a CUDA graph can
 capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, and Lk cache
 slots.
@@ -249,7 +249,7 @@ class FusedDecoder:
         return formats.AngleTable(values, self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Return the rotary cosines and sines of the positions of the tokens, [B, channels], for the heads and for the
+        """Return the rotary cosines and sines at the tokens' positions, [B, channels], for the heads and for the
         indexer. If a kernel looks up the angles itself, return the table of all positions instead."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()

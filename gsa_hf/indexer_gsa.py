@@ -81,8 +81,8 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Return whether `scores` adds the bias c of the head weights, in fp32. If quantisation or an adapter has
-        replaced the projection of the head weights, the replacement adds this bias itself."""
+        """Return whether `scores` must add the bias c of the head weights, which it does in fp32. If quantisation or an
+        adapter replaced the projection of the head weights, the replacement has already added c."""
         return type(self.weights_proj) is nn.Linear
 
     @property

@@ -1,5 +1,5 @@
-"""Define the columns of a study's tables. A column has one number for each run, which is read at a number of tokens,
-after a time of training, over all steps, or at the end."""
+"""Define the columns of a study's tables. A column has one number for each run: its value at a number of tokens, after
+a time of training, over all steps, or at the end."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Column:
 
 
 def columns_of(study: Study, equal: Equal | None) -> list[Column]:
-    """Return the columns of the study in their order, without values. Some columns compare runs at equal tokens or at
-    equal time. If `equal` is None, these columns are left out."""
+    """Return the columns of the study in their order, without values. If `equal` is None, leave out the columns that
+    compare runs at equal tokens or at equal time."""
     columns: list[Column] = []
     for metric in study.config.metrics:
         found = _of_metric(study, metric, equal)

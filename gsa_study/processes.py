@@ -43,8 +43,8 @@ def count_gpus() -> int | None:
 
 
 def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
-    """Raise StudyError if a GPU of `gpus` does not exist, because its jobs would run on CPUs, or if a run needs more
-    GPUs than `gpus` has. `gpus=None` means CPUs. There, all ranks share the cores, so no run needs too many."""
+    """Raise StudyError if a GPU of `gpus` does not exist (its jobs would run on CPUs), or if a run needs more GPUs than
+    `gpus` has. With gpus=None, all ranks share the CPU cores, so every run fits."""
     there = count_gpus() if gpus else None
     for name in gpus or ():
         by_id = name.startswith(("GPU-", "MIG-"))  # as `nvidia-smi -L` prints them

@@ -83,8 +83,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
     A run is left out if its records are cut off, or if it began with another config than the study now has. If a
-    recorded run has no local folder, its recorded values are kept. These values belong to the recorded point (tokens
-    and time), so all runs are then compared at this point. A new run that ended before this point has no value there.
+    recorded run has no local folder, its recorded values are kept. They were read at the recorded point (tokens and
+    time), so the other runs are also read at this point. A new run that ended before it has no value there.
 
     Raises:
         ConfigError: a file of the record is damaged.

@@ -148,9 +148,9 @@ def number_of(value: Any) -> float | None:
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return points (step, seconds of training so far), at the start of the run and at the end of each phase. Each step
-    counts with the median `step_seconds` of its phase, so time grows linearly between two points. The median excludes
-    compilation, a busy machine, validation, saves and restarts."""
+    """Return points (step, seconds of training so far), at the start of the run and at the end of each phase. Every
+    step of a phase counts as the phase's median `step_seconds`, so time grows linearly between two points. The median
+    excludes compilation, a busy machine, validation, saves and restarts."""
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []

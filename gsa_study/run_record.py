@@ -1,5 +1,5 @@
-"""Define what tables and figures need to know of a run. It comes from the local folder of the run, or from the record
-in docs/results."""
+"""Define the data of a run that tables and figures need. They come from the run's local folder, or from the record in
+docs/results."""
 
 from __future__ import annotations
 

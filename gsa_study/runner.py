@@ -68,9 +68,9 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start the jobs that can start now. If another process still writes the run folder of the next job, this job
-        must wait, and the function returns True. This happens after a study was killed: its runs still save a
-        checkpoint before they end."""
+        """Start the jobs that can start now. Return True if the next job must wait, because another process still
+        writes its run folder. This happens after a study was killed: its runs still save a checkpoint before they
+        end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self.due, [each.job for each in self._running], free)

@@ -191,9 +191,9 @@ FORMULA = tuple("=+-@\t\r")
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Write CSV. A spreadsheet takes text that begins with a character such as `=` for a formula. A run folder may have
-    such text, for example as the name of a device. The text gets an apostrophe in front, which spreadsheets do not
-    show."""
+    """Write CSV. A text that begins with a character such as `=` gets an apostrophe in front, because a spreadsheet
+    would take it for a formula. Spreadsheets do not show the apostrophe. A run folder may have such a text, for example
+    as the name of a device."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()

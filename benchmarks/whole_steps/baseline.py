@@ -1,7 +1,7 @@
 """Defines the baseline of whole steps: the dense model in plain torch.
 
 The model uses torch.compile for each layer, cuDNN's attention, bf16 weights with fp32 master weights, and fused AdamW.
-As an option, its matrix products run in float8 by torchao, with one scale per matrix. The weights have the same layout
+Optionally, torchao computes its matrix products in float8, with one scale per matrix. The weights have the same layout
 as in our model.
 """
 

@@ -2,7 +2,7 @@
 
 Without Transformer Engine, megatron-core offers this mixture: its router, token dispatchers, shared expert, and
 GroupedMLP. GroupedMLP needs the package grouped_gemm. Here torch's grouped matrix product replaces this package. As in
-Megatron-LM, every fusion is on that needs neither Transformer Engine nor grouped_gemm.
+Megatron-LM, all fusions are on, except the ones that need Transformer Engine or grouped_gemm.
 """
 
 from __future__ import annotations

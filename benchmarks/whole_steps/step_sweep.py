@@ -148,8 +148,8 @@ class Sweep:
         return any(wanted <= row.items() for row in self.report.rows if "whole_ms" not in row)
 
     def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
-        """Measure a case and store its row. If the case is the standard model, and the model fits the device, return
-        the model. Otherwise return None."""
+        """Measure a case and store its row. Return the model if it is the standard model and fits the device. Otherwise
+        return None."""
         subject, failed = None, ""
         cells: Cells = {}
         try:
@@ -261,8 +261,8 @@ def whole_model(shallow: Mapping[str, Any], deep: Mapping[str, Any], layers: int
 
 
 def add_whole_models(report: harness.Report) -> None:
-    """Add a row for each whole model, computed from the rows of this device and commit. Also add whether each aim is
-    met."""
+    """Add a row for each whole model, computed from the rows that this device measured at this commit. Also add whether
+    each aim is met."""
     here = (report.environment["gpu"], report.environment["commit"])
     report.rows = [row for row in report.rows if "whole_ms" not in row or (row["gpu"], row["commit"]) != here]
     report.bars.clear()

@@ -8,14 +8,14 @@ first. A block is filled in three steps:
 2. The block repeatedly takes the largest document that fits into the free space. Of equal lengths it takes the oldest.
 3. FILLER tokens fill the remaining space.
 
-A document that is longer than a block does not go through these steps. It is first cut into whole blocks. Each of these
-blocks begins with the last token of the previous block. The rest of the document, which then fits into a block, stays
-in the pool. Every token except the first of a document is therefore predicted exactly once, and from its own document.
-After an EOS, nothing is predicted (pack.loss_mask).
+If a document is longer than a block, whole blocks are first cut from it. Only the rest, which fits into a block, goes
+through these steps. Each piece begins with the last token of the previous piece. Every token except a document's first
+is therefore predicted exactly once, in a block that also has the token before it. After an EOS, nothing is predicted
+(pack.loss_mask).
 
 Each block begins with the oldest document of the pool, so no document waits there for long. A saved position therefore
-refers only to recently read documents. The pool grows by one document per block until it is full. If it were full from
-the start, the first blocks of a run would have only long documents.
+refers only to recently read documents. The pool grows by one document per block until it is full. A pool that is full
+from the start would fill the first blocks of a run with long documents only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
-A conversation is one document. One bit above the id of each token says whether the loss covers this token (marks.py).
-The loss mask is thus part of the tokens, so packing and the broadcast to the ranks do not separate them.
+A conversation is one document. Each token is an integer: its id and, in a higher bit, whether the loss covers it
+(marks.py). Tokens and loss mask therefore stay together in packing and in the broadcast to the ranks.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
     missing_messages: there is no list `messages`, or the list is empty
     bad_message: a message is not an object, a role is unknown, content is not text, `tools` is not a list, or fields
         are nested more than 250 levels deep
-    empty_text: a message has neither content nor tool calls of an assistant
+    empty_text: a message has no content, and is not an assistant's message with tool calls
     no_assistant: there is no assistant's message to train on
     huge_document: the JSON is longer than max_document_bytes
     """

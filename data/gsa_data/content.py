@@ -84,9 +84,8 @@ def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse)
 
 
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
-    """Read samples of local files concurrently. On a network file system, each opening of a file waits for a server,
-    and these waits then overlap. fsspec would be slower, because it opens each file three times, and reads one file
-    after another."""
+    """Read samples of local files concurrently, because on a network file system each opening of a file waits for a
+    server. fsspec would be slower: it opens each file three times, and reads one file after another."""
     outcomes = [in_background(partial(_read_parts, *file)) for file in files]
     return [content for outcome in outcomes for content in outcome.result()]
 

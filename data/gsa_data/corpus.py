@@ -102,8 +102,8 @@ def shard_reader(
 ) -> ShardReader:
     """Returns the reader of the corpus.
 
-    The sources of the text are known only after it is read. If `weights` has a wrong source name for text, this
-    function therefore cannot refuse it. The mistake appears only in the log, as a source without tokens.
+    The sources of a text are known only after it is read, so for text this function cannot check the source names in
+    `weights`. A wrong name appears only in the log, as a source without tokens.
 
     Raises:
         DataFault: another tokenizer made the tokens, or `weights` names a source that the tokens do not have

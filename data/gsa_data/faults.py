@@ -123,6 +123,6 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning in one line. The same warning is logged once per process, because a small corpus reads its shards
-    many times. The text may be untrusted."""
+    """Log a warning in one line, once per process: the shards of a small corpus are read many times, and each time give
+    the same warnings. The text may be untrusted."""
     logger.warning("%s", printable(message))

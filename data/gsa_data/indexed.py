@@ -13,10 +13,10 @@ All numbers in NAME.idx are little-endian. The file has these fields, in this or
 
 This is the layout of megatron.core.datasets.indexed_dataset.
 
-Every dataset is a shard of this corpus, and every document is a line of the shard. If a dataset lies in a sub-folder,
-the name of the sub-folder is the source of its documents. If a dataset lies in the folder itself, its source is
-NO_SOURCE. This module checks more than megatron-core does: sizes and pointers must fit exactly, ids must lie in the
-vocabulary, and a dataset of `prepare.py tokens` must match its record (prepared.py).
+Every dataset is a shard of this corpus, and every document is a line of the shard. A document's source is the name of
+the dataset's sub-folder, or NO_SOURCE if the dataset lies in the folder itself. This module checks more than
+megatron-core does: sizes and pointers must fit exactly, ids must lie in the vocabulary, and a dataset of `prepare.py
+tokens` must match its record (prepared.py).
 """
 
 from __future__ import annotations

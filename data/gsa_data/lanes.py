@@ -97,8 +97,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields all slots (document, copy) from the given slot on. The given slot may have no copy of its document in
-        this epoch. With `first_in_any_case`, it comes first even then."""
+        """Yields all slots (document, copy) from the given slot on. With `first_in_any_case`, the given slot comes even
+        if its document has fewer copies in this epoch."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy

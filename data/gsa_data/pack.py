@@ -20,9 +20,8 @@ AnyTokens = NDArray[np.integer[Any]]
 class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
-    The document is in a unit (a part of a shard). In this epoch, the lane reads this unit as number `unit`. The
-    document has the slot (`document`, `copy`) in the unit, see source_weights.py. Without weights of sources, `copy` is
-    0.
+    `unit` counts the units (parts of shards) that the lane reads in this epoch. The document's slot in its unit is
+    (`document`, `copy`), see source_weights.py. Without weights of sources, `copy` is 0.
     """
 
     epoch: int

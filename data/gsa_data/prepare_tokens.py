@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
 def prepare_tokens(
     data: str, tokenizer: Tokenizer, out: Path, workers: int, reading: Reading, text_field: str = "text"
 ) -> IndexedFolder:
-    """Write the datasets of all shards of `data` that `out` lacks. Existing datasets are verified. A dataset is kept if
-    it is intact, and if its shard was not bad when it was written. Other datasets are written again.
+    """Write one dataset to `out` for each shard of `data`. An existing dataset is kept if it is intact and its shard
+    was not bad when the dataset was written. Otherwise it is written again.
 
     Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if all shards together have no
     document. Finished datasets stay.

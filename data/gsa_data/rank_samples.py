@@ -59,8 +59,8 @@ class RankSamples(IterableDataset[list[Block]]):
     """Yields the samples of one rank. Worker w of W yields every W-th sample, starting at w, in groups.
 
     If ranks x workers does not divide num_lanes, several workers share a lane. The start of a block depends on all
-    earlier blocks of the lane, so each of these workers must make all of them. A worker drops the blocks that belong to
-    other workers, and does not count them. Every block is therefore returned once and counted once.
+    earlier blocks of the lane, so each of these workers makes all blocks of the lane. It drops the blocks that belong
+    to other workers, and does not count them. Every block is therefore returned once and counted once.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Define the interface of shard readers, which return the lines of one shard as tokens.
 
 There are three readers. TextReader tokenizes shards of text. ChatReader (chat.py) tokenizes conversations.
-IndexedReader (indexed.py) maps megatron-core's datasets, which `prepare.py tokens` writes, too. The lanes, the packing
-and the stream use only the interface, and treat all readers alike.
+IndexedReader (indexed.py) maps datasets in megatron-core's format, which `prepare.py tokens` can write. The lanes, the
+packing and the stream use only the interface, and treat all readers alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EncodedDocument(NamedTuple):
 
 
 class ShardLines(Protocol):
-    """Holds the lines of one shard in file order. An item is a document, which is encoded when it is accessed, or the
-    name of a fault."""
+    """Holds the lines of one shard in file order. An item is a document or the name of a fault. A document is encoded
+    when it is accessed."""
 
     def __len__(self) -> int: ...
 

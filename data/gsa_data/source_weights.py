@@ -7,9 +7,9 @@ epoch.
 
 A unit (a part of a shard, see lanes.py) of n documents is read in n places. Place j has one slot (j, c) for each copy
 number c. Slot (j, 0) has document j. Slot (j, 1) has document j - n/2, slot (j, 2) has document j - n/4, and so on. The
-offsets follow the van der Corput sequence, and document numbers are taken modulo n. If a document has fewer copies in
-this epoch, the slots of its other copies are skipped. Copies of a document are therefore far apart, and the shares of
-the sources are constant along a unit. Slots do not depend on the weights, so the weights may change at any slot.
+offsets follow the van der Corput sequence, and document numbers are taken modulo n. Copies of a document are therefore
+far apart, and the shares of the sources are constant along a unit. If a document has fewer copies in this epoch, the
+slots of its other copies are skipped. Slots do not depend on the weights, so the weights may change at any slot.
 """
 
 from __future__ import annotations

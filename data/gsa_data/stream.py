@@ -4,8 +4,8 @@ the number of ranks or workers.
 The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is block i // num_lanes of lane i % num_lanes.
 Rank r of D takes the samples with i % D == r. If D does not divide num_lanes, ranks share lanes. Each block carries the
 position at which the next block of its lane begins. A position is a cursor and, with best_fit packing, the pool of
-documents of the lane. A saved state has the positions after the blocks that were returned. Prefetched blocks were not
-returned yet, so they do not change the state. Data flows through these classes:
+documents of the lane. A saved state has the position of each lane after its last returned block. Prefetched blocks do
+not change it. Data flows through these classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -155,8 +155,8 @@ class BlockStream:
     def checksum(self) -> int:
         """Returns the sum of the CRC-32 of the newest returned blocks, seeded with their global sample numbers.
 
-        The sum of the checksums of all ranks identifies the text of a step and its order. This sum is the same for any
-        number of ranks and workers.
+        Added up over all ranks, the checksums identify the blocks of a step and their order. This sum is the same for
+        any number of ranks and workers.
         """
         if self._last_blocks is None:
             return 0

@@ -46,7 +46,8 @@ class Tokenizer:
         vocab_size: the largest id + 1
         fingerprint: the sha256 of the file. If `eos_token` is not the file's default, the fingerprint also has its id
         stop_ids: the tokens at which a generated text ends: `eos_id`, and what companions.set_up_tokenizer adds
-        is_chat: whether the model reads conversations. If so, a prompt that spells a special token gets this token
+        is_chat: whether the model reads conversations. If so, the name of a special token in a prompt is encoded as
+            this token
 
     Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """
@@ -102,7 +103,7 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        If the text spells a special token, this function encodes it as that token. `encode` does not. The text is split
+        Unlike `encode`, this function encodes the name of a special token in the text as this token. The text is split
         only at special tokens (in sentencepiece, at control symbols), as in transformers' apply_chat_template. It is
         not split at the ends of `parts`, so a token may overlap an end.
         """

@@ -3,9 +3,9 @@
     python launch/oracle.py --hf DIR --haystack PLACE --lengths 4096,8192 --out FILE.json
 
 The model may be any decoder of transformers with plain attention. It answers RULER's needle tasks token by token. Each
-layer reads only some of the keys, which its own attention probabilities select. A form says how they select: single
-keys or blocks of neighbouring keys, for each query or for a group of neighbouring queries. Exit code 2 means wrong use,
-or an unreadable model or text.
+layer reads only the keys that its own attention probabilities select. A form says whether they select single keys or
+blocks of neighbouring keys, and how many neighbouring queries share a selection. Exit code 2 means wrong use, or an
+unreadable model or text.
 """
 
 from __future__ import annotations

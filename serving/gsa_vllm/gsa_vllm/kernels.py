@@ -1,8 +1,8 @@
 """Compute attention over vLLM's pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
-vLLM computes its requests in steps. In each step, the requests that decode come first. They share their kernel
-launches. For each other request, this module gathers the keys and runs the kernels of training. In shapes, B is the
-number of decoding requests. The other letters are the letters of pages.py.
+vLLM computes its requests in steps. In each step, the decoding requests come first, and share their kernel launches.
+For every other request, this module gathers the keys and runs the kernels of training. In shapes, B is the number of
+decoding requests. pages.py defines the other letters.
 """
 
 from dataclasses import replace
