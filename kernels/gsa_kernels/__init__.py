@@ -4,8 +4,8 @@
     out, lse = sparse_attention(q, k, v, selection, geometry, gate_logits, implementation="triton")
     loss, kl_of_rows = indexer_loss(indexer, q, k, lse, selection, geometry, implementation="triton")
 
-`GatedSparseAttention` is the whole layer as a torch module. `gsa_kernels.reference` exports the definitions of the
-parts of each operation. `gsa_kernels.limits` lists what the kernels support.
+`GatedSparseAttention` is the whole layer as a torch module. `gsa_kernels.reference` exports the parts of the reference
+implementation. `gsa_kernels.limits` lists what the kernels support.
 
 Each name is imported on first use. A program that only plans a run can therefore read the limits without loading torch
 or Triton.

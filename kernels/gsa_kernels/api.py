@@ -6,16 +6,15 @@ fused kernels, which need a CUDA device. `reference` runs plain torch on any dev
 gradients up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
 Non-finite inputs: if one of a query's scores is NaN, the query's variance is NaN, and its budget is k_base. The query
-then selects this number of causal keys, but it is unspecified which keys. If it selects a key whose score is NaN, the
-KL of this query and the loss are NaN. If inputs are infinite, only two properties of a selection are guaranteed: it has
-the right number of keys, and all its keys are causal. In both cases, the results of all other queries change in the
-last bits at most.
+still selects that many causal keys, but it is unspecified which. If one of them has a score of NaN, the KL of this
+query and the loss are NaN. With infinite inputs, a selection still has the right number of keys, all of them causal,
+but nothing else is guaranteed. In both cases, the results of queries without non-finite values change in the last bits
+at most.
 
-The results of a query are its output, its log-sum-exp, its KL and its gradients. They depend only on the keys that the
-query selects. With a packed mask, keys that the query does not select change no bit of its results. With key lists, the
-last bits can change, because limits.TILE_QUERIES neighbouring queries form a tile that shares one list of keys, and
-sums follow the order of this list. If a neighbour in the tile, such as a later query, selects other keys, the list
-changes, and so do the last bits of the results (by about 1e-7 of a value in fp32).
+The results of a query (output, log-sum-exp, KL and gradients) depend only on the keys that the query selects. With a
+packed mask, other keys change no bit of them. With key lists, limits.TILE_QUERIES neighbouring queries form a tile that
+shares one list, and sums follow the order of this list. The last bits of a query's results (about 1e-7 of a value in
+fp32) therefore depend on the selections of its neighbours in the tile, even of later queries.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def select(
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
     If keys have equal scores, the key with the lower index is selected first. The selection is deterministic and has no
-    gradient. With Triton, the kernels compute scores that differ from the scores of the reference by rounding. For the
-    scores that the kernels compute, their top-k is exact.
+    gradient. With Triton, the top-k is exact for the kernels' scores, which differ from the reference's scores by
+    rounding.
 
     Args:
         indexer: queries [B, L, HI, DI]; all Lk keys
@@ -156,8 +155,8 @@ def sparse_attention_with_loss(
 
     Attention's backward pass computes the attention probabilities, and the indexer loss uses these probabilities as its
     target. Triton rounds this target to fp16. The KL of each row is known only in the backward pass, so this function
-    does not return it. If `FusedLoss.on_rows` is set, the backward pass calls `FusedLoss.on_rows` with the KL of each
-    row. With Triton, `can_fuse_indexer_loss` must be true.
+    does not return it. Instead, the backward pass calls `FusedLoss.on_rows`, if set, with the KL of each row. With
+    Triton, `can_fuse_indexer_loss` must be true.
     """
     _check_rows(loss.indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -168,8 +167,8 @@ def sparse_attention_with_loss(
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
     """Return whether `sparse_attention_with_loss` supports these tensors with Triton.
 
-    They must be in bf16, on a Hopper GPU or in Triton's interpreter, and the selection must have a packed mask. The
-    number of query heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
+    q and k must be bf16, on a Hopper GPU or in Triton's interpreter. The selection must have a packed mask. The number
+    of query heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
     """
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
@@ -185,8 +184,8 @@ def sampled_lse(
 ) -> torch.Tensor:
     """Compute the log-sum-exp of the attention logits of S queries, for statistics. Return fp32 [B, H, S].
 
-    For each query, the sum runs over the keys that `packed_mask` selects. The cost is about 4 B H S Lk D operations, as
-    much as attention of S queries to all Lk keys.
+    Each query sums over the keys that `packed_mask` selects. This costs as much as dense attention to all Lk keys,
+    about 4 B H S Lk D operations.
 
     Args:
         q: [B, S, H, D], in any order; a query may occur repeatedly, with different masks

@@ -275,7 +275,7 @@ def _has_choice(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, base: float, scaling: YarnScaling | None = None
 ) -> torch.Tensor:
-    """Apply the rotary embedding to pairs (x[i], x[i + D / 2]) of x [B, L, H, D] in fp32 (fp64 for fp64).
+    """Apply the rotary embedding to pairs (x[i], x[i + D / 2]) of x [B, L, H, D] in fp32 (fp64 for fp64 inputs).
 
     Args:
         positions: int [L] or [B, L]

@@ -1,7 +1,7 @@
 """Implements the cache of `GatedSparseAttention`, and the attention of new tokens to the tokens in the cache.
 
 For a single new token, `api.decode_step` computes sparse attention. For several new tokens, and for dense attention,
-this module calls the functions for training. To these functions, the new tokens are the last queries of the sequence
+this module calls the functions for training, with the new tokens as the last queries of the sequence
 (`Geometry.query_start`).
 """
 

@@ -108,9 +108,9 @@ CANDIDATE_BYTES = 8
 def candidate_room(most_keys: int) -> int:
     """Return the number of candidates of a row for which memory is reserved, at the largest budget.
 
-    `_guess_kernel` chooses a threshold that at most `sampled` of the sampled keys reach. Each sampled key stands for
-    CANDIDATE_SAMPLE_STRIDE keys, so at most about CANDIDATE_SAMPLE_STRIDE * `sampled` keys of the row reach the
-    threshold. The result allows for three standard deviations more, which suffices for all but one row in a thousand.
+    `_guess_kernel` chooses a threshold. At most `sampled` of the sampled keys reach it, and each of them stands for
+    CANDIDATE_SAMPLE_STRIDE keys, so at most about CANDIDATE_SAMPLE_STRIDE * `sampled` keys of the row reach it. The
+    result allows for three standard deviations more, which suffices for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)

@@ -207,8 +207,8 @@ def kl_of_rows(indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor) ->
 def _taken_rows(
     num_rows: int, selection: Selection | None, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the sampled rows, int64, or None for all rows. Also return the factor by which to multiply their sum to
-    estimate the sum over all rows.
+    """Return the sampled rows (int64; None for all rows), and a factor. The sum over the sampled rows times this factor
+    is an estimate of the sum over all rows.
 
     As in the kernels, the sample consists of whole tiles if there are key lists, and otherwise of stretches of rows
     (`sample_rows`).

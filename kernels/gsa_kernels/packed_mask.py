@@ -5,7 +5,7 @@ import torch
 
 
 def int32_words(words: torch.Tensor) -> torch.Tensor:
-    """Convert int64 values from 0 to 2^32 - 1 to int32 with the same bits. For values above 2^31 - 1, a cast alone
+    """Convert int64 values below 2^32 to the int32 values with the same bits. For values from 2^31 on, a cast alone
     would be undefined."""
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 

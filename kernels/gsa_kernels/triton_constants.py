@@ -1,5 +1,4 @@
-"""Define two factors. With them, kernels compute exp and log by the hardware's exp2 and log2. On the host, `.value` is
-the number."""
+"""Defines the factors for computing exp and log by the hardware's exp2 and log2. The host uses `.value`."""
 
 import triton.language as tl
 

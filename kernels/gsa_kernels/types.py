@@ -64,8 +64,8 @@ class Indexer:
 class BudgetRule:
     """Decides how many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
 
-    k_t = clamp(floor(raw), k_min, k_max), but at most the number of the query's causal keys. With var the variance of
-    the query's scores and ema the moving average of the variance, raw depends on `adaptive_k`:
+    k_t = clamp(floor(raw), k_min, k_max), but at most the number of the query's causal keys. `adaptive_k` decides how
+    raw depends on var, the variance of the query's scores, and on ema, the moving average of this variance:
     - `inverse`: raw = k_base * ema / var
     - `direct`: raw = k_base * var / ema
     - `off`: raw = k_base

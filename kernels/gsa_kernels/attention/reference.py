@@ -73,7 +73,7 @@ def sparse_attention(
 
 @torch.no_grad()
 def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) over h where the mask selects the key, and return 0 elsewhere.
+    """Sum the attention probabilities exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) over heads h; 0 outside the mask.
 
     The result is the target of the indexer loss.
 
@@ -136,9 +136,9 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """Return exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H].
+    """Return the share of dense attention probability on the mask: [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H].
 
-    This is the share of the dense attention probability that falls on the keys of the mask.
+    It is exp(lse of the selected keys - lse of all causal keys).
     """
     selected, whole = _log_sum_exp(logits, mask & causal), _log_sum_exp(logits, causal)
     empty = ~causal.any(-1).flatten(1, 2)

@@ -40,9 +40,9 @@ def backward_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gradients of k and v: [B, Lk, Hkv, D].
 
-    If one program per tile of keys and key-value head would not fill the device, the query heads of a key-value head
-    are divided into parts (`count_key_parts`). Each part then has its own program, and a second kernel adds the
-    gradients that the parts computed.
+    There is one program per tile of keys and key-value head. If these are too few to fill the device, the query heads
+    of a key-value head are divided into parts (`count_key_parts`) with one program each, and a second kernel adds the
+    gradients of the parts.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
@@ -142,9 +142,9 @@ def _keys_kernel(
     """One program computes the gradients of one tile of keys for one key-value head, summed over GROUP / SPLITS query
     heads.
 
-    The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands of
-    products, so they can stay in registers. The grid starts with the programs of the first tiles of keys. The most
-    queries attend to these tiles, so their programs take longest.
+    The program works on transposed tiles [KEYS, QUERIES]. This makes probabilities and their gradients the left
+    operands of products, so that they can stay in registers. The grid starts with the first tiles of keys. Their
+    programs take longest, because the first keys are causal for the most queries.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

@@ -248,10 +248,10 @@ def _load_gate(gate, local, member, stride_gl, stride_gh, valid, D: tl.constexpr
 def _seen_keys(
     packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Return the first key and the end of a range of keys that contains every key selected by the tile's queries.
+    """Return a range (first key, end) that contains every key selected by the tile's queries.
 
-    The start of the range is rounded down to a multiple of KEYS. The queries select no key outside the range, so
-    leaving out these keys changes no bit of the result.
+    The first key is rounded down to a multiple of KEYS. The queries select no other keys, so skipping these changes no
+    bit of the result.
     """
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1
@@ -275,7 +275,7 @@ def _attend(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys `first` to `last - 1` to the running softmax of one tile. `first` is a multiple of KEYS."""
+    """Update one tile's running softmax with the keys first <= key < last. `first` is a multiple of KEYS."""
     QUERIES: tl.constexpr = ROWS // HEADS
     queries = tl.arange(0, QUERIES)
     local = queries * stride_wl

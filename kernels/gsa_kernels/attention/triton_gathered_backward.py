@@ -4,10 +4,10 @@ Each program owns a tile of queries and writes the gradient of q for these queri
 program also writes a partial row, which is the contribution of the tile's queries to dV and dK of this key.
 `add_partials_by_key` sums the partial rows of each key in the order of the tiles, so results are deterministic.
 
-To limit scratch memory, the tiles are divided into ranges, and scratch memory holds the partial rows of one range at a
+To limit scratch memory, the tiles are processed in ranges, and scratch memory holds the partial rows of one range at a
 time. If lists are long, a range may have fewer tiles than the device has multiprocessors. Several programs then share a
-tile, and each of them takes a segment of the tile's list. A second kernel adds the gradients of q that these programs
-computed, in a fixed order.
+tile: each takes a segment of the tile's list, and computes this segment's part of the gradient of q. A second kernel
+adds the parts in a fixed order.
 """
 
 import torch
@@ -67,11 +67,10 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of q, k, v and the gate logits from the gradient of `out`.
 
-    `out` and `lse` are the results of the forward pass. In addition to the results, this function needs memory for
-    three purposes:
+    `out` and `lse` are the results of the forward pass. In addition to its results, this function needs memory for
     - the fp32 gradients of k and v
     - the partial rows: up to `scratch_bytes`, or the partial rows of one tile if these are larger
-    - the gradients of q of each segment, if programs share lists: up to `limits.segments_bytes`
+    - if programs share a list, each segment's part of the gradient of q: up to `limits.segments_bytes`
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
@@ -211,8 +210,8 @@ def _backward_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SEGMENTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries for MEMBERS heads. Row m of the program's tiles belongs to
-    query m % QUERIES of the tile and to the program's head m // QUERIES.
+    """One program takes one tile of queries for MEMBERS heads. Its row m is query m % QUERIES of the tile, for the
+    program's head m // QUERIES.
 
     If SEGMENTED is true, the program takes only one segment of the tile's list. It then computes this segment's part of
     the gradient of q and writes the part to `grad_q`, which in this case is fp32
@@ -312,7 +311,7 @@ def _add_segments_kernel(
     length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """For one tile and one head, one program adds the gradients of q that the segments computed, in a fixed order."""
+    """For one tile and one head, one program adds the segments' parts of the gradient of q in a fixed order."""
     place = tl.program_id(0) // MEMBERS % num_tiles
     number_of_head = tl.program_id(0) // MEMBERS // num_tiles
     number = first_tile + tl.load(order + place)

@@ -100,11 +100,11 @@ def _forward_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr, HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries for MEMBERS heads. Row m of the program's tiles belongs to
-    query m % QUERIES of the tile and to the program's head m // QUERIES.
+    """One program takes one tile of queries for MEMBERS heads. Its row m is query m % QUERIES of the tile, for the
+    program's head m // QUERIES.
 
-    In the grid, the programs of one key-value head follow each other, so that the L2 cache holds the keys of this head.
-    Of these programs, the programs of the last tiles come first, because the last tiles have the longest lists.
+    The programs of one key-value head are adjacent in the grid, so that the L2 cache holds the keys of this head.
+    Within a head, the last tiles come first, because they have the longest lists.
     """
     tile = tiles_per_sequence - 1 - tl.program_id(0) % tiles_per_sequence
     part = tl.program_id(0) // tiles_per_sequence

@@ -108,9 +108,8 @@ def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.conste
 
     If a row has fewer than four words, the other vectors are copies of the first vector.
 
-    Four vectors are faster than one tile [ROWS, words], because a vector has fewer elements than the program has
-    threads. The compiler can therefore load a vector directly into the register layout of the logits, without shared
-    memory.
+    Vectors are faster than one tile [ROWS, words]. A vector has fewer elements than the program has threads, so the
+    compiler can load it directly into the register layout of the logits, without shared memory.
 
     Args:
         pointers: [ROWS], to the first word of each row; the next word is `step` elements further
@@ -139,11 +138,10 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
-    The code splits a shift by c % 32 into a shift by c & 6 and a shift by c & 25, because the register layout of a
-    matrix product treats these bits of column c differently. The lane of a thread determines bits 1 and 2 of c (c & 6).
-    This part of the shift differs between lanes, so it needs a shift instruction. The other bits of c depend only on
-    the register, so they are known at compile time. The compiler therefore needs no instruction for the second shift or
-    for the choice of the word: it tests a fixed bit of a fixed word instead.
+    The shift by c % 32 takes two steps: by c & 6 and by c & 25. In the register layout of a matrix product, the lane of
+    a thread determines bits 1 and 2 of c (c & 6), so the first step needs a shift instruction. The register determines
+    all other bits, so the second step and the choice of the word are known at compile time: the compiler tests a fixed
+    bit of a fixed word instead.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

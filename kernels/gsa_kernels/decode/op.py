@@ -62,8 +62,8 @@ def decode_select(
 ) -> None:
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
 
-    The selection is exact for the scores that this call computes. These scores differ from the scores of the reference
-    only by rounding, and remain in `cache.workspace.scores`.
+    The selection is exact for the scores that this call computes and leaves in `cache.workspace.scores`. These scores
+    differ from the scores of the reference only by rounding.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys

@@ -1,8 +1,8 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
-A program takes pairs of the weight's rows: two channels that rotate together, a value and its gate, or any two other
-rows. A program therefore needs no results of other programs, with one exception: norms of the indexer need whole heads.
-Among the programs that compute rows of the indexer, the program that finishes last applies these norms.
+A program takes pairs of the weight's rows, such as two channels that rotate together, or a value and its gate. It
+therefore needs no results of other programs, except for the indexer's norms, which need whole heads. The last of the
+indexer's programs to finish applies these norms.
 """
 
 from typing import NamedTuple
@@ -177,8 +177,8 @@ def _pairs_of(
     and the sine in the table, and whether the pair rotates.
 
     All results are [TILE]. The first `channels` rows of a head rotate in pairs (i, i + channels / 2). The n other rows
-    of the head do not rotate, but also form pairs (i, i + n / 2). If values have gates, each value forms a pair with
-    its gate, which is K rows further, where K is the number of values.
+    of the head do not rotate, but also form pairs (i, i + n / 2). If the K values have gates, value i and its gate i +
+    K form a pair.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

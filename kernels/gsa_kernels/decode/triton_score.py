@@ -1,10 +1,9 @@
-"""Computes indexer scores of one query per sequence in one pass over the cached keys, with moments and a histogram.
+"""Computes indexer scores of one query per sequence, their moments and a histogram in one pass over the cached keys.
 
-In a histogram of all scores, many similar scores would share a bin. This would be slow, because increments of one bin
-run one after the other. Each program therefore first scores the same small sample of keys, spread evenly over the
-sequence. From the sample, the program derives a floor, which is a bin such that more than k keys should have scores in
-higher bins. The program then counts only scores in bins above the floor. If the floor is too high, the selection is
-slower, but still exact.
+In a histogram of all scores, many similar scores would share a bin, and increments of one bin run one after the other.
+Each program therefore counts only scores in bins above a floor. To find the floor, it first scores a small sample of
+keys, spread evenly over the sequence and the same for every program. The floor is a bin such that more than k keys are
+expected in higher bins. If it is too high, the selection is slower, but still exact.
 """
 
 import torch

@@ -1,16 +1,15 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
 `score_keys` has counted the scores above a floor in a histogram. The keys of a sequence are divided into spans, and
-each program has one span. In the first kernel, each program finds the bin that contains the k-th highest score. It
-counts the keys of its span that are in higher bins, and appends the keys of its span that are in this bin to a list. In
-the second kernel, each program finds the exact k-th highest score in the list, and writes the indices of the selected
-keys of its span. To know where to write the first index, the program adds up the counts of earlier spans and the
-selected keys of earlier spans in the list. No program therefore waits for another. The order of the list depends on
-timing, but the result does not.
+each program has one span. In the first kernel, each program finds the bin that contains the k-th highest score. In its
+span, it counts the keys in higher bins, and appends the keys in this bin to a list. In the second kernel, each program
+finds the exact k-th highest score in the list, and writes the indices of the selected keys of its span. To know where
+to write the first index, the program adds up the counts of earlier spans and the selected keys of earlier spans in the
+list. No program therefore waits for another. The order of the list depends on timing, but the result does not.
 
-When about half of a kernel's work is done, the kernel allows the next kernel to start (programmatic dependent launch).
-If the next kernel is the one that `LayerCache.beside` launches, the first kernel allows it to start earlier, right
-after its own wait.
+When about half of its work is done, each kernel allows the next kernel to start (programmatic dependent launch). If
+`LayerCache.beside` launches a kernel between these two, the first kernel allows this earlier, as soon as the kernel
+before it has ended.
 """
 
 import torch
@@ -178,8 +177,8 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """Each program finds the budget k and the bin that contains the k-th highest score. It counts the keys of its span
-    that are in higher bins, and appends the keys of its span that are in this bin to the list."""
+    """Each program finds the budget k and the bin that contains the k-th highest score. In its span, it counts the keys
+    in higher bins, and appends the keys in this bin to the list."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)

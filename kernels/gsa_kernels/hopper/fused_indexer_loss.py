@@ -1,8 +1,8 @@
 """Computes attention over selected keys. The backward pass also computes the gradients of the indexer loss.
 
-To compute the gradient of q, attention's backward pass computes the attention probabilities. The sums of these
-probabilities over heads are the target of the indexer loss, so the kernel also writes these sums. A separate kernel for
-the loss would have to compute the probabilities again.
+The target of the indexer loss is a sum of attention probabilities over heads. Attention's backward pass computes these
+probabilities for the gradient of q, so its kernel writes their sums as well. A separate kernel for the loss would have
+to compute them again.
 """
 
 from collections.abc import Callable

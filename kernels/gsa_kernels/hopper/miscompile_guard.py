@@ -104,10 +104,9 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the layout with this name, or the slice of a layout. Return None if it does not derive from a linear
-    layout.
+    """Return the linear layout with this name, or the slice of one. Return None for other kinds of layout.
 
-    In layouts of other kinds, the bits of an axis are adjacent, so sums are right.
+    In other kinds, the bits of an axis are adjacent, so sums are right.
     """
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
@@ -120,8 +119,8 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 def _misplaces(layout: Layout, axis: int) -> bool:
     """Return whether a sum over the axis is wrong in this layout.
 
-    The sum is wrong in two cases. In the first case, the sum crosses warps, and Triton reads the coordinate of a warp
-    or lane along the axis from bits of another axis. In the second case, the lane bits of the axis are not adjacent.
+    There are two cases. Either the sum crosses warps, and Triton computes the coordinate of a warp or lane from bits of
+    the wrong axis. Or the lane bits of the axis are not adjacent.
     """
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)

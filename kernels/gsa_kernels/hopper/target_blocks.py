@@ -1,9 +1,9 @@
-"""Stores the target of the indexer loss in blocks of 32 queries by 32 keys, in the order of the registers.
+"""Stores the target of the indexer loss in blocks of 32 queries by 32 keys, so that a thread loads 16 bytes at once.
 
 In the register layout of a matrix product, a warp covers eight rows, with four lanes per row. Lane i of a row holds
-eight columns: 2i and 2i + 1, and these two columns shifted by 8, 16 and 24. A block stores these eight values side by
-side, so each thread of the loss kernel loads 16 bytes at once. If the target were row-major, the loss kernel would have
-to read it through shared memory, where eight lanes would use one bank (docs/kernels.md, Tuning).
+eight columns: 2i and 2i + 1, and these two columns shifted by 8, 16 and 24. A block stores these eight fp16 values side
+by side. If the target were row-major, the loss kernel would have to read it through shared memory, where eight lanes
+would use one bank (docs/kernels.md, Tuning).
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Computes the gradient of q and, from the same probabilities, the target of the indexer loss (sums over heads).
 
-A program takes four query heads of one key-value head. A product has 128 rows, which are 32 queries for each of the
-four heads. The program adds the probabilities of the four heads, which are in different registers and lanes. If there
-are more than four heads, the loss adds the sums that different programs computed.
+A program takes 32 queries for four query heads of one key-value head: the 128 rows of a product. The probabilities of
+the four heads are in different registers and lanes, and the program adds them. If there are more than four heads, the
+loss adds the sums of the programs.
 """
 
 import torch
@@ -226,10 +226,9 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 def _assembly(values: int) -> str:
     """Return the assembly of `store_sums` for 4 or 8 values per lane of each half.
 
-    The assembly has four groups of operands, in this order: the results, the addresses of the stores, `low` and `high`.
-    The results exist only because inline assembly must have results: they are always 0, and nothing uses them. One
-    result has 4 bytes and stands for four values. Each store writes 8 bytes. One store of 16 bytes would be slower,
-    because it would wait for all sums.
+    The operands are, in this order, the results, the addresses of the stores, `low` and `high`. The results are unused,
+    but inline assembly must have some: one int8 per value, always 0, four to an operand. Each store writes 8 bytes. One
+    store of 16 bytes would be slower, because it would wait for all sums.
     """
     results = values // 4
     places, low = results, results + values
@@ -273,10 +272,9 @@ _STORE_FEW_SUMS, _FEW_SUMS_OPERANDS = tl.constexpr(_assembly(4)), tl.constexpr(_
 def store_sums(places, low, high):
     """Add the values of a query in two lanes, 16 lanes apart, and store the sum as fp16.
 
-    Each lane stores one half of the keys, which is eight or four values of one block. In memory, the values that a
-    thread stores are adjacent. They belong to columns that are not adjacent: counted from the thread's first column,
-    columns 0, 1, 8 and 9, and with eight values also columns 16, 17, 24 and 25. If a thread has other columns in some
-    kernel, `miscompile_guard.py` raises an error.
+    Each lane stores one half of the keys: eight or four values, adjacent in memory. Their columns are not adjacent:
+    counted from the thread's first column, they are 0, 1, 8 and 9, and with eight values also 16, 17, 24 and 25. If the
+    compiler gives a thread other columns, `miscompile_guard.py` raises an error.
 
     Args:
         places: from `_places`

@@ -38,8 +38,7 @@ FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4,
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
     """Return the tile shape. If the tiles of all heads do not fit the shared memory, the function first reduces the
-    number of stages, and then the number of rows. Key lists need a multiple of TILE_QUERIES rows, so the rows stay such
-    a multiple.
+    number of stages, and then the number of rows. Key lists need the number of rows to stay a multiple of TILE_QUERIES.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.
@@ -73,8 +72,8 @@ def write_scores(
 ) -> None:
     """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
-    The kernel writes each tile that contains a key which one of the tile's rows may select, as far as `out` has
-    columns. All other elements of `out` keep their old values.
+    The kernel writes each tile of rows and keys in which some key is causal for some row, cut to the columns of `out`.
+    All other elements of `out` keep their old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension

@@ -4,8 +4,8 @@ This module computes the gradients of gathered keys without atomics. First, a ke
 partial row for each entry of each tile. `find_key_hits` then lists the partial rows of each key, in ascending order of
 their tiles. `add_partials_by_key` adds the partial rows in this order, so results repeat bit for bit.
 
-Tiles are numbered across sequences: with T tiles per sequence, tile i of sequence b has the number b * T + i. The tiles
-are processed in ranges of numbers, so that memory has to hold the partial rows of only one range at a time.
+Tiles are numbered across sequences: with T tiles per sequence, tile i of sequence b has the number b * T + i. To limit
+memory, the tiles are processed in ranges, and memory holds the partial rows of one range at a time.
 """
 
 from dataclasses import dataclass

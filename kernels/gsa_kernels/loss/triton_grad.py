@@ -122,11 +122,11 @@ def score_pass_kernel(
     WITH_VALUE: tl.constexpr,
 ):
     """One program computes the scores of BM rows for SEGMENT columns. A column is a key or, with key lists, an entry of
-    the tile's list. The grid is (segments, tiles, B). If a program's segment has no causal key of its rows, the program
-    writes nothing. Scores are multiplied by log2(e), so that the kernel can use exp2.
+    the tile's list. The grid is (segments, tiles, B). If no key of the segment is causal for the program's rows, the
+    program writes nothing. Scores are multiplied by log2(e), so that the kernel can use exp2.
 
-    The kernel writes G for each tile of keys that has a causal key of the rows. The bits of G do not depend on whether
-    the KL is computed as well.
+    The kernel writes G for each tile of keys in which some key is causal for some row. The bits of G do not depend on
+    whether the KL is computed as well.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)

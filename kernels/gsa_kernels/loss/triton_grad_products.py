@@ -5,9 +5,9 @@ slope_j its derivative at z_j. The gradients are:
     dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
     dweight_j = beta sum_s G a_j      dbias_j = sum_t sum_s dz_j        dbeta = sum_t sum_j weight_j sum_s G a_j
 
-One kernel sums over keys, and another kernel sums over rows. Both recompute the product q_j . k. This recomputation
-lets each program accumulate one gradient of one tile, so no partial gradients are stored for pairs of tiles. Both
-kernels loop in a fixed order.
+One kernel takes a tile of rows and sums over keys. Another takes a tile of keys and sums over rows. Both recompute the
+product q_j . k, so that a program can add up the gradient of its own tile, and no partial gradients of pairs of tiles
+are stored. Both kernels loop in a fixed order.
 """
 
 import triton
@@ -197,9 +197,9 @@ def grad_keys_kernel(
 ):
     """One program takes BN keys and HEADS heads, and loops over the tiles of rows that attend to these keys.
 
-    The grid is (HI / HEADS, key tiles, B). It starts with the programs of the first keys, because the most rows attend
-    to these keys, so these programs take longest. With key lists, a program takes BN entries of the list of one tile,
-    and the grid is (1, key tiles, B * tiles).
+    The grid is (HI / HEADS, key tiles, B). It starts with the programs of the first keys, which take longest, because
+    the most rows attend to these keys. With key lists, a program takes BN entries of the list of one tile, and the grid
+    is (1, key tiles, B * tiles).
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

@@ -63,10 +63,9 @@ def slope(a, KIND: tl.constexpr):
 
 @triton.jit
 def times_slope(g, product, a, KIND: tl.constexpr):
-    """Compute g * da/dz. For ReLU, the result depends on the product only through its sign, so `a` need not be
-    computed.
+    """Compute g * da/dz. For ReLU, only the sign of `product` matters, so `a` need not be computed.
 
-    If the product is NaN, the result for ReLU is g. In an attended pair, g is then NaN as well, so the NaN is kept.
+    If `product` is NaN, the result for ReLU is g. In an attended pair, g is then NaN as well, so the NaN is kept.
     """
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 
@@ -247,8 +246,8 @@ def load_target(
     PARTS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
-    """Load the target probabilities [BM, BN] of the keys from `key` on, and add the parts of the target in their own
-    dtype.
+    """Load the target probabilities [BM, BN] of the keys from `key` on. If the target is stored in parts, add them in
+    their dtype.
 
     Outside the attended set, the contents of the memory are unspecified, and the result is 0.
     """

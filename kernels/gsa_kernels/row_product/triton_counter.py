@@ -27,9 +27,9 @@ def count_one(counter_ptr):
 def await_count(counter_ptr, COUNT: tl.constexpr, COMPILED: tl.constexpr):
     """Wait until the counter is at least COUNT.
 
-    Only one thread reads the counter. A barrier then makes the writes of every program that counted visible to all
-    threads (PTX ISA, memory consistency model). Loads see these writes if they bypass the first-level cache. The
-    interpreter runs programs one after the other, so it does not wait.
+    Only one thread reads the counter. A barrier then makes the results of all counted programs visible to all threads
+    (PTX ISA, memory consistency model). Loads must bypass the first-level cache. The interpreter runs programs one
+    after the other, so it does not wait.
     """
     if COMPILED:
         seen = _look(counter_ptr)

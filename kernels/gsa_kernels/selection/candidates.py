@@ -1,10 +1,9 @@
 """Finds the exact top-k of a chunk of long rows from a guess, and verifies the guess.
 
-From a sample of the keys, each row gets a threshold, which is a score that slightly more than k_t of its keys should
-reach. The score kernel keeps only the keys that reach the threshold (candidates). A second kernel finds the k_t best
-candidates. If a row has at least k_t candidates, its k_t best keys are among the candidates, so the result is exact. If
-a row has fewer candidates, or more than fit in memory, the guess has failed. `select_failed` then selects the keys of
-this row from all its scores.
+The guess is a threshold for each row, from a sample of its keys: slightly more than k_t keys should reach it. The score
+kernel keeps only the keys that do (candidates), and a second kernel finds the k_t best candidates. If a row has at
+least k_t candidates, they include its k_t best keys, so the result is exact. If a row has fewer candidates, or more
+than fit in memory, the guess has failed. `select_failed` then selects the keys of this row from all its scores.
 """
 
 from dataclasses import replace
@@ -29,9 +28,9 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    Because text may be periodic, the place of the sampled key within its group of neighbours varies from group to
-    group, by the golden ratio. The place does not depend on the length of the sequence. If the last group of the
-    sequence is short, its sampled place may therefore be after the end, and this group has no sample.
+    Each group of neighbours has its sampled key at another place, stepped by the golden ratio, because text may be
+    periodic. The place does not depend on the length of the sequence. In a short last group, it may be after the end,
+    and the group then has no sample.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE

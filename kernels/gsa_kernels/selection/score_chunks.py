@@ -1,5 +1,5 @@
-"""Divides rows into chunks whose scores fit in a buffer, and divides chunks into blocks, each for a variant of a kernel
-that has registers for the block's longest row."""
+"""Divides rows into chunks whose scores fit in a buffer, and chunks into blocks. Each block uses a kernel variant with
+enough registers for the block's longest row."""
 
 import math
 from collections.abc import Iterator

@@ -173,8 +173,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` sampled causal scores reach. Return this score and the number of scores that
-    reach it. This number is at most `most`, unless several scores are equal."""
+    """Find a score that at least `wanted` sampled causal scores reach. Return this score and how many reach it: at most
+    `most`, unless several scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

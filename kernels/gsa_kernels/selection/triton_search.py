@@ -37,9 +37,9 @@ def score_of_key(key):
 def normal_guess(mean, variance, num_valid, k):
     """Estimate the `order_key` of the score that k of num_valid scores reach, if the scores have a normal distribution.
 
-    The estimate uses the quantile function of Tukey's lambda distribution with the constants 0.14 and 4.91. Between
-    0.5% and 99.5%, it differs from the normal quantiles by at most 0.01 standard deviations. The better the estimate,
-    the fewer rounds `find_cut` needs.
+    The estimate uses the quantile function of Tukey's lambda distribution with the constants 0.14 and 4.91. For shares
+    from 0.5% to 99.5%, it differs from the normal quantiles by at most 0.01 standard deviations. The better the
+    estimate, the fewer rounds `find_cut` needs.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))
@@ -64,9 +64,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     and the upper bound otherwise. The search ends when exactly k entries reach the lower bound, or when no int32 is
     left between the bounds.
 
-    The next value is interpolated from the counts at the two bounds. Interpolation aims at a count slightly above or
-    slightly below k, so that the bound moves whose count is further from k. If a round does not halve the number of
-    entries between the bounds, the next round takes the middle of the bounds instead.
+    The next value is interpolated from the counts at the two bounds. To move the bound whose count is further from k,
+    it aims at a count slightly above k if that is the lower bound, and slightly below k otherwise. If a round does not
+    halve the number of entries between the bounds, the next round takes the middle of the bounds instead.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

@@ -56,8 +56,8 @@ def select_rows(
 
 
 def row_options(block: int) -> dict[str, int]:
-    """Return launch options. If a thread holds 32 keys, 96 registers suffice. More rows then share a multiprocessor
-    than with 64 keys per thread (docs/kernels.md, Tuning)."""
+    """Return launch options. For rows of up to 4096 keys, a thread holds 32 keys in 96 registers, so more rows share a
+    multiprocessor than with 64 keys per thread (docs/kernels.md, Tuning)."""
     if block > 4096:
         return search_options(block)
     return {"num_warps": 2 if block <= 2048 else 4, "maxnreg": 96}

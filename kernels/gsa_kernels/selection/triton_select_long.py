@@ -1,8 +1,8 @@
 """Selects the exact top-k of rows too long for registers, by the maxima of groups of 8 neighbouring keys.
 
-The kernels compare the maxima of the groups. The k groups with the highest maxima contain the k best keys, because any
-key outside these groups ranks after all k maxima. (If maxima are equal, the lower group comes first.) One kernel finds
-these groups: a row of L keys has L / 8 maxima. A second kernel selects among the 8 k keys of the k groups.
+The k groups with the highest maxima contain the k best keys, because any key outside these groups ranks after all k
+maxima. (If maxima are equal, the lower group comes first.) One kernel searches the L / 8 maxima of a row of L keys for
+these groups. A second kernel selects among their 8 k keys.
 
 If registers cannot hold the L / 8 maxima, the first kernel forms clusters of 8 groups. It first finds the k best
 clusters, which contain the k best groups. The row is read in full only once. The 8 keys of a group are one byte of the
@@ -149,7 +149,7 @@ def _best_groups_kernel(
 ):
     """Compute the moments and the budget k of a row, and the ascending list of its k best groups.
 
-    NUM_CLUSTERS is the number of clusters of 8 groups, counted from the row's first group. The kernel searches these
+    NUM_CLUSTERS is the number of clusters of 8 groups, starting at the row's first group. The kernel searches these
     clusters first. If NUM_CLUSTERS is 0, the kernel searches the groups directly.
     """
     row = first_row + tl.program_id(0)
