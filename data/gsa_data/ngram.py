@@ -5,7 +5,7 @@ is the number of training labels, V is the vocabulary size, and T(h) is the numb
 h in the training text:
 
     P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
-    P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram, P(w) where h was never seen
+    P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram; P(w|h) = P(w) if c(h) = 0
 
 The bigram is the interpolated Witten-Bell estimate: method C of Witten and Bell 1991, "The zero-frequency problem", in
 the form of Chen and Goodman 1998, "An empirical study of smoothing techniques for language modeling".
