@@ -55,7 +55,7 @@ def page() -> str:
 
 def _sections(config: type) -> Iterator[tuple[str, str, type]]:
     """For each field that is a section or a list of sections, yields its name, its prefix and the class of the section.
-    The prefix of a list has a number, as in `phases.N`."""
+    If the field is a list, the prefix stands for every item: `phases.N`."""
     for name, hint in typing.get_type_hints(config).items():
         (item, *_) = typing.get_args(hint) or (hint,)
         if isinstance(item, type) and dataclasses.is_dataclass(item):

@@ -138,8 +138,8 @@ def launch_joined(
 def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tile of each of four sections, and the end of the last section.
 
-    The first section has q and k of attention. It starts at tile 0, so its first tile is not returned. The other four
-    are the values, the gate G1, the indexer's projections, and its head weights. A section outside `wanted` is empty.
+    The section of attention's q and k is the first of all and starts at tile 0. The four sections after it are the
+    values, the gate G1, the indexer's projections, and its head weights. A section outside `wanted` is empty.
     """
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0

@@ -37,9 +37,9 @@ def score_keys(
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
     `decode_select` explains the arguments and has checked them. If `chained` is true, the next kernel may start before
-    this kernel ends. If `cache.in_chain` is also true, this kernel too is launched early. It then waits, at one point,
-    until the previous kernel has ended. If `cache.settled` is true, it loads all keys except the newest before this
-    point.
+    this kernel ends. If `cache.in_chain` is also true, this kernel too starts early, and waits until the previous
+    kernel has ended. If `cache.settled` is true, it loads all keys except the newest before it waits, and the newest
+    key afterwards.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
