@@ -17,8 +17,8 @@ A decoding step advances the decoder's token counters. The script resets them be
 time, so that all steps run at the same position.
 
 `bound` is the number of bytes that a step must read, divided by the bandwidth of a device copy. These bytes are the
-weights, the attended keys and values, and the indexer keys. If a model does not fit in memory, the script times only
-the number of layers that fits (column `layers`), and scales their time to all layers. The script times the output layer
+weights, the attended keys and values, and the indexer keys. If a model does not fit in memory, the script times
+only as many layers as fit (column `layers`), and scales their time to all layers. The script times the output layer
 separately, because its time must not be scaled.
 """
 

@@ -8,11 +8,11 @@ The baselines are megatron-core's mixture of experts in place of ours, and stand
 The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token). The models have fewer layers and
 experts than these configs, so that one device can hold the training state. The default of 18 layers and 16 experts
 needs a device of 80 GB. With 128 experts, each layer equals a layer of the 15B model. All models have the same
-micro-batch: the largest of 1, 2 and 4 sequences with which, by the memory estimate, every model fits the device.
+micro-batch of 1, 2 or 4 sequences: the largest for which every model fits the device by the memory estimate.
 
 The bench also runs the models `standard` and `gsa` with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. It
-checks a promise: a GSA step takes at most 1.10 times as long as a standard step. Of both, the faster variant counts:
-with or without CUDA graphs.
+checks a promise: a GSA step takes at most 1.10 times as long as a standard step. For GSA and for standard, the
+faster variant counts: with or without CUDA graphs.
 
 In `standard_grouped`, megatron-core's own mixture of experts (router, dispatcher, GroupedMLP) replaces the standard
 model's mixture and takes over its weights. whole_steps/megatron_experts.py lists what works without Transformer Engine.

@@ -12,8 +12,8 @@ there it reports neither memory nor MFU.
 With --breakdown, the bench traces two more steps of each model. It prints the mean time per step of each part of the
 model, in milliseconds, on the device of rank 0. `exposed` is the time in which only kernels of NCCL ran, which includes
 waits for other ranks. `exposed_max` is the largest `exposed` of any rank. `idle` is the time in which no kernel ran.
-The traced step is the sum of `exposed`, `idle` and all parts. It takes longer than the measured step. `overlapped` is
-the time in which communication ran together with other kernels. The parts include this time. The rules are in
+The traced step is the sum of `exposed`, `idle` and all parts. It takes longer than the measured step. `overlapped`,
+which the parts include, is the time in which communication ran together with other kernels. The rules are in
 gsa_train/profiling/step_breakdown.py.
 """
 

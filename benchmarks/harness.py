@@ -115,8 +115,8 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error. Both factors hold for a normal distribution: the standard deviation is
-    1.48 times the median absolute deviation, and the median's standard error is 1.25 times the mean's."""
+    """Return the median and its standard error. Assume a normal distribution: its standard deviation is 1.48 times the
+    median absolute deviation, and the median's standard error is 1.25 times the mean's."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
@@ -143,7 +143,7 @@ def capture(run: Run) -> Run:
 
     `run` must do the same work on the same tensors each time, and must never wait for the device. Before the call, no
     autograd graph may exist that uses the leaf tensors of `run`. Otherwise autograd would compute the gradients on the
-    stream of that earlier graph.
+    stream of that earlier autograd graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -305,7 +305,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Token ids, which the model shifts by one. The loss ignores labels of -100. In training with
             `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the language
-            model's loss. Without labels, the gradient of this term is added in the backward pass of the logits.
+            model's loss. Without labels, the backward pass of the logits adds the gradient of this term.
         output_indexer_loss (`bool`, *optional*):
             If True, return the indexer loss with its graph, for the caller to add. Not allowed with labels.
         """

@@ -49,8 +49,8 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """Multiply h by the joined projections, apply the norms, the rotary embedding and gate G2, and write into the
-    cache. This takes two launches. If `rotary` is a table of all angles, launch nothing, and return a partial
-    `enter_row`: it does all of this in one launch when the caller calls it with `part`."""
+    cache. This takes two launches. But if `rotary` is a table of all angles, launch nothing, and return a function.
+    Each call of this function does a part of the work, given by `part`, in one launch."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts

@@ -1,5 +1,5 @@
-"""Define the columns of a study's tables. A column has one number for each run: its value at a number of tokens, after
-a time of training, over all steps, or at the end."""
+"""Define the columns of a study's tables. A column has one value for each run: at a given number of tokens, after a
+given training time, over all steps, or at the end."""
 
 from __future__ import annotations
 

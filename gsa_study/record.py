@@ -84,7 +84,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     A run is left out if its records are cut off, or if it began with another config than the study now has. If a
     recorded run has no local folder, its recorded values are kept. They were read at the recorded point (tokens and
-    time), so the other runs are also read at this point. A new run that ended before it has no value there.
+    time), so the local runs are also read at this point. A local run that ended earlier has no value at this point.
 
     Raises:
         ConfigError: a file of the record is damaged.

@@ -104,7 +104,7 @@ class RunMetrics:
 
 def with_means(record: Record) -> Record:
     """Return the record with the entries of its dicts as separate keys, such as `lrs: base` and `eval_bits_per_byte:
-    piqa`. If the dict has the scores of tasks (`eval_...`), the key of the dict itself gets the mean over all tasks."""
+    piqa`. If a dict has the scores of tasks (`eval_...`), its own key gets the mean over all tasks."""
     found: Record = {}
     for key, value in record.items():
         if not isinstance(value, dict):

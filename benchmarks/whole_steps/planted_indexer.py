@@ -3,8 +3,8 @@
 In a trained model, neighbouring queries select similar keys. With random weights they do not. This changes the time of
 attention over key lists, which grows with the union ratio r: the number of keys that at least one of 32 neighbouring
 queries selects, divided by the number of keys that one query selects. This module therefore makes each indexer return
-given (planted) projections instead of its own, which takes no time on the device. Gradients still reach the indexer's
-own projections, so that a step does all of its work.
+given (planted) projections instead of its own. The exchange takes no time on the device. Gradients still reach the
+indexer's own projections, so that a step does all of its work.
 """
 
 from __future__ import annotations

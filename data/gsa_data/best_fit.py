@@ -9,9 +9,9 @@ first. A block is filled in three steps:
 3. FILLER tokens fill the remaining space.
 
 If a document is longer than a block, whole blocks are first cut from it. Only the rest, which fits into a block, goes
-through these steps. These blocks and the rest overlap by one token: each begins with the last token of the one before.
-Therefore every token except the document's first is predicted exactly once, in a block that also has the token before.
-After an EOS, nothing is predicted (pack.loss_mask).
+through these steps. The last token of each cut block is also the first token of the next block or of the rest.
+Every token except the document's first is therefore predicted exactly once, in a block that also has the token before
+it. After an EOS, nothing is predicted (pack.loss_mask).
 
 Each block begins with the oldest document of the pool, so no document waits there for long. A saved position therefore
 refers only to recently read documents. The pool grows by one document per block until it is full. A pool that is full

@@ -141,9 +141,9 @@ def _read_template(
 class ChatEncoder:
     """Encodes conversations to tokens with marks. Data workers can receive the encoder by pickle.
 
-    A template that marks the assistant's text has it inside `{% generation %}` blocks, and the encoder reads the text
-    from these blocks. If a template has no such blocks, the encoder formats the messages with and without each answer.
-    The difference between the two results is the assistant's text.
+    If a template puts the assistant's text into `{% generation %}` blocks, the encoder reads the text from these
+    blocks. Otherwise, the encoder formats the messages with and without each answer. The difference between the two
+    results is the assistant's text.
 
     Raises TokenizerError if the template does not fit this tokenizer, or transformers is not installed.
     """

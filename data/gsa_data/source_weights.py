@@ -1,15 +1,15 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-Each document has a fixed number u in [0, 1). With weight w, epoch e has floor((e + 1) w + u) - floor(e w + u) copies of
-the document. Any E consecutive epochs together therefore have floor(E w) or ceil(E w) copies. With weight 0, an epoch
-has no document of the source. With 0.5, each document comes every other epoch. With 2, each document comes twice per
-epoch.
+Each document has a fixed number u in [0, 1). If its source has weight w, the document has
+floor((e + 1) w + u) - floor(e w + u) copies in epoch e. Any E consecutive epochs together therefore have floor(E w) or
+ceil(E w) copies. With weight 0, no document of the source comes. With 0.5, each document comes every other epoch. With
+2, each document comes twice per epoch.
 
-A unit (a part of a shard, see lanes.py) of n documents is read in n places. Place j has one slot (j, c) for each copy
-number c. Slot (j, 0) has document j. Slot (j, 1) has document j - n/2, slot (j, 2) has document j - n/4, and so on. The
-offsets follow the van der Corput sequence, and document numbers are taken modulo n. Copies of a document are therefore
-far apart, and the shares of the sources are constant along a unit. If a document has fewer copies in this epoch, the
-slots of its other copies are skipped. Slots do not depend on the weights, so the weights may change at any slot.
+A unit (a part of a shard, see lanes.py) of n documents has n places, which are read in order. Place j has one slot
+(j, c) for each copy number c. Slot (j, 0) has document j. Slot (j, 1) has document j - n/2, slot (j, 2) has document
+j - n/4, and so on. The offsets follow the van der Corput sequence, and document numbers are taken modulo n. Copies of a
+document are therefore far apart, and the shares of the sources are constant along a unit. If an epoch has no copy c of
+a document, its slot is skipped. Slots do not depend on the weights, so the weights may change at any slot.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python launch/oracle.py --hf DIR --haystack PLACE --lengths 4096,8192 --out FILE.json
 
 The model may be any decoder of transformers with plain attention. It answers RULER's needle tasks token by token. Each
-layer reads only the keys that its own attention probabilities select. A form says whether they select single keys or
-blocks of neighbouring keys, and how many neighbouring queries share a selection. Exit code 2 means wrong use, or an
-unreadable model or text.
+layer reads only the keys that its own attention probabilities select. The form of a selection says whether it has
+single keys or blocks of neighbouring keys, and how many neighbouring queries share it. Exit code 2 means wrong use, or
+an unreadable model or text.
 """
 
 from __future__ import annotations

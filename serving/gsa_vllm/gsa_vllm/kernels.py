@@ -29,8 +29,8 @@ def attend(
     caches: Caches,
     metadata: PageMetadata,
 ) -> torch.Tensor:
-    """Return the attention output [1, T, H, D] of the queries [1, H, T, D]. If G1 has logits, the output is multiplied
-    by G1."""
+    """Return the attention output [1, T, H, D] of the queries [1, H, T, D]. If the logits of gate G1 are
+    given, the output is multiplied by G1."""
     out = q.new_zeros(q.transpose(1, 2).shape)
     gate = None if logits is None else logits.view(out.shape)
     if batch := len(metadata.lengths):
