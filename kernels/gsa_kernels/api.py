@@ -5,16 +5,16 @@ The caller names the implementation, and each function runs that implementation 
 fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Both give the same results and
 gradients up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
-Non-finite inputs: if one of a query's scores is NaN, the query's variance is NaN, and its budget is k_base. The query
-still selects that many causal keys, but it is unspecified which. If one of them has a score of NaN, the KL of this
-query and the loss are NaN. With infinite inputs, a selection still has the right number of keys, all of them causal,
-but nothing else is guaranteed. In both cases, the results of queries without non-finite values change in the last bits
-at most.
+If an input is NaN and makes one of a query's scores NaN, the query's variance is NaN, and its budget is k_base. The
+query still selects this number of causal keys, but it is unspecified which keys. If a selected key has a score of NaN,
+the KL of this query and the loss are NaN. With infinite inputs, a selection still has the right number of keys, all of
+them causal, but nothing else is guaranteed. NaN and infinity change the results of queries without non-finite values
+in the last bits at most.
 
 The results of a query (output, log-sum-exp, KL and gradients) depend only on the keys that the query selects. With a
-packed mask, other keys change no bit of them. With key lists, limits.TILE_QUERIES neighbouring queries form a tile that
-shares one list, and sums follow the order of this list. The last bits of a query's results (about 1e-7 of a value in
-fp32) therefore depend on the selections of its neighbours in the tile, even of later queries.
+packed mask, other keys do not change a single bit of these results. With key lists, limits.TILE_QUERIES neighbouring
+queries form a tile that shares one list, and sums follow the order of this list. The last bits of a query's results
+(about 1e-7 of a value in fp32) therefore depend on the selections of its neighbours in the tile, even of later queries.
 """
 
 from __future__ import annotations

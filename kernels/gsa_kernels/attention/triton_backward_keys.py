@@ -40,9 +40,9 @@ def backward_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gradients of k and v: [B, Lk, Hkv, D].
 
-    There is one program per tile of keys and key-value head. If these are too few to fill the device, the query heads
-    of a key-value head are divided into parts (`count_key_parts`) with one program each, and a second kernel adds the
-    gradients of the parts.
+    There is one program per pair (tile of keys, key-value head). If these programs cannot fill the device, the query
+    heads of a key-value head are divided into parts (`count_key_parts`). Each part then has a program of its own, and a
+    second kernel adds the gradients of the parts.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape

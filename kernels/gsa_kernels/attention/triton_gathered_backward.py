@@ -210,8 +210,8 @@ def _backward_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SEGMENTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries for MEMBERS heads. Its row m is query m % QUERIES of the tile, for the
-    program's head m // QUERIES.
+    """One program takes one tile of queries for MEMBERS heads. Row m of its matrices belongs to query m % QUERIES of
+    the tile, and to head m // QUERIES of these heads.
 
     If SEGMENTED is true, the program takes only one segment of the tile's list. It then computes this segment's part of
     the gradient of q and writes the part to `grad_q`, which in this case is fp32

@@ -100,8 +100,8 @@ def _forward_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr, HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one tile of queries for MEMBERS heads. Its row m is query m % QUERIES of the tile, for the
-    program's head m // QUERIES.
+    """One program takes one tile of queries for MEMBERS heads. Row m of its matrices belongs to query m % QUERIES of
+    the tile, and to head m // QUERIES of these heads.
 
     The programs of one key-value head are adjacent in the grid, so that the L2 cache holds the keys of this head.
     Within a head, the last tiles come first, because they have the longest lists.

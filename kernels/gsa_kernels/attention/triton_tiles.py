@@ -139,9 +139,9 @@ def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
     The shift by c % 32 takes two steps: by c & 6 and by c & 25. In the register layout of a matrix product, the lane of
-    a thread determines bits 1 and 2 of c (c & 6), so the first step needs a shift instruction. The register determines
-    all other bits, so the second step and the choice of the word are known at compile time: the compiler tests a fixed
-    bit of a fixed word instead.
+    a thread determines bits 1 and 2 of c (c & 6), so the first step needs a shift instruction. All other bits depend
+    only on the register, so the compiler knows the second shift and the word. Instead of a second shift, it tests a
+    fixed bit of this word.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

@@ -50,8 +50,8 @@ def attend_to_indices(
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
     `chain` has two flags. The first says whether this kernel starts before the previous kernel ends. The second says
-    whether the previous kernel belongs to the selection. If it does, this kernel reads q and the gate before its wait,
-    because kernels before the selection wrote them.
+    whether the previous kernel belongs to the selection. If it does, the kernels that wrote q and the gate have already
+    ended, so this kernel reads q and the gate before its wait.
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape

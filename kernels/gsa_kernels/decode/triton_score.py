@@ -3,7 +3,7 @@
 In a histogram of all scores, many similar scores would share a bin, and increments of one bin run one after the other.
 Each program therefore counts only scores in bins above a floor. To find the floor, it first scores a small sample of
 keys, spread evenly over the sequence and the same for every program. The floor is a bin such that more than k keys are
-expected in higher bins. If it is too high, the selection is slower, but still exact.
+expected in higher bins. If the floor is too high, the selection is slower, but still exact.
 """
 
 import torch

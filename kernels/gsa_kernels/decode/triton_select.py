@@ -8,8 +8,8 @@ to write the first index, the program adds up the counts of earlier spans and th
 list. No program therefore waits for another. The order of the list depends on timing, but the result does not.
 
 When about half of its work is done, each kernel allows the next kernel to start (programmatic dependent launch). If
-`LayerCache.beside` launches a kernel between these two, the first kernel allows this earlier, as soon as the kernel
-before it has ended.
+`LayerCache.beside` launches another kernel between the two kernels of this module, the other kernel may start earlier,
+as soon as the kernel of `score_keys` has ended.
 """
 
 import torch
@@ -177,8 +177,8 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """Each program finds the budget k and the bin that contains the k-th highest score. In its span, it counts the keys
-    in higher bins, and appends the keys in this bin to the list."""
+    """Each program finds the budget k and the bin that contains the k-th highest score. In its span of keys,
+    it counts the keys above this bin, and appends the keys in this bin to the list."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)

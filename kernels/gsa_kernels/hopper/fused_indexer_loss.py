@@ -1,8 +1,8 @@
 """Computes attention over selected keys. The backward pass also computes the gradients of the indexer loss.
 
-The target of the indexer loss is a sum of attention probabilities over heads. Attention's backward pass computes these
-probabilities for the gradient of q, so its kernel writes their sums as well. A separate kernel for the loss would have
-to compute them again.
+The target of the indexer loss is a sum of attention probabilities over heads. The kernel for the
+gradient of q needs these probabilities anyway, so it also writes their sums. A separate kernel for the loss would have
+to compute the probabilities again.
 """
 
 from collections.abc import Callable

@@ -119,8 +119,8 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 def _misplaces(layout: Layout, axis: int) -> bool:
     """Return whether a sum over the axis is wrong in this layout.
 
-    There are two cases. Either the sum crosses warps, and Triton computes the coordinate of a warp or lane from bits of
-    the wrong axis. Or the lane bits of the axis are not adjacent.
+    A sum is wrong if the lane bits of its axis are not adjacent. A sum that crosses warps is also wrong if Triton
+    computes the coordinate of a warp or lane from bits of the wrong axis.
     """
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)

@@ -227,8 +227,8 @@ def _assembly(values: int) -> str:
     """Return the assembly of `store_sums` for 4 or 8 values per lane of each half.
 
     The operands are, in this order, the results, the addresses of the stores, `low` and `high`. The results are unused,
-    but inline assembly must have some: one int8 per value, always 0, four to an operand. Each store writes 8 bytes. One
-    store of 16 bytes would be slower, because it would wait for all sums.
+    but inline assembly must have some. There is one int8 per value, which is always 0, and each operand holds four of
+    these. Each store writes 8 bytes. One store of 16 bytes would be slower, because it would wait for all sums.
     """
     results = values // 4
     places, low = results, results + values
@@ -272,9 +272,9 @@ _STORE_FEW_SUMS, _FEW_SUMS_OPERANDS = tl.constexpr(_assembly(4)), tl.constexpr(_
 def store_sums(places, low, high):
     """Add the values of a query in two lanes, 16 lanes apart, and store the sum as fp16.
 
-    Each lane stores one half of the keys: eight or four values, adjacent in memory. Their columns are not adjacent:
-    counted from the thread's first column, they are 0, 1, 8 and 9, and with eight values also 16, 17, 24 and 25. If the
-    compiler gives a thread other columns, `miscompile_guard.py` raises an error.
+    Each lane stores eight or four sums, all for keys of one half. The sums are adjacent in memory, but the columns of
+    the keys are not: counted from the thread's first column, they are 0, 1, 8 and 9, and with eight sums also 16, 17,
+    24 and 25. If the compiler gives a thread other columns, `miscompile_guard.py` raises an error.
 
     Args:
         places: from `_places`

@@ -72,8 +72,8 @@ def write_scores(
 ) -> None:
     """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
-    The kernel writes each tile of rows and keys in which some key is causal for some row, cut to the columns of `out`.
-    All other elements of `out` keep their old values.
+    The kernel writes each tile of rows and keys in which some key is causal for some row, without the keys for which
+    `out` has no column. All other elements of `out` keep their old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension

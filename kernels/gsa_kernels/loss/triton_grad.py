@@ -58,9 +58,9 @@ def merge_segments(
 def kl_terms(log2_q, q, p, log2_p):
     """Compute q - p + p log(p / q) elementwise without cancellation. Where p is 0, the result is q.
 
-    The sum of these terms over the attended set is the KL, because the target p and the softmax q both sum to 1, so
-    that the terms q - p sum to 0. With r = log(q / p), a term is p (exp(r) - 1 - r). It is never negative, and for
-    small r it is about p r^2 / 2. For small r, the code therefore sums a Taylor series.
+    The target p and the softmax q both sum to 1 over the attended set. The differences q - p therefore sum to 0, and
+    the results sum to the KL. With r = log(q / p), a result is p (exp(r) - 1 - r), which is never negative. For small
+    r, it is about p r^2 / 2, and a Taylor series avoids the cancellation.
     """
     r = (log2_q - log2_p) * LN_2
     series = 1.0 + r * (1.0 / 3 + r * (1.0 / 12 + r * (1.0 / 60 + r * (1.0 / 360 + r * (1.0 / 2520)))))

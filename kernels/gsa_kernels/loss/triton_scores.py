@@ -65,7 +65,7 @@ def slope(a, KIND: tl.constexpr):
 def times_slope(g, product, a, KIND: tl.constexpr):
     """Compute g * da/dz. For ReLU, only the sign of `product` matters, so `a` need not be computed.
 
-    If `product` is NaN, the result for ReLU is g. In an attended pair, g is then NaN as well, so the NaN is kept.
+    If `product` is NaN, the result for ReLU is g. In an attended pair, a NaN product makes g NaN, so the NaN is kept.
     """
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 

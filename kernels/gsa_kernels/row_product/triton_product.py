@@ -1,6 +1,6 @@
 """Computes the product of one row with multiply-add instructions, or of up to 16 rows with the matrix units.
 
-For one row of x, a program loads its rows of the weight into registers before it waits for the previous kernel, so that
+If x has one row, a program loads its rows of the weight into registers before it waits for the previous kernel, so that
 memory is never idle between two products. RMSNorm multiplies each row of x by one number, 1 / rms(x). Each program
 computes this number while it computes the product, and multiplies the result by it at the end.
 """

@@ -45,7 +45,7 @@ def adaptive_budget(
     dense_below: int = 0,
 ) -> torch.Tensor:
     """Compute k_t = min(clamp(floor(raw), k_min, k_max), number of causal keys).
-    inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
+    inverse:  raw = k_base * ema / var   (a confident indexer has a high variance and gets fewer keys)
     direct:   raw = k_base * var / ema   (equation 8 as printed)
     off:      raw = k_base
 

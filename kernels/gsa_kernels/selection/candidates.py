@@ -28,9 +28,9 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    Each group of neighbours has its sampled key at another place, stepped by the golden ratio, because text may be
-    periodic. The place does not depend on the length of the sequence. In a short last group, it may be after the end,
-    and the group then has no sample.
+    Text may be periodic, so the place of the sampled key in its group differs from group to group, in steps of the
+    golden ratio. The places do not depend on the length of the sequence. If the last group is short, its place may be
+    after the end, and the group then has no sample.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE

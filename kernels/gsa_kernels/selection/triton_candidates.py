@@ -60,8 +60,8 @@ def write_candidates(
 ) -> None:
     """Score `rows` for all their causal keys, and keep the keys that reach the row's threshold.
 
-    If the score of a key equals the threshold, the key is kept only in tiles up to the tile of the guess's key `last`.
-    The kernel sets the bits of the candidates in the packed mask. For each tile of rows, it writes the words of the
+    A key whose score equals the threshold is kept only if its tile is not after the tile of the guess's key `last`. The
+    kernel sets the bits of the candidates in the packed mask. For each tile of rows, it writes the words of the
     packed mask from the start of the first row's document up to the diagonal.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask

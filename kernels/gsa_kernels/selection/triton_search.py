@@ -64,9 +64,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     and the upper bound otherwise. The search ends when exactly k entries reach the lower bound, or when no int32 is
     left between the bounds.
 
-    The next value is interpolated from the counts at the two bounds. To move the bound whose count is further from k,
-    it aims at a count slightly above k if that is the lower bound, and slightly below k otherwise. If a round does not
-    halve the number of entries between the bounds, the next round takes the middle of the bounds instead.
+    The next value is interpolated from the counts at the two bounds, to move the bound whose count is further from k.
+    For the lower bound, the interpolation aims at a count slightly above k, and for the upper bound, slightly below k.
+    If a round does not halve the number of entries between the bounds, the next round takes the middle of the bounds.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry
