@@ -106,9 +106,9 @@ def masked_loss(
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
     """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
 
-    megatron-core's schedule divides the loss by `count`, the number of micro-batches, and multiplies it by the
-    context-parallel size. It also averages gradients over context- and data-parallel ranks. The factor undoes these
-    three operations.
+    megatron-core's schedule divides the loss by the number of micro-batches (`count`), and multiplies it by the
+    context-parallel size. The schedule also averages gradients over context- and data-parallel ranks. The factor
+    undoes these three operations.
     """
     return count * data_parallel_size / loss_tokens
 

@@ -365,8 +365,8 @@ def prune(
 def _delete_leftovers(checkpoints: Path) -> list[str]:
     """Delete folders that a save has replaced or left unfinished. Returns one line for each failure.
 
-    A folder that could not be deleted is tried again by the next call. If a user has moved such a folder elsewhere and
-    left a link in its place, only the link is deleted.
+    If a folder cannot be deleted, the next call tries again. If a user has moved a folder elsewhere and left a link in
+    its place, only the link is deleted.
     """
     failures = []
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):

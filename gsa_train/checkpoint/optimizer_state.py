@@ -1,8 +1,8 @@
 """Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads only its own shards, without additional memory (`StatePart`). megatron-core 0.16.1 has no
-such format. Its format `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. Its other
-formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
+Each rank writes and reads only its own shards, without additional memory (`StatePart`). No format of megatron-core
+0.16.1 allows this for any layout. `fully_reshardable` gathers all shards in the host memory of every data-parallel
+rank. The other formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
 
 megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of
 a matrix is a range of the flattened matrix, and this range may begin and end within a row. The range is therefore saved

@@ -165,9 +165,9 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start a save of the current state. Returns the results of saves that ended before this call returns.
 
-        The call first waits for any save in progress, and without `checkpoint.async_save` also for the new save. If
-        the last permitted try has failed, no save starts, because `check` will stop the run. If the state of a rank has
-        NaN or infinite values, nothing is saved, and the last result is a failed save.
+        The call first waits for any save in progress. Without `checkpoint.async_save`, it then also waits for the new
+        save. If the last permitted try has failed, no save starts, because `check` will stop the run. If the state of a
+        rank has NaN or infinite values, nothing is saved, and the last result reports a failed save.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -273,8 +273,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Begin to copy this rank's share of the tensors to host memory. If `waits`, return only after the copies are
-        filled. Returns None, or an error text if there is no memory for the copies."""
+        """Begin to copy this rank's share of the tensors to host memory. If `waits`, return only when the copies are
+        complete. Returns None, or an error text if there is no memory for the copies."""
         try:
             groups = [tensors for _, _, (_, tensors) in save.buckets]
             save.copies = begin_copies(groups, self._host_memory, self._copy_thread)

@@ -64,8 +64,8 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Load a checkpoint and raise an error for tensors that it lacks. `replace_readers` must have been called.
 
-    The fourth argument of megatron-core's `load` is the strategy for the common file in 0.16. It is a flag in 0.19, so
-    a strategy would count as True.
+    In 0.16, the fourth argument of megatron-core's `load` is the strategy for the common file. In 0.19, this argument
+    is a flag, and a strategy would count as True.
     """
     strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
     content: dict[str, Any]

@@ -122,7 +122,7 @@ class MetricsFile:
 
     def _append(self, line: bytes) -> None:
         """Write a whole line. If the write fails, remove the part of the line that was written, and raise OSError. If
-        the removal also fails, the next call repeats it."""
+        the removal also fails, the next call removes the part."""
         self._take_back_cut()
         self._cut = True
         try:

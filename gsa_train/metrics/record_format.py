@@ -163,8 +163,8 @@ def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: b
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
     The main rank calls this while the other ranks wait. To save their time, the file is read only once, and is written
-    only if its content changes. The other lines are kept as text, so floats stay bit-equal. Damaged lines are dropped,
-    too, and `*.damaged` then keeps a copy of the file.
+    only if its content changes. The remaining lines are copied as text, so floats stay bit-equal. Damaged lines are
+    also dropped, and `*.damaged` then keeps a copy of the file.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

@@ -1,7 +1,7 @@
 """Log to Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoint artifacts.
 
-No credential leaves this machine or enters the run folder. W&B reads its API key from the environment or netrc.
-If an address in the config has a user or password before an @, this part is removed.
+No credential enters the data that W&B stores. W&B reads its API key from the environment or netrc. If an address in the
+config has a user or password before an @, this part is removed.
 """
 
 from __future__ import annotations

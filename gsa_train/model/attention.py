@@ -304,8 +304,8 @@ class AttentionOverChunks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
 
-        I_t are the indexer scores of the attended keys. The log gets the KL of each query, [B, L], or, if queries are
-        sampled or sharded, an estimate of the KL's sum over all queries.
+        I_t are the indexer scores of the attended keys. The log gets the KL of each query, [B, L]. If queries are
+        sampled or sharded, the log instead gets an estimate of the KL's sum over all queries.
 
         The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
         compute p_t, the ranks all-gather queries, keys and log-sum-exps, whose size grows with L. They do not

@@ -63,9 +63,9 @@ class AttentionRuntime:
     def draw_rows(self, attention_pass: AttentionPass, layer: int) -> RowSample:
         """Sample the queries of this layer's next indexer loss.
 
-        Call this once per loss, in the order of the micro-batches. If a layer is recomputed, call it only in the
-        recomputation. All tensor-parallel ranks draw the same sample. If a run resumes, it draws the same samples as it
-        would have drawn without the interruption.
+        Call this method once per loss, in the order of the micro-batches. If a layer is recomputed, call this method
+        only in the recomputation. All tensor-parallel ranks draw the same sample. A resumed run draws the samples that
+        it would have drawn without the interruption.
         """
         if attention_pass.row_fraction == 1:
             return RowSample()

@@ -1,6 +1,6 @@
 """Implement `parallel.strategy: deepspeed`: DeepSpeed's ZeRO replaces megatron-core's gradient buffers and optimizer.
 
-The model, its tensor and sequence parallelism and the schedule stay megatron-core's. DeepSpeed reduces the gradients
+The model, the schedule, and tensor and sequence parallelism stay megatron-core's. DeepSpeed reduces the gradients
 over the data-parallel ranks, updates the weights, and shards fp32 weights and moments (in stage 3 also model weights).
 The code reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...), which another
 version of DeepSpeed may change. For each stage, a test therefore compares every step of a sharded run with the same
@@ -72,8 +72,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 def _announce(model: Model) -> None:
     """Register the parameters of the indexer that attention reads directly, so that ZeRO-3 gathers them.
 
-    DeepSpeed by itself detects direct reads only in forward passes. With recomputation, the temperature is first read
-    in the backward pass.
+    By itself, DeepSpeed detects such reads only in forward passes. With recomputation, the indexer's temperature is
+    first read in the backward pass.
     """
     for attention in model.attentions:
         if attention.indexer is not None:

@@ -115,7 +115,7 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """Return the first span on the way outwards from an event, or None if a backward operation comes first. Recomputed
+    """Return the innermost span around an event, or None if a backward operation is closer to the event. Recomputed
     operations have their own spans inside a backward operation."""
     while event is not None:
         if event.name in PARTS:

@@ -121,7 +121,7 @@ def _open_files(
     run_id: str,
 ) -> tuple[Sinks, Progress, str | None]:
     """Prepare and open the folder's files for this start, on the main rank. Returns sinks, console, and a short report
-    of the hang that ended the previous start, or None."""
+    of the hang that ended the previous start (None if there was no hang)."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
     continues = start.same_run and start.state is not None
     check_links(folder, continues)

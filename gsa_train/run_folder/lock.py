@@ -1,8 +1,8 @@
 """Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save of the
 first run.
 
-The lock is a POSIX lock, so the system releases it when the process dies, and forked readers do not inherit it. NFS and
-Lustre apply the lock across nodes. If the file system has no locks, the run logs a warning and continues.
+The lock is a POSIX lock, so the system releases it when the process dies, and forked processes do not inherit it. NFS
+and Lustre apply the lock across nodes. If the file system has no locks, the run logs a warning and continues.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
     """Sample the queries start .. end - 1 of a sequence. The host waits for the device.
 
     Pairs of neighbours, and groups of GROUP adjacent queries, contain only queries of this chunk. An incomplete group
-    at the end of a stretch is left out. Exception: if the sample of this chunk consists of fewer than GROUP queries,
-    all adjacent, it is one smaller group.
+    at the end of a stretch is left out. Exception: if this chunk's sample has only adjacent queries, and fewer than
+    GROUP, these queries form one smaller group.
     """
     rows: list[int] = []
     neighbours: list[int] = []

@@ -128,7 +128,7 @@ StatsCopy = tuple[list[torch.Tensor], list[list[int]]]
 
 
 class LayerStats:
-    """Holds sums, counts and extremes per layer of the whole model. Each rank fills the rows of its own layers.
+    """Holds sums, counts and extremes for each layer of the whole model. Each rank fills the rows of its own layers.
 
     Added values are kept (deferred.py) until the statistics are read, or until the kept values exceed a size limit. The
     values of all layers are then reduced together. Separate reductions would need several kernel launches for each

@@ -62,14 +62,14 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
 
     sizes.py defines the symbols of the shapes.
 
-    With packed masks, the backward pass needs the gradients of K and V, 2 x [B, Lw, kv], partial sums of these
+    With packed masks, the backward pass needs the gradients of K and V (2 x [B, Lw, kv]), partial sums of these
     gradients, and the transposed mask.
 
     With key lists, the backward pass needs partial gradients of K and V, [list entries, 2 d_k]. It processes as many
     key-value heads at a time as fit into GATHERED_GRADIENT_BYTES. If one head needs more bytes, the tiles of the head
-    are processed in parts. The backward pass also needs an index for each list entry, and sums of the partial gradients
-    by key, fp32 [B, Lw, n_kv, 2 d_k]. If several programs share a list, they store partial gradients of Q. These are
-    freed before the gradients of K and V are allocated, so only the larger of the two counts.
+    are processed in parts. The backward pass also needs an index for each list entry, and for each key the sum of its
+    partial gradients, fp32 [B, Lw, n_kv, 2 d_k]. If several programs share a list, they store partial gradients of Q.
+    These are freed before the final gradients of K and V are allocated, so only the larger of the two counts.
     """
     keys = key_gradients(sizes)
     if not gathers(config):

@@ -3,8 +3,8 @@
 The factors are A = [X, X, a s^T] and B = [Y; -Y; s b^T]. X and Y are random matrices of integers, a and b are random
 vectors of integers, and s is a vector of random signs.
 
-In the product A B, the terms X Y and -X Y cancel, so A B = (s^T s) a b^T. The factor s^T s is the length of s, which is
-a power of two. Every partial sum is an integer below 2^24, so fp32 holds it exactly, whatever the order of the sums.
+In the product A B, the terms X Y and -X Y cancel, so A B = (s^T s) a b^T. The factor s^T s is the number of elements
+of s, a power of two. Every partial sum is an integer below 2^24, so fp32 holds it exactly, whatever the order.
 bf16 holds the elements of the result exactly.
 """
 

@@ -146,11 +146,11 @@ class SpikeDetector:
         rise of loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation,
         least rise).
 
-        Median and deviation are each computed twice. The smaller median counts: over the whole window, or over the last
-        32 steps. While the loss falls, the median of the last 32 steps is smaller, so the limits follow the loss. While
-        the loss rises slowly, the median of the window is smaller, so the limits stay low. The larger deviation counts:
-        the median absolute deviation of the changes over 8 steps, or over 32 steps. Neither a trend nor an earlier
-        spike increases it.
+        The median is the smaller of two: the median over the whole window, and the median over the last 32 steps. While
+        the loss falls, the median over the last 32 steps is smaller, so the limits follow the loss. While the loss
+        rises slowly, the median over the window is smaller, so the limits stay low. The deviation is the larger of two:
+        the median absolute deviation of the changes over 8 steps, and of the changes over 32 steps. Neither a trend
+        nor an earlier spike increases the deviation.
         """
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
