@@ -6,9 +6,8 @@ the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a dis
 ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
 
 For each fault the script prints the log line that reports the fault, the seconds until training continued, and the
-number of steps that were trained again. At the end it prints the run's own account of its time. It also prints two
-values of the ETTR, which is the productive share of the run's time: one from this account, and one from an independent
-calculation.
+number of steps that were trained again. At the end it prints the run's own account of its time. It also prints the ETTR
+(the productive share of the run's time) twice: from this account, and from an independent calculation.
 
 The exit code is 0 only if all checks pass. The last checkpoint and the logged numbers must be equal, bit for bit, to
 the results of an undisturbed run. The two values of the ETTR must agree within 0.003. The run must skip damaged shards,

@@ -1,5 +1,5 @@
-"""Tests Ctrl-C. At the first Ctrl-C a run saves a checkpoint and ends. The run ends at once at a second Ctrl-C, or if
-the first Ctrl-C comes before the first step."""
+"""Tests Ctrl-C. At the first Ctrl-C a run saves a checkpoint and ends. A second Ctrl-C, or any Ctrl-C before
+the first step, ends the run at once."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Tests mixtures of experts on a CUDA device. Their results are near fp64 and repeat bit for bit. The host never
-waits."""
+"""Tests mixtures of experts on a CUDA device. Their results are close to fp64 results, and repeat bit for bit. The
+host never waits."""
 
 from typing import Any
 

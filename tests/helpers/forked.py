@@ -7,8 +7,8 @@ torchrun, a child gets its own session, environment, output and command line. It
 
 `ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child. This torchrun handles failures,
 signals and lost nodes as always, but it forks its ranks instead of starting interpreters. If a test passes `real=True`
-(runs.py), the run starts the real launcher without forks. Only then does each rank have its own seed of string hashes,
-and tear down its interpreter at the end.
+(runs.py), the run starts the real launcher without forks. Each rank then has its own seed of string hashes, and tears
+down its interpreter at the end. Forked ranks do neither.
 """
 
 from __future__ import annotations
@@ -330,8 +330,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Let all inherited file descriptors above 2 point to /dev/null. Otherwise the connections of torchrun's agent
-    would outlive the agent. The descriptors stay open, because inherited objects may still close them."""
+    """Let all inherited file descriptors above 2 point to /dev/null. Otherwise the fork would keep the connections
+    of a torchrun agent that has ended. The descriptors stay open, because inherited objects may still close them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:

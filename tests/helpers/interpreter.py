@@ -163,7 +163,7 @@ def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
     This patch covers four pairs of operands: two tensors of one type, a tensor and a number, a pointer and an offset,
-    and int32 with int64. The types of such operands get the shape of the result, but their data are not expanded,
+    and an int32 and an int64 tensor. An operand's type gets the shape of the result, but its data keep their shape,
     because numpy broadcasts them. Triton handles all other operands.
     """
     semantic = type(interpreter.interpreter_semantic)

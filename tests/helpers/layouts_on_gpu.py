@@ -201,7 +201,7 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Return the allowed deviation from the reference run for each step. It is FACTOR times the largest deviation of
+    """For each step, return the allowed deviation from the reference run. It is FACTOR times the largest deviation of
     the other one-rank runs, and at least FLOOR. The largest deviation is taken over three groups of steps: this step,
     the earlier steps of its phase, and the first SETTLED_STEPS steps of every phase. The third group counts because
     rounding has similar effects at the start of all phases. `steps` is the length of a phase."""

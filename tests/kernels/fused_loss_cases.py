@@ -100,9 +100,9 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 
 def check(case: Fused, **options: Any) -> Results:
-    """Check that the errors of the fused kernels are at most twice the errors of the reference in the same dtype, plus
-    rounding. All errors are differences from the fp64 reference. For attention's results the largest difference counts,
-    and for the indexer's results the norm of all differences."""
+    """Check that the kernels' errors are at most twice the errors of the reference in the kernels' dtype, plus
+    rounding. Errors are differences from a second run of the reference, in fp64. The largest difference counts for
+    attention's results, and the norm of all differences for the indexer's results."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")

@@ -20,8 +20,8 @@ def relative_error(found, expected):
 
 
 def assert_as_good(found, plain, exact, dtype):
-    """Check that the error of `found` is at most twice the error of `plain` or, if this is more, a few units in the
-    last place of `dtype`. Errors are relative to `exact`."""
+    """Check that the error of `found` is at most twice the error of `plain`, or at most a few units in the last place
+    of `dtype`. Errors are relative to `exact`."""
     floor = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
     for one, other, truth in zip(found, plain, exact, strict=True):
         assert one.dtype == other.dtype

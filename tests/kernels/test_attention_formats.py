@@ -43,8 +43,8 @@ def assert_equal(results, wanted):
 
 @every_format
 def test_strides_do_not_matter(device, form):
-    """Contiguous tensors give the same bits as memory in the order [L, B, ...], slices of a fused projection, and an
-    expanded gradient."""
+    """Tensors in the order [L, B, ...], slices of a fused projection and an expanded gradient give the same bits as
+    contiguous tensors."""
     torch.manual_seed(5)
     batch, length = 2, 50
     mask = make_mask(form, batch, length, device)

@@ -77,8 +77,8 @@ TURNS = PairTiling(2, 5)
 
 
 def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, ...], ...] = WHOLE) -> None:
-    """Compute the projection in several kernel launches, one for each group of its sections in `groups`. A launch may
-    overlap with the previous one. Compare the results and the whole cache with the reference."""
+    """Compute the projection with one kernel launch for each group of its sections (`groups`). A launch may overlap
+    with the previous one. Compare the results and the whole cache with the reference."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
     arrivals, found = torch.zeros(1, dtype=torch.int32, device=DEVICE), None

@@ -307,7 +307,7 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
 
 def test_value_near_its_minimum(device: str) -> None:
     """The target differs from the softmax of the scores by about 1%. Therefore the KL is much smaller than the log-sums
-    from which it is computed. Still, their rounding may change the KL by at most 0.003%."""
+    from which it is computed. Still, the rounding of the log-sums must not change the KL by more than 0.003%."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
     q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
     noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)

@@ -1,8 +1,8 @@
 """Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
 A row is a query. If one of its inputs is NaN, its variance and its KL are NaN, and it selects `k_base` causal keys. All
-other rows keep the bits of their results, but with key lists their KL may change by rounding, because the rows of a
-tile share a list.
+other rows keep the bits of their results. With key lists, however, their KL may change by rounding, because the rows of
+a tile share a list.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tests that a run which is asked to stop saves at its current step, and resumes as if nothing had happened."""
+"""Tests runs that are asked to stop: they save at the current step, and resume as if nothing had happened."""
 
 import contextlib
 import json

@@ -113,7 +113,7 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture(autouse=True)
 def a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the commit of the source. Asking git two hundred times is slow, and no file of the run depends on it."""
+    """Fix the commit of the source, because asking git two hundred times is slow."""
     monkeypatch.setattr(starts, "source_commit", lambda source: "0" * 40)
 
 

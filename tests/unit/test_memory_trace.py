@@ -154,7 +154,7 @@ FEW = ["model.num_layers=2", "train.global_batch_size=8"]
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
     """The dry run estimates the memory of a step, without weights, gradients and optimizer state. This estimate must be
     at most 3% below and at most 9% above the traced memory. A trace does not include cuBLAS's workspaces, so they are
-    subtracted from the estimate. The sum of weights, gradients and optimizer state must agree within 0.5%."""
+    subtracted from the estimate. The sum of weights, gradients and optimizer state must be within 0.5% of the trace."""
     config_path, overrides, rank, world_size, phase = CASES[name]
     config = load_config(REPOSITORY / config_path, [*FEW, *overrides], world_size=world_size, need_data=False)
     stage = rank * config.parallel.pipeline // world_size

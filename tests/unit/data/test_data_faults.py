@@ -1,5 +1,5 @@
-"""Tests faults of a corpus. By default each fault stops a run. With `on_bad_shard=skip`, the run skips and counts it.
-test_data_formats.py covers faults of gzip and Parquet files, and copied shards."""
+"""Tests faults of a corpus. A few bad lines are left out. By default a bad shard stops a run. With on_bad_shard=skip,
+the run skips and counts it. test_data_formats.py covers faults of gzip and Parquet files, and copied shards."""
 
 import os
 import signal
