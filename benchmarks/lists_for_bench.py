@@ -1,4 +1,4 @@
-"""Builds key lists for timing kernels, in a few passes on the device and without a mask of all pairs."""
+"""Builds key lists for benches of kernels. The device builds them in a few passes, without a mask of all pairs."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Make prompts for 11 of RULER's 13 tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
-The prompt of a task has `size` units of filling text. `fill` finds, to within 1%, the largest `size` whose prompt has
-at most a given number of tokens.
+The prompt of a task has `size` units of filling text. A prompt may have at most a given number of tokens. `fill`
+finds the largest such `size`, with an error of at most 1%.
 """
 
 from __future__ import annotations

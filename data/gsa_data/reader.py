@@ -28,8 +28,8 @@ class EncodedDocument(NamedTuple):
 
 
 class ShardLines(Protocol):
-    """Holds the lines of one shard in file order. An item is a document or the name of a fault. A document is encoded
-    when it is accessed."""
+    """Holds the lines of one shard in file order. The item of a line is its document, or the name of the line's fault
+    if it has one. A document is encoded when its item is accessed."""
 
     def __len__(self) -> int: ...
 

@@ -1,5 +1,5 @@
 """Tests `python launch/pretrain.py` in a folder that already contains a run. Also tests runs whose folder is removed,
-and runs whose text cannot be read."""
+and runs whose training text cannot be read."""
 
 import json
 import shutil

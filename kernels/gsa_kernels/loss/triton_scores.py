@@ -246,8 +246,8 @@ def load_target(
     PARTS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
-    """Load the target probabilities [BM, BN] of the keys from `key` on. If the target is stored in parts, add them in
-    their dtype.
+    """Load the target probabilities [BM, BN] of the BN keys that begin with `key`. If the target is stored in parts,
+    add the parts in the dtype of the parts.
 
     Outside the attended set, the contents of the memory are unspecified, and the result is 0.
     """
