@@ -21,7 +21,8 @@ from gsa_train.model.mcore.build import Model
 
 LIKENESS = 0.96
 """Similarity of neighbouring queries' indexer inputs. With 1024 keys r is 2.1 at 8192 tokens (trained SmolLM2-135M:
-2.14), and 2.7 at 32,768 tokens (trained: 2.83; docs/LOG.md, "The speed of the recommended selection")."""
+2.14), and 2.7 at 32,768 tokens (trained: 2.83; docs/LOG.md, "Steps with the recommended indexer from
+8K to 128K")."""
 
 TILE = 32
 """Number of neighbouring queries that are similar: the queries whose union defines r."""

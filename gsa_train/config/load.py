@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from gsa_data.whole_files import read_whole
-from gsa_train.config.other_names import FIELD_OF, REMOVED, REMOVED_AFTER, any_value_loads, present_value
+from gsa_train.config.other_names import FIELD_OF, REMOVED, WHY_REMOVED, any_value_loads, present_value
 from gsa_train.config.text_yaml import TextLoader
 
 Built = TypeVar("Built")
@@ -267,7 +267,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         if field in REMOVED:
             loads = problems.of_checkpoint and any_value_loads(field)
             if not loads and as_written(value) not in map(as_written, REMOVED[field]):
-                problems.add(field, value, REMOVED_AFTER, "use that version, or remove the field")
+                problems.add(field, value, WHY_REMOVED, "use that version, or remove the field")
         elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)
         elif _is_section(hint):

@@ -84,7 +84,7 @@ REMOVED: dict[str, tuple[object, ...]] = {
 usable."""
 MODEL_SECTIONS = frozenset(["model", "gsa", "moe"])
 """Sections whose fields change the model."""
-REMOVED_AFTER = "removed; release studies-0.1 or commit 56919bd1 has it"
+WHY_REMOVED = "removed; release studies-0.1 or commit 56919bd1 has it"
 """The reason in the error for a removed field with another value."""
 
 SAVED_VALUES = {("monitor.action", "rewind"): "stop", ("monitor.action", "lower_lr"): "skip"}

@@ -23,8 +23,8 @@ LIBRARIES_WARNINGS = (
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
     r"full scope is deprecated",  # about CUDA graphs, which are off
     r"`torch\.distributed\.\w+_tensor` is deprecated",  # torch 2.13 deprecates it; 2.11 has no other
-    r"The argument order of load has been changed",  # megatron-core's calls name their arguments
-    r"torch\.distributed is disabled, unavailable or uninitialized",  # one process reads a checkpoint
+    r"The argument order of load has been changed",  # megatron-core passes the reader by position
+    r"torch\.distributed is disabled, unavailable or uninitialized",  # megatron-core loads with no_dist=True
 )
 """Warnings on every rank about normal conditions, which would hide useful warnings."""
 

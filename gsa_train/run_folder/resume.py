@@ -19,7 +19,7 @@ from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
 from gsa_train.checkpoint.load import RunState, read_run_state, set_local_rng
 from gsa_train.config import Config, TrainConfig, saved_sections
-from gsa_train.config.other_names import REMOVED, REMOVED_AFTER
+from gsa_train.config.other_names import REMOVED, WHY_REMOVED
 from gsa_train.data.batches import TrainBatches
 from gsa_train.distributed.objects import on_main
 from gsa_train.distributed.parallel import Parallel
@@ -324,7 +324,7 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
             continue
         before = saved.get(section, {}).get(name, values[0])
         if before not in values:
-            lines.append(f"  {field} = {before} in the checkpoint: {REMOVED_AFTER}")
+            lines.append(f"  {field} = {before} in the checkpoint: {WHY_REMOVED}")
     if lines:
         raise ResumeError(
             f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nSet these fields as they were, or "

@@ -102,7 +102,7 @@ def test_the_code_tour_names_every_file_once_in_the_row_of_its_folder() -> None:
     assert named == {folder: sorted(files) for folder, files in there.items()}
 
 
-def test_files_that_comments_name_exist() -> None:
+def test_files_and_sections_that_comments_name_exist() -> None:
     folders = ("gsa_train", "gsa_eval", "gsa_study", "gsa_hf", "kernels", "data", "launch", "benchmarks")
     ours = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     names = {"/" + path.relative_to(ROOT).as_posix() for path in (*ours, *(ROOT / "tests").rglob("*.py"))}
@@ -113,6 +113,11 @@ def test_files_that_comments_name_exist() -> None:
         for named in re.findall(r"\b(?:\w+/)+\w+\.py\b", path.read_text(encoding="utf-8"))
         if named not in megatrons and not any(name.endswith("/" + named) for name in names)
     ]
+    for path in (*ours, *(ROOT / "configs").glob("*.yaml"), *(ROOT / "studies").glob("*.yaml")):
+        text = re.sub(r"\n[#\s]*", " ", path.read_text(encoding="utf-8"))
+        for page, section in re.findall(r"\b(docs/[\w/]+\.md), \"([^\"]+)\"", text):
+            headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+            lost += [] if section in headings else [f"{path.relative_to(ROOT)}: {page}, {section}"]
     assert lost == []
 
 
