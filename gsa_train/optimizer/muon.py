@@ -19,7 +19,7 @@ direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any
@@ -47,6 +47,25 @@ def orthogonalize(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch
     return (x.mT if is_tall else x).float()
 
 
+def orthogonalize_all(matrices: list[torch.Tensor], steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Orthogonalize matrices of any shapes. Those with the same shape run as one batch, because a GPU computes a small
+    matrix faster than the host launches its products."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for at, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(at)
+    results = list(matrices)
+    for places in by_shape.values():
+        batch = orthogonalize(torch.stack([matrices[at] for at in places]), steps, dtype)
+        for at, result in zip(places, batch.unbind(), strict=True):
+            results[at] = result
+    return results
+
+
+BATCH_ELEMENTS = 2**26
+"""Elements of the parameters that are orthogonalized together. The update takes about 20 bytes of temporary memory per
+element."""
+
+
 @dataclass(frozen=True)
 class MatrixShard:
     """Describes this rank's shard of a parameter that holds matrices."""
@@ -70,24 +89,26 @@ class MatrixShard:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def update(self, direction: torch.Tensor, steps: int, rms: float) -> torch.Tensor:
-        """Compute the update of the parameter's part on this tensor-parallel rank, flat. Collective over the
+    def whole_matrices(self, direction: torch.Tensor) -> list[torch.Tensor]:
+        """Return the direction of each matrix, whole: [rows, columns] or [experts, rows, columns]. Collective over the
         tensor-parallel ranks.
 
-        `direction` is the direction of the same part, flat and complete over the data-parallel ranks.
+        `direction` is the direction of this rank's part of the parameter, flat and complete over the data-parallel
+        ranks.
         """
         shares = [direction]
         if self.tensor_group is not None:
             shares = [torch.empty_like(direction) for _ in range(self.tensor_group.size())]
             dist.all_gather(shares, direction, group=self.tensor_group)
-        rank = 0 if self.tensor_group is None else self.tensor_group.rank()
-        updates = []
-        for of_ranks in zip(*(self._matrices(share.view(self.shape)) for share in shares), strict=True):
-            whole = torch.cat(of_ranks, self.tensor_dim)
-            scale = rms * sqrt(max(whole.shape[-2:]))
-            update = orthogonalize(whole, steps, self.dtype) * scale
-            updates.append(update.chunk(len(shares), self.tensor_dim)[rank])
-        return self._joined(updates).flatten()
+        of_ranks = [self._matrices(share.view(self.shape)) for share in shares]
+        return [torch.cat(parts, self.tensor_dim) for parts in zip(*of_ranks, strict=True)]
+
+    def own_part(self, matrices: list[torch.Tensor]) -> torch.Tensor:
+        """Return this tensor-parallel rank's part of whole matrices, flat, in the order of the parameter."""
+        if self.tensor_group is not None:
+            size, rank = self.tensor_group.size(), self.tensor_group.rank()
+            matrices = [matrix.chunk(size, self.tensor_dim)[rank] for matrix in matrices]
+        return self._joined(matrices).flatten()
 
     def _matrices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         groups = parameter.unflatten(-2, (-1, sum(self.rows)))
@@ -116,6 +137,20 @@ class Matrices:
         """Returns the indices of the shards that are not whole, in the order of the model."""
         found = [at for at, each in enumerate(self.shards) if each.parts[self.rank][1] < each.numel]
         return sorted(found, key=lambda at: self.shards[at].number)
+
+    def batches(self) -> Iterator[list[int]]:
+        """Yield the indices of the shards, in their order, in batches of at most BATCH_ELEMENTS elements or one
+        parameter."""
+        batch: list[int] = []
+        elements = 0
+        for at, shard in enumerate(self.shards):
+            if batch and elements + shard.numel > BATCH_ELEMENTS:
+                yield batch
+                batch, elements = [], 0
+            batch.append(at)
+            elements += shard.numel
+        if batch:
+            yield batch
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Gather the shards of all data-parallel ranks, and return the whole tensors. Collective over `data_group`,
@@ -189,15 +224,24 @@ class Muon(torch.optim.Optimizer):
         shared = matrices.shared
         own = [self._direction(group["params"][at], applied) for at in shared]
         directions = dict(zip(shared, matrices.gather(own), strict=True))
-        for at, (parameter, shard) in enumerate(zip(group["params"], matrices.shards, strict=True)):
-            direction = directions.pop(at) if at in directions else self._direction(parameter, applied)
-            start, length = shard.parts[matrices.rank]
-            update = shard.update(direction, self.steps, self.rms)[start : start + length]
-            weight = parameter.view(-1)
-            change = (update + group["weight_decay"] * weight) * (group["lr"] * applied)
-            weight.sub_(change)
-            norm = torch.linalg.vector_norm(change, dtype=torch.float64)
-            self.state[parameter]["squared_change"] = norm**2
+        for batch in matrices.batches():
+            wholes = []
+            for at in batch:
+                parameter = group["params"][at]
+                direction = directions.pop(at) if at in directions else self._direction(parameter, applied)
+                wholes.append(matrices.shards[at].whole_matrices(direction))
+            every = [matrix for of_parameter in wholes for matrix in of_parameter]
+            updates = iter(orthogonalize_all(every, self.steps, matrices.shards[batch[0]].dtype))
+            for at, whole in zip(batch, wholes, strict=True):
+                parameter, shard = group["params"][at], matrices.shards[at]
+                scaled = [next(updates) * (self.rms * sqrt(max(matrix.shape[-2:]))) for matrix in whole]
+                start, length = shard.parts[matrices.rank]
+                update = shard.own_part(scaled)[start : start + length]
+                weight = parameter.view(-1)
+                change = (update + group["weight_decay"] * weight) * (group["lr"] * applied)
+                weight.sub_(change)
+                norm = torch.linalg.vector_norm(change, dtype=torch.float64)
+                self.state[parameter]["squared_change"] = norm**2
 
     def _direction(self, parameter: torch.Tensor, applied: Any) -> torch.Tensor:
         """Update the momentum, and return the flat shard of the direction."""

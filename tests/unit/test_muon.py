@@ -10,6 +10,7 @@ import torch
 
 from gsa_train.config import Config, TrainConfig
 from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer import muon
 from gsa_train.optimizer.build import optimizer_kind
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.optimizer.muon import Matrices, MatrixShard, orthogonalize
@@ -99,7 +100,9 @@ def step_and_gradients(model: Model, optimizer: Any, config: Config, seed: int) 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_update_is_that_of_the_formula(name: str, sharded: bool) -> None:
+def test_the_update_is_that_of_the_formula(name: str, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not sharded:
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1000)  # several batches
     config = tiny_config(train=TRAIN, parallel={"distributed_optimizer": sharded}, **MODELS[name])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
@@ -146,16 +149,16 @@ def test_a_rejected_update_is_skipped_on_the_device() -> None:
         generator = torch.Generator().manual_seed(1)
         weight = torch.randn(24, generator=generator)
         group = {"params": [torch.empty(0)], "lr": LR, "weight_decay": DECAY, "matrices": True}
-        muon: Any = optimizer_kind(TrainConfig(optimizer="muon")).build([group], TrainConfig(), False)
+        built: Any = optimizer_kind(TrainConfig(optimizer="muon")).build([group], TrainConfig(), False)
         group |= {"params": [weight], "matrices": Matrices([shard], None, weight.device)}
-        muon.param_groups[0].update(group)
-        momentum = muon.state[weight]["momentum_buffer"] = torch.randn(24, generator=generator)
+        built.param_groups[0].update(group)
+        momentum = built.state[weight]["momentum_buffer"] = torch.randn(24, generator=generator)
         weight.grad = torch.randn(24, generator=generator) * (divisor or 1.0)
         if rejected:
             weight.grad[3] = torch.nan
         if divisor is not None:
-            muon.grad_scale, muon.found_inf = torch.tensor(divisor), torch.tensor(float(rejected))
-        muon.step()
+            built.grad_scale, built.found_inf = torch.tensor(divisor), torch.tensor(float(rejected))
+        built.step()
         return weight, momentum
 
     generator = torch.Generator().manual_seed(1)
