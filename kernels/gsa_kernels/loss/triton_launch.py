@@ -160,7 +160,7 @@ FP32_BLOCKS = Blocks(32, 32, FP32_WARPS, GRADIENT_KEYS[4], FP32_WARPS, 256, scor
 """Products of fp32 do not use the matrix units. With more rows, keys or stages they spill registers."""
 
 
-LIST_BLOCKS = replace(BF16_BLOCKS, rows=TILE_QUERIES, score_warps=4)
+LIST_BLOCKS = replace(BF16_BLOCKS, rows=TILE_QUERIES, score_keys=128, score_warps=4, grad_keys=128)
 """Blocks for bf16 over key lists. A tile of rows has one list."""
 
 
