@@ -70,9 +70,10 @@ test test-nightly: setup
 		tests=$$?; wait $$types && exit $$tests
 	$(if $(filter test-nightly,$@),$(MAKE) test-vllm)
 
-# The page of all config fields, from the dataclasses that hold them.
+# The page of all config fields, from the dataclasses that hold them; a figure from a table of performance.md.
 docs: setup
 	$(BIN)/python -m gsa_study.commands.config_reference > docs/reference/config.md
+	$(BIN)/python -m gsa_study.commands.frontier
 
 # Today's code beside what an earlier commit gave, to the last bit (tests/golden/README.md). PARTS: cpu, gpu_runs,
 # gpu_kernels; by itself all that this machine can run.

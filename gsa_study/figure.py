@@ -58,11 +58,7 @@ def write_study_figure(results: Results, path: Path) -> Path:
     title, rows = next((each for each in found if each[1]), ("", []))
     with_losses = sum(any(run.losses for run in row.runs) for row in rows)
     columns = 3 if 2 * with_losses >= len(rows) else 1
-    figure = Figure(figsize=(12 + columns, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25)
+    figure, axes = plots(12 + columns, max(3.6, 1.2 + 0.26 * len(rows)), columns)
     last = max(1, len(rows) - 1)
     colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
     if rows:
@@ -71,6 +67,15 @@ def write_study_figure(results: Results, path: Path) -> Path:
             _draw_losses(ax, rows, colors, by_time)
     figure.savefig(path)
     return path
+
+
+def plots(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    return figure, axes
 
 
 def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label: str) -> None:

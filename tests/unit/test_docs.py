@@ -12,6 +12,8 @@ from typing import get_type_hints
 import pytest
 
 from gsa_study.commands import config_reference as reference
+from gsa_study.commands import frontier
+from gsa_study.figure import plots
 from gsa_train.config import Config
 from gsa_train.metrics.panels import PANELS
 from gsa_train.model.probes.stats import EXTREMES, MEANS, VECTORS
@@ -84,6 +86,14 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_the_config_reference_matches_the_dataclasses() -> None:
     written = (ROOT / "docs/reference/config.md").read_text(encoding="utf-8")
     assert written == reference.page(), "the config's fields have changed; run `make docs`"
+
+
+def test_each_row_of_the_frontier_has_numbers_and_their_commits() -> None:
+    rows = frontier.table((ROOT / frontier.PAGE).read_text(encoding="utf-8"))
+    for row in rows:
+        assert re.findall(r"\b[0-9a-f]{8}\b|\b[0-9a-f]{7}\b", list(row.values())[-1]), row
+        assert any(row[column] for column in (*frontier.RETRIEVAL, *frontier.LENGTHS)), row
+        frontier.draw(plots(1, 1)[1][0], row)
 
 
 def test_the_code_tour_names_every_file_once_in_the_row_of_its_folder() -> None:
