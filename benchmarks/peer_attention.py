@@ -245,8 +245,8 @@ def automodel(inputs: AttentionInputs, selected: Selected) -> Runs:
     """Give NeMo Automodel the keys of each query, int32 [1, L, keys]. It makes its byte mask in each run."""
     package = importlib.import_module("nemo_automodel")
     # The packages above this file import more than is needed.
-    file = "components/models/qwen3_8_flash_next/fa4_qsa.py"
-    spec: Any = importlib.util.spec_from_file_location("automodel_fa4_qsa", Path(package.__path__[0]) / file)
+    path = Path(package.__path__[0], "components", "models", "qwen3_8_flash_next", "fa4_qsa.py")
+    spec: Any = importlib.util.spec_from_file_location("automodel_fa4_qsa", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where torch.compile looks for it
     spec.loader.exec_module(module)
