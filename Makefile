@@ -23,7 +23,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup setup-vllm pretrain check test test-nightly test-slurm test-vllm test-gpu golden golden-reference chaos bench bench-models bench-step bench-node layouts-gpu docs clean
+.PHONY: setup setup-vllm pretrain check test test-nightly test-slurm test-vllm test-gpu golden golden-reference chaos bench bench-models bench-peers bench-step bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -109,7 +109,7 @@ test-gpu:
 # Benches of the kernels one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
 # Those of whole models have a call of their own: they need megatron-core or transformers, a large device, and minutes each.
 MODEL_BENCHES = generate moe step
-BENCHES ?= $(filter-out $(MODEL_BENCHES) training,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
+BENCHES ?= $(filter-out $(MODEL_BENCHES) training peers,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export $(WITH_PACKAGES); failed=; \
 	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
@@ -121,6 +121,10 @@ bench:
 
 bench-models:
 	@$(MAKE) --no-print-directory bench BENCHES="$(MODEL_BENCHES)" PYTHON="$(PYTHON)"
+
+# Released sparse attention next to ours, on a Hopper GPU: rows of packages that are missing say what to install.
+bench-peers:
+	$(WITH_PACKAGES) $(PYTHON) benchmarks/bench_peers.py $(ARGS)
 
 # Training steps of standard and GSA models from 4K to 128K tokens on a CUDA device. Cases in its file are not measured again.
 bench-step:

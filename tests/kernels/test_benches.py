@@ -3,7 +3,9 @@
 import json
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cases
@@ -59,6 +61,31 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert token["both_kl_ms"] == 3000
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
     assert (relu["attention"], relu["forward_reuse_ms"]) == ("GSA ReLU selected", 250)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_peers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_peers
+
+    def top_k(scores: torch.Tensor, lengths: torch.Tensor, keys: int, **_: Any) -> dict[str, torch.Tensor]:
+        hidden = torch.arange(scores.shape[1]) >= lengths[:, None]
+        values, indices = scores.masked_fill(hidden, -torch.inf).topk(keys)
+        return {"indices": indices.masked_fill(values == -torch.inf, -1).int()}
+
+    cudnn = ModuleType("cudnn")
+    cudnn.__spec__ = ModuleSpec("cudnn", None)
+    monkeypatch.setattr(cudnn, "DSA", SimpleNamespace(indexer_top_k_wrapper=top_k), raising=False)
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(bench_peers, "CHECKED_LENGTH", 128)
+    names = ["dense cuDNN", bench_peers.TOP_K]
+    options = ["--lengths", "128", "--keys", "32", "--only", *names]
+    assert call(monkeypatch, bench_peers, "--out", tmp_path, *options) == 0
+    rows = json.loads((tmp_path / "bench_peers.json").read_text())["rows"]
+    assert [(row["peer"], row["tokens"], row["note"]) for row in rows] == [
+        (name, 128, "") for name in (*names, names[1])
+    ]
+    assert [row["forward_ratio"] for row in rows] == [1, 1, 1]
+    assert [row["both_ratio"] for row in rows] == [1, None, None]
 
 
 def call(monkeypatch: pytest.MonkeyPatch, bench: Any, *words: Any) -> int:
