@@ -19,7 +19,10 @@ class _InjectLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad_activations, torch.ones((), **ctx.of_loss) * ctx.grad_scale, None
+        scale = ctx.grad_scale
+        if not isinstance(scale, torch.Tensor):
+            return grad_activations, torch.full((), scale, **ctx.of_loss), None
+        return grad_activations, scale.to(**ctx.of_loss), None
 
 
 def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:

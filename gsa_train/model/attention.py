@@ -321,8 +321,11 @@ class AttentionOverChunks:
         )
         if share == RowSample():
             return kl, rows
-        total = kl.detach().clone()
-        if tp.size() > 1 and attention_pass.measures:
+        total = kl.detach()
+        if tp.size() == 1:
+            return kl, total
+        if attention_pass.measures:
+            total = total.clone()
             dist.all_reduce(total, group=tp)
         return kl * tp.size(), total
 

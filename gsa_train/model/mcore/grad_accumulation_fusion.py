@@ -53,8 +53,9 @@ def joined_weight_gradients(
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))
     parameters: Sequence[Any] = weights
     together = fp32_product(grad_output.t(), inputs)
-    for parameter, gradient in zip(parameters, together[: sum(sizes)].split(sizes), strict=True):
-        parameter.main_grad.add_(gradient)
+    gradients = together[: sum(sizes)].split(sizes)
+    torch._foreach_add_([parameter.main_grad for parameter in parameters], gradients)
+    for parameter in parameters:
         parameter.grad_added_to_main_grad = True
     return [torch.empty_like(weight) for weight in weights]
 

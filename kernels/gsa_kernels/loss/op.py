@@ -179,22 +179,19 @@ def value_and_gradients(
         run_chunk(inputs, outputs, of_chunk, chunk, chosen)
 
     sums = totals(inputs, outputs)
-    kl_rows = outputs.kl_rows
-    if sampled and kl_rows is not None:
-        kl_rows = _only_sampled(kl_rows, sample)
     if outputs.dk is None or sums.d_beta is None:
-        return sums.kl, kl_rows, (None,) * 6
+        return sums.kl, outputs.kl_rows, (None,) * 6
     beta = indexer.inverse_temperature
     assert isinstance(beta, torch.Tensor)
     gradients = (
         outputs.dq,
-        outputs.dk.sum(0)[..., :dim].to(indexer.keys.dtype),
+        (outputs.dk[0] if len(outputs.dk) == 1 else outputs.dk.sum(0))[..., :dim].to(indexer.keys.dtype),
         outputs.dw,
         sums.d_score_bias,
         sums.d_weight_bias,
         sums.d_beta.sum().to(beta.dtype).reshape(beta.shape) if beta.requires_grad else None,
     )
-    return sums.kl, kl_rows, gradients
+    return sums.kl, outputs.kl_rows, gradients
 
 
 def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> Inputs:
@@ -218,11 +215,6 @@ def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> I
         log_sum=None if attended.log_sum is None else attended.log_sum.detach().contiguous(),
         key_lists=attended.key_lists,
     )
-
-
-def _only_sampled(kl_rows: torch.Tensor, sample: SampledRows) -> torch.Tensor:
-    taken = sample.rows(kl_rows.device)
-    return torch.full_like(kl_rows, float("nan")).index_copy_(1, taken, kl_rows[:, taken])
 
 
 def check_attended(attended: Attended, sizes: tuple[int, int, int]) -> None:

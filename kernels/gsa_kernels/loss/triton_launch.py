@@ -1,8 +1,9 @@
 """Chooses block shapes, allocates scratch memory and launches the indexer loss kernels for one chunk of rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,8 @@ class Outputs:
     """Holds the results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     kl_rows: torch.Tensor | None
-    """KL of each row, [B, R] fp32. None if the KL is not computed, which does not change the gradients."""
+    """KL of each row, [B, R] fp32, NaN for rows that are not sampled. None if the KL is not computed, which does not
+    change the gradients."""
 
     partial_sums: torch.Tensor
     """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: the KL, then the gradients of beta, w_j and b_j for each head j.
@@ -129,25 +131,52 @@ def new_outputs(
 
     Args:
         with_value: whether to compute the KL
-        sampled: some rows may not be computed; their results are 0
+        sampled: some rows may not be computed; their gradients are 0
         one_chunk: all rows are in one chunk
     """
     q_idx, k_idx, logits = inputs.q_idx, inputs.k_idx, inputs.weight_logits
     batch, rows, heads, _ = q_idx.shape
     device, fp32 = q_idx.device, torch.float32
-    create = partial(torch.zeros if sampled else torch.empty, device=device)
-    sums = (1 + 3 * heads if with_gradients else 1, batch, triton.cdiv(rows, SUMMED_ROWS))
-    dq = dk = dw = None
+    shapes: list[tuple[Sequence[int], torch.dtype]] = [
+        ((1 + 3 * heads if with_gradients else 1, batch, triton.cdiv(rows, SUMMED_ROWS)), fp32)
+    ]
     if with_gradients:
-        dq, dw = create(q_idx.shape, dtype=q_idx.dtype), create(logits.shape, dtype=logits.dtype)
-        if inputs.key_lists is not None:
-            dk = torch.zeros(1, *k_idx.shape[:2], padded_size(k_idx), dtype=fp32, device=device)
-        else:
-            programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
-            parts = count_key_parts(programs, heads, count_multiprocessors(device))
-            dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
-    kl_rows = create(batch, rows, dtype=fp32) if with_value else None
-    return Outputs(kl_rows, create(sums, dtype=fp32), dq, dk, dw, not one_chunk, gradient_scale)
+        shapes += [(q_idx.shape, q_idx.dtype), (logits.shape, logits.dtype)]
+    if sampled:
+        sums, *of_rows = zeros_together(shapes, device)
+    else:
+        sums, *of_rows = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    dq, dw = of_rows or (None, None)
+    dk = None
+    if with_gradients and inputs.key_lists is not None:
+        dk = torch.zeros(1, *k_idx.shape[:2], padded_size(k_idx), dtype=fp32, device=device)
+    elif with_gradients:
+        programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
+        parts = count_key_parts(programs, heads, count_multiprocessors(device))
+        dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
+    kl_rows = None
+    if with_value and sampled:
+        kl_rows = torch.full((batch, rows), float("nan"), device=device)
+    elif with_value:
+        kl_rows = torch.empty(batch, rows, dtype=fp32, device=device)
+    return Outputs(kl_rows, sums, dq, dk, dw, not one_chunk, gradient_scale)
+
+
+def zeros_together(
+    shapes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
+) -> list[torch.Tensor]:
+    """Allocate tensors of zeros in one buffer, which takes one launch."""
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    aligned = [triton.cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
+    parts = torch.zeros(sum(aligned), dtype=torch.uint8, device=device).split(aligned)
+    return [
+        part[:size].view(dtype).view(*shape)
+        for part, size, (shape, dtype) in zip(parts, sizes, shapes, strict=True)
+    ]
+
+
+ALIGNMENT = 16
+"""Bytes. Triton loads aligned tensors in larger pieces."""
 
 
 FP32_WARPS = 8
