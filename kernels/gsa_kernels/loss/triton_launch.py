@@ -305,7 +305,7 @@ def _launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **own: Any
 ) -> Callable[[], object]:
     """Prepare a launch with the arguments that the kernel names."""
-    taken = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+    taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     return partial(kernel[grid], **{**taken, **own})
 
 
