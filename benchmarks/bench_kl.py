@@ -130,7 +130,7 @@ def measure(report: harness.Report, case: Case) -> None:
     length = case.target.shape[1]
     chunk = min(length, 256 * 2**20 // (4 * length))
     rows = SampledRows(length - chunk, chunk)
-    launches = chunk_launches(inputs, outputs, case.target[:, None, rows.start :], rows, blocks)
+    launches = chunk_launches(inputs, outputs, case.target[:, rows.start :], rows, blocks)
     candidates: dict[str, harness.Run] = {
         "total": case.loss,
         "graph": harness.capture(case.loss),

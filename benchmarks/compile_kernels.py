@@ -36,7 +36,7 @@ from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.row_product.look_up import look_up
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
 from gsa_train.config import load_config
 from gsa_train.config.gsa import SCORES
 from gsa_train.config.sections import Config
@@ -95,9 +95,6 @@ def attend(config: Config, documents: torch.Tensor | None) -> None:
     sample = RowSample(gsa.indexer_loss_row_fraction, draw=0)
     for attended in (selected, None):
         backward(api.indexer_loss(indexer, q, k, lse, attended, geometry, sample, **BY_TRITON)[0])
-    if api.can_fuse_indexer_loss(q, k, selected):
-        fused = FusedLoss(indexer, 1.0, lambda kl: None)
-        backward(api.sparse_attention_with_loss(q, k, v, selected, geometry, fused, gate, **BY_TRITON)[0])
 
 
 def long_lists(rows: int, start: int) -> KeyLists:

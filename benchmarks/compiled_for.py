@@ -19,8 +19,8 @@ from triton.backends.nvidia.compiler import PTXASError
 from triton.compiler import CompilationError
 from triton.runtime.jit import JITFunction
 
-from gsa_kernels.hopper.miscompile_guard import wrong_sums
 from gsa_kernels.limits import MULTIPROCESSORS
+from gsa_kernels.miscompile_guard import wrong_sums
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Largest shared memory of a program by compute capability (CUDA C++ Programming Guide, Compute Capabilities)."""

@@ -229,7 +229,7 @@ def require_cuda() -> None:
     """Exit with a message if there is no CUDA device, or if Triton compiles kernels wrongly."""
     if not torch.cuda.is_available():
         sys.exit("No CUDA device here. Where there is one: make bench PYTHON=<a Python whose torch has CUDA>")
-    from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # found by the path above
+    from gsa_kernels.miscompile_guard import refuse_wrong_sums  # found by the path above
 
     refuse_wrong_sums()
 

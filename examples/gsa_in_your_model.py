@@ -13,7 +13,7 @@ from gsa_kernels import GatedSparseAttention
 
 device = "cpu"
 if torch.cuda.is_available():
-    from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums
+    from gsa_kernels.miscompile_guard import refuse_wrong_sums
 
     refuse_wrong_sums()  # Triton compiles some sums wrongly on some GPUs
     device = "cuda"

@@ -29,7 +29,7 @@ PARTS = (
     ),
     (
         "attention",
-        r"^_?(forward_kernel|backward_kernel|queries_(with_target_)?kernel|keys_kernel|rows_kernel)",
+        r"^_?(forward_kernel|backward_kernel|queries_kernel|keys_kernel|rows_kernel)",
     ),
     ("attention", r"^_?(sum_parts|transpose_kernel)"),
     ("attention", r"flash|fmha|sdpa|cudnn_generated"),

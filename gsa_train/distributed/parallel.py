@@ -124,7 +124,7 @@ def join_world(config: ParallelConfig) -> torch.device:
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # imports Triton
+        from gsa_kernels.miscompile_guard import refuse_wrong_sums  # imports Triton
 
         refuse_wrong_sums()
     if not dist.is_initialized():  # a process may change its layout

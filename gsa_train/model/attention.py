@@ -8,7 +8,6 @@ tensor-parallel rank: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -19,8 +18,7 @@ import torch.distributed as dist
 from gsa_data.pack import document_starts
 from gsa_kernels import api
 from gsa_kernels.limits import GATHERED_BELOW_DENSITY
-from gsa_kernels.sampling import sampled_one_of
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Implementation, RowSample, Selection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
 from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
@@ -82,8 +80,6 @@ class ChunkInputs:
 class LossInputs:
     indexer: AppliedIndexer
     rows: RowSample
-    on_rows: Callable[[torch.Tensor], None] | None
-    """Receives each query's KL if attention's backward pass computes the loss; None if the KL is not logged."""
 
 
 class AttentionOverChunks:
@@ -109,7 +105,6 @@ class AttentionOverChunks:
         """fp32 [n_h]: each head's largest log-sum-exp in this step; None if the optimizer does not read it
         (`train.qk_clip`)."""
         self._formats: dict[int, str] = {}
-        self._said_fused_loss = False
 
     @torch.no_grad()
     def select(
@@ -190,7 +185,7 @@ class AttentionOverChunks:
             with attention_pass.indexer_graph():
                 if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, measured, attention_pass)
+                    loss = self._loss_inputs(indexer, of_chunk, attention_pass)
             selection = None if selections is None else selections[number]
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
@@ -245,20 +240,9 @@ class AttentionOverChunks:
             loss: None if the indexer loss is not needed.
 
         Returns:
-            out [B, L, n_h, d_k] and, if an indexer loss is still to be computed, the log-sum-exp for it.
+            out [B, L, n_h, d_k], and the log-sum-exp for the indexer loss; None from another library's dense attention
         """
         q, k, v, output_gate, geometry = inputs.q, inputs.k, inputs.v, inputs.output_gate, inputs.geometry
-        if (
-            loss is not None
-            and attended is not None
-            and self._fuses_loss(inputs, attended, loss, attention_pass)
-        ):
-            fused = FusedLoss(loss.indexer, attention_pass.kl_grad_scale, loss.on_rows)
-            out, lse = api.sparse_attention_with_loss(
-                q, k, v, attended, geometry, fused, output_gate, implementation=self.implementation
-            )
-            self._keep_largest(lse)
-            return out, None
         if self.dense is not None and loss is None and not attention_pass.sparse:
             from gsa_kernels.fused.gates.op import fused_sigmoid_gate  # imports Triton
 
@@ -274,25 +258,6 @@ class AttentionOverChunks:
     def _keep_largest(self, lse: torch.Tensor) -> None:
         if self.largest_log_sums is not None:
             self.largest_log_sums.copy_(torch.maximum(self.largest_log_sums, lse.amax((0, 2))))
-
-    def _fuses_loss(
-        self, inputs: ChunkInputs, attended: Selection, loss: LossInputs, attention_pass: AttentionPass
-    ) -> bool:
-        """Whether attention's backward pass also computes the indexer's gradients. This needs all heads on this rank,
-        and a loss over all queries."""
-        num_rows = loss.indexer.queries.shape[1]
-        fuses = (
-            self.implementation == "triton"
-            and attention_pass.trains_indexer
-            and attention_pass.has_graph
-            and sampled_one_of(num_rows, loss.rows.fraction) == 1
-            and self.tp_group.size() == 1
-            and api.can_fuse_indexer_loss(inputs.q, inputs.k, attended)
-        )
-        if fuses and not self._said_fused_loss:
-            self._said_fused_loss = True
-            logger.info("layer %d: indexer loss fused into attention's backward pass", self.layer)
-        return fuses
 
     def _indexer_loss(
         self,
@@ -379,18 +344,12 @@ class AttentionOverChunks:
         self,
         indexer: Indexer,
         indexed: IndexerProjections,
-        measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
     ) -> LossInputs | None:
         """Return the inputs of the indexer loss; None if this pass does not need it."""
         if not attention_pass.needs_indexer_loss:
             return None
-        on_rows = None
-        if measured is not None:
-            counted = measured.number_with_choice
-            on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
-        rows = self.runtime.draw_rows(attention_pass, self.layer)
-        return LossInputs(indexer.applied(indexed), rows, on_rows)
+        return LossInputs(indexer.applied(indexed), self.runtime.draw_rows(attention_pass, self.layer))
 
 
 def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

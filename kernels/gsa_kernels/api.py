@@ -27,7 +27,7 @@ import torch
 from gsa_kernels.checks import check_shape
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.limits import PACKED_MASK_MAX_TOKENS, Kernel
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, Indexer, RowSample, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Implementation, Indexer, RowSample, Selection
 
 _MODULES = {"triton": "gsa_kernels.operations_triton", "reference": "gsa_kernels.operations_reference"}
 _ALL_OF_ONE_SEQUENCE = Geometry()
@@ -138,41 +138,6 @@ def indexer_loss(
     _check_selection(selection, geometry, q, k)
     operations = _operations(implementation)
     return operations.indexer_loss(indexer, q, k, lse, selection, geometry, rows)
-
-
-def sparse_attention_with_loss(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: Selection,
-    geometry: Geometry,
-    loss: FusedLoss,
-    gate_logits: torch.Tensor | None = None,
-    *,
-    implementation: Implementation,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `sparse_attention`. The backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
-
-    Attention's backward pass computes the attention probabilities, and the indexer loss uses these probabilities as its
-    target. Triton rounds this target to fp16. The KL of each row is known only in the backward pass, so this function
-    does not return it. Instead, the backward pass calls `FusedLoss.on_rows`, if set, with the KL of each row. With
-    Triton, `can_fuse_indexer_loss` must be true.
-    """
-    _check_rows(loss.indexer, geometry)
-    _check_selection(selection, geometry, q, k)
-    operations = _operations(implementation)
-    return operations.sparse_attention_with_loss(q, k, v, selection, geometry, loss, gate_logits)
-
-
-def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
-    """Return whether `sparse_attention_with_loss` supports these tensors with Triton.
-
-    q and k must be bf16, on a Hopper GPU or in Triton's interpreter. The selection must have a packed mask. The number
-    of query heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
-    """
-    from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
-
-    return selection is not None and selection.packed_mask is not None and takes(q, k)
 
 
 def sampled_lse(

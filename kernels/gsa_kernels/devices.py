@@ -13,11 +13,6 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def on_hopper(device: torch.device) -> bool:
-    """Return whether products have the register layout of Hopper; True in the interpreter."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program can have; Hopper's outside CUDA."""
     if device.type != "cuda":

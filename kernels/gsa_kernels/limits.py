@@ -121,14 +121,6 @@ SCORED_KEYS = {2: 512, 4: 256}
 """Keys per program of the score kernel, by element size in bytes (indexer/triton_scores.py)."""
 
 
-# ---- the indexer loss
-
-
-FUSED_LOSS_HEADS = 4
-"""Number of query heads whose probabilities attention's backward pass adds up. The loss then adds these sums. The
-number of query heads per key-value head must be a multiple of this number (hopper/triton_backward_target.py)."""
-
-
 # ---- scratch memory: more is faster, up to a point
 
 
@@ -138,9 +130,6 @@ SELECTION_CHUNK_BYTES = 512 * 2**20
 LOSS_CHUNK_BYTES = 256 * 2**20
 """Target probabilities of one chunk of rows, counted as fp32. The loss itself needs at most about as much
 (loss/op.py)."""
-
-FUSED_LOSS_CHUNK_BYTES = 2**30
-"""Target probabilities of one chunk of rows in attention's backward pass, in fp16 (hopper/fused_indexer_loss.py)."""
 
 LIST_LOSS_CHUNK_BYTES = 512 * 2**20
 """Like LOSS_CHUNK_BYTES, over key lists. The keys' gradients (fp32, by entry) take DI / 32 times this size as well."""

@@ -6,7 +6,6 @@ The operations are differentiable, run on any device, and use tensors of [L, Lk]
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import sample_rows
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import local_window_mask, select_top_k
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
 
 
 @torch.no_grad()
@@ -87,41 +86,6 @@ def indexer_loss(
     taken = taken.to(kl.device)
     left_out = torch.full_like(kl, float("nan"))
     return kl[:, taken].sum() * factor, left_out.index_copy(1, taken, kl[:, taken]).detach()
-
-
-def sparse_attention_with_loss(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: Selection,
-    geometry: Geometry,
-    loss: FusedLoss,
-    gate_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = sparse_attention(q, k, v, selection, geometry, gate_logits)
-    if not torch.is_grad_enabled():
-        return out, lse
-    total, rows = indexer_loss(loss.indexer, q, k, lse, selection, geometry, RowSample())
-    return _AddLoss.apply(out, total, rows, loss), lse
-
-
-class _AddLoss(torch.autograd.Function):
-    """Returns `out`. The backward pass of `out` also starts the backward pass of the loss."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, out: torch.Tensor, total: torch.Tensor, rows: torch.Tensor, loss: FusedLoss
-    ) -> torch.Tensor:
-        ctx.save_for_backward(total, rows)
-        ctx.loss = loss
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total, rows = ctx.saved_tensors
-        if ctx.loss.on_rows is not None:
-            ctx.loss.on_rows(rows)
-        return grad, torch.ones_like(total) * ctx.loss.scale, None, None
 
 
 def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode.op import decode_step
 from gsa_kernels.devices import launching_on
-from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss as sparse_attention_with_loss
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import list_columns
@@ -27,7 +26,6 @@ __all__ = [
     "sampled_lse",
     "select",
     "sparse_attention",
-    "sparse_attention_with_loss",
 ]
 
 

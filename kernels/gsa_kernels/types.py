@@ -7,7 +7,6 @@ t = query_start + i of its sequence, and key s is at position s. Lk is query_sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -172,15 +171,3 @@ class Selection:
 
         assert self.key_lists is not None
         return packed_mask_of_rows(self.key_lists, rows)
-
-
-@dataclass(frozen=True)
-class FusedLoss:
-    """Holds the indexer loss whose gradients attention's backward pass computes (`sparse_attention_with_loss`)."""
-
-    indexer: Indexer
-    scale: float | torch.Tensor
-    """Derivative of the trained objective with respect to the indexer loss, which is the sum of the rows' KL. A tensor
-    is fp32 with one element."""
-    on_rows: Callable[[torch.Tensor], None] | None = None
-    """Called in the backward pass with the KL of each row, fp32 [B, L]. The KL is computed only if this is set."""

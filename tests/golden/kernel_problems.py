@@ -135,14 +135,6 @@ def _table() -> tuple[Problem, ...]:
             "lists-sampled": {"length": 2048, "lists": True, "row_fraction": 0.25},
             "lists-128": {**large, "lists": True},
         },
-        "distilling_attention": {
-            "bits": {"batch": 2},
-            "log-sum": {"length": 2048, "beta": 1.7, "variant": "log-sum"},
-            "documents-no-gate": {**uneven, "documents": True, "gate": False},
-            "query-start": late,
-            "128": large,
-            "relu-128-long": {**long, **relu},
-        },
         "decode_step": {
             "1": {"length": 2048},
             "4-uneven": {"length": 4096, "batch": 4, "window": 64},

@@ -6,7 +6,6 @@ the kernels changes, keep name, meaning, dtype and shape of each output, so that
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
-from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer.split_op import fused_split_projection
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
@@ -32,7 +30,7 @@ from gsa_kernels.loss.triton_launch import list_columns
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
 
 Tensors = dict[str, torch.Tensor]
 
@@ -85,22 +83,6 @@ def indexer_loss(p: Problem, x: Tensors) -> Tensors:
     loss, rows = triton_indexer_loss(indexer, Target(of_rows, float(p.heads)), attended, sample)
     loss.backward()
     return {"loss": loss, "rows": rows, **_gradients(leaves)}
-
-
-def distilling_attention(p: Problem, x: Tensors) -> Tensors:
-    chosen = _select(p, x)
-    leaves = {**_leaves(x, "q", "k", "v", *(("gate",) if p.gate else ())), **_indexer_leaves(p, x)}
-    rows: list[torch.Tensor] = []
-    log_sum = chosen.log_sum if p.variant == "log-sum" else None
-    out, lse = attention_with_indexer_loss(
-        *(leaves[name] for name in ("q", "k", "v")),
-        replace(chosen, log_sum=log_sum),
-        _geometry(p, x),
-        FusedLoss(_indexer(p, leaves), 0.37, rows.append),
-        leaves.get("gate"),
-    )
-    out.backward(x["grad"])
-    return {"out": out, "log_sum_exp": lse, "rows": rows[0], **_gradients(leaves)}
 
 
 def decode_step(p: Problem, x: Tensors) -> Tensors:

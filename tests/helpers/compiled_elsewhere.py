@@ -1,6 +1,6 @@
 """Compiles kernels for GPUs that need not be present, and prints the faults of the compiled kernels as JSON.
 
-This script looks for wrong sums (gsa_kernels/hopper/miscompile_guard.py), too much shared memory, and compiler errors.
+This script looks for wrong sums (gsa_kernels/miscompile_guard.py), too much shared memory, and compiler errors.
 Tests run it as a separate process, because Triton interprets all kernels in the tests' own process.
 """
 
@@ -19,8 +19,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from compile_kernels import launch_all
 from compiled_for import compile_for
 
-from gsa_kernels.attention.inputs import GradientInputs
-from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.types import Indexer
 
@@ -56,25 +54,10 @@ def indexer_loss() -> None:
     triton_indexer_loss(Indexer(*leaves, *biases), target, Attended(packed_mask))
 
 
-def loss_target(head_size: int, documents: bool) -> None:
-    length, heads = 128, 4
-    q = torch.zeros(1, length, heads, head_size, dtype=torch.bfloat16)
-    k = torch.zeros(1, length, 1, head_size, dtype=torch.bfloat16)
-    of_rows = torch.zeros(1, heads, length)
-    backward_queries_with_target(
-        GradientInputs(q, q, k, k, of_rows, of_rows),
-        torch.full((1, length, length // 32), -1, dtype=torch.int32),
-        torch.zeros(1, length, dtype=torch.int32) if documents else None,
-        q,
-        range(length),
-    )
-
-
 def main() -> int:
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "rows, heads, rows": (90, lambda: sum_of_heads(32, 8)),
         "heads, rows": (90, lambda: sum_of_heads(64, 8)),
-        "Hopper, target, heads of 64": (90, lambda: loss_target(64, documents=True)),
         "Blackwell, 4 heads": (100, indexer_loss),
     }
     for capability in (80, 89, 90):

@@ -43,7 +43,6 @@ def one_step(
     recompute: str = "none",
     cuts: Sequence[int] = (0, 24),
     heads: int = 4,
-    attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
     """Return loss, gradients, statistics, averages and clipped weights, by the kernels if `fused`, else by torch."""
     layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
@@ -66,7 +65,7 @@ def one_step(
         chunks = [QueryChunk(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:
             attention.over_chunks.chunks = lambda length: chunks  # type: ignore[method-assign]
-    batches = random_batches(config, attend_across=attend_across)
+    batches = random_batches(config)
     result, gradients = step_gradients(model, phase, batches, config, measures=True)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
     clipped = [attention.linear_qkv.weight.detach() for attention in model.attentions]

@@ -1,14 +1,6 @@
 import pytest
 import torch
-from kernel_devices import CPU, CUDA, GPU
-
-from gsa_kernels.devices import on_hopper
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Ask for the device here, because asking during collection would initialise CUDA and prevent forks."""
-    if item.get_closest_marker("hopper") and not (CUDA and on_hopper(torch.device("cuda"))):
-        pytest.skip("needs a Hopper")
+from kernel_devices import CPU, GPU
 
 
 @pytest.fixture(autouse=True)

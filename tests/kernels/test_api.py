@@ -27,7 +27,7 @@ from api_cases import (
 )
 
 import gsa_kernels
-from gsa_kernels import api, indexer_loss, limits, operations_triton, sparse_attention, types
+from gsa_kernels import indexer_loss, limits, operations_triton, sparse_attention, types
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, Geometry, RowSample, Selection
 
@@ -70,15 +70,6 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
         torch.testing.assert_close(old[:, beside], new[:, beside], rtol=1e-5, atol=2e-6)
     if beside:
         assert not torch.equal(before["out"][:, :query], after["out"][:, :query])
-
-
-def test_no_selection_no_half_floats_no_fusion() -> None:
-    given = problem(Case())
-    selection = select(Case(), given, "reference")
-    assert not api.can_fuse_indexer_loss(given.q, given.k, selection)
-    half = problem(Case(), torch.bfloat16)
-    assert not api.can_fuse_indexer_loss(half.q, half.k, None)
-    assert not api.can_fuse_indexer_loss(half.q, half.k, select(Case("gathered"), half, "reference"))
 
 
 def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:

@@ -1,10 +1,9 @@
 """Compares Triton's indexer loss, as the public API computes it, with the fp64 reference. The kernels run on a GPU or
-in the interpreter. test_fused_indexer_loss.py tests the loss in attention's backward pass, and
-test_indexer_loss_errors.py tests refused inputs."""
+in the interpreter. test_indexer_loss_errors.py tests refused inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from kernel_devices import GPU
 from loss_problems import FORMS, Problem, assert_same, check, differentiate, make_problem, through_api
 
 from gsa_kernels import operations_triton, sampling
-from gsa_kernels.attention.reference import head_sum_probs
 from gsa_kernels.loss import triton_launch
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import BF16_BLOCKS, Blocks
@@ -318,36 +316,3 @@ def test_value_near_its_minimum(device: str) -> None:
     for row_sum in (None, 1.0):
         total = differentiate(problem, of_target(problem, target, row_sum, blocks=SMALL)).total
         torch.testing.assert_close(total.double(), exact, rtol=3e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "dtype"),
-    [(None, BF16), (SMALL, torch.float32), (replace(SMALL, rows=16), torch.float32)],
-    ids=["bf16", "fp32", "16 rows"],
-)
-def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """The target may be passed as several tensors, which the kernels add. The loss and its gradients have the same bits
-    as with the sum of these tensors. Entries of unattended keys are NaN, and rows have gaps in memory."""
-    parts = 2 if dtype == BF16 else 3
-    problem = make_problem(
-        "packed mask", 70, device, dtype=dtype, batch=1, documents=dtype == BF16, log_sum=True
-    )
-    target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)
-    shares = torch.rand(1, parts, 70, 70, generator=torch.Generator().manual_seed(parts)).to(device)
-    shares = target[:, None] * shares / shares.sum(1, keepdim=True)
-    if blocks is not SMALL:
-        shares = shares.half()
-    # The parts are added in the order and type of the kernels. With an fp32 target a row's total would be summed in
-    # another order, which could change its last bit.
-    target = reduce(torch.add, shares.unbind(1))
-    shares = shares.masked_fill(~problem.mask[:, None], float("nan"))
-
-    def of_rows(rows: SampledRows) -> torch.Tensor:
-        return torch.nn.functional.pad(shares[:, :, rows.rows(device)], (0, 5))[..., :-5]
-
-    row_sum = 4.0 if blocks is None else None
-    for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, draw=3)):
-        options: dict[str, Any] = {"rows": sample, "blocks": blocks}
-        want = differentiate(problem, of_target(problem, target, row_sum, **options))
-        loss = of_target(problem, of_rows, row_sum, row_chunk_bytes=1, **options)
-        assert_same(differentiate(problem, loss), want)

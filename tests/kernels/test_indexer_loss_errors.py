@@ -24,7 +24,7 @@ def test_errors() -> None:
     mask, log_sum = selection.packed_mask, selection.log_sum
     assert mask is not None
     assert log_sum is not None
-    target = torch.zeros(2, 3, 10, 10)
+    target = torch.zeros(2, 10, 10)
     given = Target(lambda rows: target)
     summed = replace(given, row_sum=1.0)
 
@@ -55,8 +55,8 @@ def test_errors() -> None:
         *(
             (indexer, of(wrong), unread, r"target\.of_rows\(\.\.\.\)")
             for wrong in (
-                *(target[:, :, 1:], target[..., 1:], target[:, None], target[:1]),
-                *(target.transpose(2, 3), target.double()),
+                *(target[:, 1:], target[..., 1:], target[:, None], target[:1]),
+                *(target.transpose(1, 2), target.double()),
             )
         ),
     ]

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from gsa_kernels.hopper import miscompile_guard as wrong_sums
+from gsa_kernels import miscompile_guard as wrong_sums
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -60,29 +60,6 @@ def test_slices_several_operands_and_other_layouts() -> None:
     assert wrong_sums.wrong_sums(reduce_of("tensor<16x4xf32, #blocked>", layout, 1)) == []
 
 
-def stored_sums(layout: str) -> str:
-    return (
-        f"#linear = #ttg.linear<{{{layout}, block = []}}>\n"
-        '%x = tt.elementwise_inline_asm "{ shfl.sync.bfly.b32 other, other, 16, 31, -1; }" {pure = false} %a, %b : '
-        "tensor<8x2x4x32xi64, #linear>, tensor<8x2x4x32xf32, #linear> -> tensor<8x2x4x32xi8, #linear> loc(#loc)\n"
-    )
-
-
-def test_sums_of_lanes_are_refused_in_any_layout_but_one() -> None:
-    right = ", ".join(f"{part} = {bases}" for part, bases in wrong_sums.STORED_LAYOUT.items())
-    assert wrong_sums.wrong_sums(stored_sums(right)) == []
-    half = stored_sums(right.replace(", [0, 0, 0, 16]", "")).replace("x32x", "x16x")
-    assert wrong_sums.wrong_sums(half) == []
-    assert wrong_sums.wrong_sums(stored_sums(right).replace("x32x", "x16x")) != []
-    for one, other in (
-        ("[0, 0, 0, 8]", "[0, 0, 0, 16]"),
-        ("[0, 0, 2, 0]", "[0, 1, 0, 0]"),
-        ("[1, 0", "[2, 0"),
-    ):
-        changed = right.replace(one, "other").replace(other, one).replace("other", other)
-        assert wrong_sums.wrong_sums(stored_sums(changed)) == ["tensor<8x2x4x32xi64, #linear> over two lanes"]
-
-
 def load(folder: Path, text: str) -> None:
     """Load a kernel as Triton does before its first launch."""
     (folder / "kernel.ttgir").write_text(text)
@@ -106,10 +83,6 @@ def test_a_kernel_is_refused_or_said_to_be_unread(tmp_path: Path, caplog: pytest
         load(tmp_path, texts["wrong"])
     load(tmp_path, texts["right"].replace("axis = 1 : i32", "axes = [1]"))
     assert "kernel kernel is not checked for wrong sums" in caplog.text
-    caplog.clear()
-    other = stored_sums("register = [], lane = [], warp = []")
-    load(tmp_path, other.replace("elementwise_inline_asm", "inline_asm"))
-    assert "kernel kernel is not checked for wrong sums" in caplog.text
 
 
 @pytest.mark.nightly
@@ -124,7 +97,7 @@ def test_what_triton_compiles() -> None:
     found = json.loads(result.stdout)
     wrong = found.pop("rows, heads, rows")
     assert wrong == ["__main__.sum_of_heads_kernel: tensor<2x32x32xf32, #linear> over axis 0"]
-    assert len(found) == 9
+    assert len(found) == 8
     assert not any(found.values()), found
 
 

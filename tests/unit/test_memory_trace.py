@@ -48,6 +48,7 @@ one short sequence, parts of the gradients of K and V | GSA 0/1 SPARSE |
     model.ffn_hidden_size=512 model.vocab_size=512
 recompute full | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.recompute=full
 recompute selective | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.recompute=selective
+loss of all queries | GSA 0/1 SPARSE | ONE_MICRO_BATCH gsa.indexer_loss_row_fraction=1.0
 data 2, distributed optimizer | GSA 0/2 SPARSE | train.global_batch_size=16
 tensor 2 with sequence parallelism | GSA 0/2 SPARSE | ONE_MICRO_BATCH parallel.tensor=2
 context 2 | GSA 0/2 SPARSE | ONE_MICRO_BATCH parallel.context=2
@@ -253,26 +254,6 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
             counted.setdefault(length, []).append(taken)
     more = [counted[length][0] - counted[length][1] for length in lengths]
     assert more == [0, 4 * 132 * 64 * 1024 - 32768 * 512, 0]
-
-
-def test_which_phases_fuse_the_indexer_loss_into_attention():
-    def fused(*overrides, phase=-1):
-        options = ("gsa.indexer_loss_row_fraction=1.0", *overrides)
-        config = load_config(REPOSITORY / GSA, options, world_size=8, need_data=False)
-        return memory_selection.fuses_indexer_loss(config, config.phases[phase], sizes_of(config))
-
-    assert fused()
-    assert not fused(phase=0)
-    for override in (
-        "gsa.indexer_loss_row_fraction=0.25",
-        "gsa.attention_kernel=gathered",
-        "parallel.tensor=2",
-        "train.precision=fp32",
-        "model.num_kv_heads=8",
-    ):
-        assert not fused(override), override
-    short = ("train.seq_len_tokens=128", "gsa.indexer_loss_row_fraction=0.25")
-    assert fused(*short)  # a quarter of one stretch of queries is all of it
 
 
 def test_a_cuda_graph_holds_what_a_pass_needs():

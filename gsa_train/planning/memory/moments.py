@@ -14,8 +14,6 @@ from gsa_train.planning.memory.experts import mixture_moments, mixture_without_g
 from gsa_train.planning.memory.layer import Layer
 from gsa_train.planning.memory.selection import (
     attending_bytes,
-    fused_loss_bytes,
-    fuses_indexer_loss,
     key_gradients,
     learning_bytes,
     selecting_bytes,
@@ -33,8 +31,7 @@ def layer_moments(
     before = {"attention's backward": _attention_backward(config, phase, sizes, layer)}
     if uses_kernels(config) and uses_indexer(config, phase):
         before["selection"] = _selecting(config, sizes) - layer.core - layer.indexer
-        if not fuses_indexer_loss(config, phase, sizes):
-            before["indexer loss"] = _learning(config, phase, sizes)
+        before["indexer loss"] = _learning(config, phase, sizes)
     moments |= {name: size - layer.feed_forward for name, size in before.items()}
     recomputed = _recomputed(config, sizes, layer)
     return {name: size + recomputed for name, size in moments.items()}
@@ -93,8 +90,7 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
     if not uses_kernels(config):
         keys += layer.core  # gradients of the [L, L] tensors
     elif phase.attention == "sparse":
-        loss = keys + fused_loss_bytes(config, sizes) if fuses_indexer_loss(config, phase, sizes) else 0.0
-        keys = max(attending_bytes(config, sizes), loss)
+        keys = attending_bytes(config, sizes)
         # delta and log-sum-exp, fp32 [B, n_h, L].
         queries += 2 * 4 * sizes.tokens * sizes.heads / sizes.query_chunks
     return sizes.stream + output + attended + logits + queries + keys

@@ -9,7 +9,6 @@ from __future__ import annotations
 from gsa_kernels import limits
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
-from gsa_train.model.flops import sampled_row_share
 from gsa_train.planning.memory.sizes import Sizes, gathers
 
 
@@ -126,29 +125,6 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk * share)
     # For each pair: the target and the gradient of the score, which are fp16 in bf16 runs.
     return max(gathering, heads + loss_key_bytes(config, sizes) + pairs * 2 * sizes.value)
-
-
-def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
-    """Returns True if attention's backward pass computes the indexer loss (model/attention.py), as on Hopper."""
-    model = config.model
-    queries_of_chunk = sizes.tokens // config.train.micro_batch_size // sizes.query_chunks
-    return (
-        phase.attention == "sparse"
-        and phase.train == "all"
-        and not gathers(config)
-        and sizes.value == 2
-        and sampled_row_share(config.gsa, queries_of_chunk) == 1
-        and config.parallel.tensor == 1
-        and model.num_heads // model.num_kv_heads % limits.FUSED_LOSS_HEADS == 0
-    )
-
-
-def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries. They are the target
-    of a row chunk in fp16, as partial sums, and the gradients of the scores."""
-    target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
-    pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
-    return loss_key_bytes(config, sizes) + pairs * (target + sizes.value)
 
 
 def loss_key_bytes(config: Config, sizes: Sizes) -> float:

@@ -14,7 +14,6 @@ import torch
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE
 from gsa_kernels.attention.triton_gathered_probs import check_lists
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.hopper.target_blocks import block_shape
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import LIST_LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES, TILE_QUERIES
 from gsa_kernels.loss.autograd import (
@@ -38,9 +37,7 @@ from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
 """Maps rows to fp32 or fp16 [B, count, columns]: attention probabilities of these rows, summed over the heads. A column
-is a key, or an entry of the key list of the row's tile, with `list_columns` columns. The result may also have
-parts, whose sum is the target: [B, parts, count, columns], or in blocks [B, parts, row blocks, key blocks, 1024]
-(target_blocks.py)."""
+is a key, or an entry of the key list of the row's tile, with `list_columns` columns."""
 
 ALL_ROWS = RowSample()
 
@@ -77,15 +74,6 @@ class Attended:
         return self.geometry.query_start if self.key_lists is None else self.key_lists.query_start
 
 
-@dataclass(frozen=True)
-class Wanted:
-    gradients: bool
-    value: bool = True
-    """Whether to compute the sum and the KL. If False, both are None, and the gradients do not change by a bit."""
-    gradient_scale: torch.Tensor | None = None
-    """Factor of the gradients, fp32 with one element; 1 if None."""
-
-
 def triton_indexer_loss(
     indexer: Indexer,
     target: Target,
@@ -115,7 +103,7 @@ def triton_indexer_loss(
         0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows that are not computed
     """
     batch, num_rows = check_indexer(indexer, attended.query_start)
-    check_attended(attended, (batch, num_rows, indexer.keys.shape[1]))
+    _check_attended(attended, (batch, num_rows, indexer.keys.shape[1]))
     if attended.log_sum is not None and target.row_sum is None:
         raise ValueError("attended.log_sum is given with target.row_sum None; pass both or none")
     if target.row_sum is not None and not target.row_sum > 0:
@@ -129,11 +117,11 @@ def triton_indexer_loss(
     stretch = TILE_QUERIES if by_lists else None
     sample, factor = sample_rows(num_rows, rows.fraction, rows.draw, rows.share, stretch)
     calculate = partial(
-        value_and_gradients,
+        _value_and_gradients,
         target=target,
         attended=attended,
         sample=sample,
-        wanted=Wanted(needs_gradients(tensors)),
+        with_gradients=needs_gradients(tensors),
         row_chunk_bytes=row_chunk_bytes,
         blocks=blocks,
     )
@@ -141,15 +129,15 @@ def triton_indexer_loss(
     return (total if factor == 1 else total * factor), kl_of_rows
 
 
-def value_and_gradients(
+def _value_and_gradients(
     indexer: Indexer,
     target: Target,
     attended: Attended,
     sample: SampledRows,
-    wanted: Wanted,
+    with_gradients: bool,
     row_chunk_bytes: int,
-    blocks: Blocks | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients]:
+    blocks: Blocks | None,
+) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """Return the sum of the KL of all sampled rows, the KL of each row [B, R], and the gradients of the sum.
 
     The gradients have the order of the tensors that `tensors_of` returns for the indexer. `triton_indexer_loss` has
@@ -162,19 +150,10 @@ def value_and_gradients(
     chunk_rows = max(row_chunk_bytes // (4 * batch * max(inputs.columns, 1)) // unit, 1) * unit
     sampled = sample.every != 1
     one_chunk = not sampled and sample.count <= chunk_rows
-    outputs = new_outputs(
-        inputs,
-        chosen,
-        with_value=wanted.value,
-        with_gradients=wanted.gradients,
-        sampled=sampled,
-        one_chunk=one_chunk,
-        gradient_scale=wanted.gradient_scale,
-    )
+    outputs = new_outputs(inputs, chosen, with_gradients=with_gradients, sampled=sampled, one_chunk=one_chunk)
     for number in range(0, sample.count, chunk_rows):
         chunk = sample.chunk(number, chunk_rows)
         of_chunk = target.of_rows(chunk).detach()
-        of_chunk = of_chunk[:, None] if of_chunk.ndim == 3 else of_chunk
         _check_target(of_chunk, batch, chunk.count, inputs.columns, inputs.q_idx.device)
         run_chunk(inputs, outputs, of_chunk, chunk, chosen)
 
@@ -217,7 +196,7 @@ def _inputs(indexer: Indexer, target_sum: float | None, attended: Attended) -> I
     )
 
 
-def check_attended(attended: Attended, sizes: tuple[int, int, int]) -> None:
+def _check_attended(attended: Attended, sizes: tuple[int, int, int]) -> None:
     """Check shapes and dtypes; `sizes` are B, R and Lk."""
     batch, num_rows, num_keys = sizes
     mask, starts, log_sum = attended.packed_mask, attended.geometry.document_starts, attended.log_sum
@@ -236,11 +215,7 @@ def check_attended(attended: Attended, sizes: tuple[int, int, int]) -> None:
 
 
 def _check_target(target: torch.Tensor, batch: int, rows: int, num_keys: int, device: torch.device) -> None:
-    if target.ndim == 5:
-        shape = (batch, None, *block_shape(rows, num_keys))
-        check_shape("target.of_rows(...)", target, "[B, parts, row blocks, key blocks, 1024]", shape)
-    else:
-        check_shape("target.of_rows(...)", target, "[B, parts, rows, columns]", (batch, None, rows, num_keys))
+    check_shape("target.of_rows(...)", target, "[B, rows, columns]", (batch, rows, num_keys))
     if (
         target.dtype not in (torch.float32, torch.float16)
         or target.device != device

@@ -20,7 +20,6 @@ from gsa_kernels.loss.triton_scores import (
     load_keys,
     load_target,
     score_tile,
-    target_places,
 )
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_rows import rows_of_program
@@ -77,7 +76,7 @@ def score_pass_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, PARTS, rows, columns] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
+    target,  # [B, rows, columns] fp32 or fp16
     packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     list_keys,  # int32, of the key lists, whose keys take the place of all causal keys; or None
@@ -93,16 +92,13 @@ def score_pass_kernel(
     row_start,
     num_rows,
     target_stride_b,
-    target_stride_part,
     target_stride_row,
     scale,
     log_sum,  # [B, R] fp32, or None: the first pass computes it
     inverse_target_sum,  # if there is `log_sum`
-    kl_parts,  # out: [segments, B, tiles * BM] fp32, if WITH_VALUE
+    kl_parts,  # out: [segments, B, tiles * BM] fp32
     grad_scores,  # out: [B, tiles * BM, grad_stride] fp16 or fp32: G_SCALE times G; 0 off the attended set
     grad_stride,
-    PARTS: tl.constexpr,
-    TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -119,14 +115,12 @@ def score_pass_kernel(
     HAS_STARTS: tl.constexpr,
     FIRST: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
 ):
     """One program computes the scores of BM rows for SEGMENT columns. A column is a key or, with key lists, an entry of
     the tile's list. The grid is (segments, tiles, B). If no key of the segment is causal for the program's rows, the
     program writes nothing. Scores are multiplied by log2(e), so that the kernel can use exp2.
 
-    The kernel writes G for each tile of keys in which some key is causal for some row. The bits of G do not depend on
-    whether the KL is computed as well.
+    The kernel writes G for each tile of keys in which some key is causal for some row.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
@@ -173,10 +167,8 @@ def score_pass_kernel(
                         weight_logits, weight_bias, row_index, valid, head, HI, KIND, WEIGHT_BIAS
                     )
 
-        target_at = target_places(
-            target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
-        )
-        part_stride = tl.cast(target_stride_part, tl.int64)
+        target_rows = target + b.to(tl.int64) * target_stride_b + (tile * BM).to(tl.int64) * target_stride_row
+        target_rows += tl.arange(0, BM) * target_stride_row
         grad_rows = grad_scores + row_offsets * grad_stride
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         kl = tl.zeros([BM], tl.float32)
@@ -196,7 +188,7 @@ def score_pass_kernel(
                 q_idx, keys, weight_logits, score_bias, weight_bias, row_index, valid, factor, scale,
                 HI, DI, BLOCK_D, KIND, PRECISION, SCORE_BIAS, WEIGHT_BIAS,
             )  # fmt: skip
-            p = load_target(target_at, part_stride, rows, key, columns, attended, BN, PARTS, TARGET_IN_BLOCKS)
+            p = load_target(target_rows, rows, key, columns, attended, BN)
             if FIRST:
                 target_sum += tl.sum(p, 1)
                 scores = tl.where(attended, scores, NOT_A_SCORE)
@@ -211,19 +203,17 @@ def score_pass_kernel(
                 log2_q = tl.where(attended, scores - lse[:, None], NOT_A_SCORE)
                 q = tl.exp2(log2_q)
                 if WITH_GRADIENTS:
-                    # An explicit fma leaves the compiler no choice that depends on WITH_VALUE.
                     g = tl.fma(p, -inverse_sum, q) * G_SCALE
                     tl.store(grad_rows[:, None] + cols[None, :], g.to(grad_scores.dtype.element_ty))
-                if WITH_VALUE:
-                    p *= inverse_sum
-                    log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
-                    kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
+                p *= inverse_sum
+                log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
+                kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
         place = segment * segment_stride + row_offsets
         if FIRST:
             tl.store(row_stats + place, maximum)
             tl.store(row_stats + place + plane, exp_sum)
             tl.store(row_stats + place + 2 * plane, target_sum)
-        elif WITH_VALUE:
+        else:
             tl.store(kl_parts + place, kl)
 
 

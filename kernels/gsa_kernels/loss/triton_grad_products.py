@@ -39,10 +39,10 @@ def grad_queries_kernel(
     list_keys,  # as in score_pass_kernel
     list_starts,
     list_counts,
-    kl_parts,  # [segments, B, tiles * BM] fp32, if WITH_VALUE
+    kl_parts,  # [segments, B, tiles * BM] fp32
     grad_scores,  # [B, tiles * BM, grad_stride]
     grad_stride,
-    kl_rows,  # out: [B, R] fp32, if WITH_VALUE
+    kl_rows,  # out: [B, R] fp32
     partial_sums,  # out: [1 + 3 HI, B, ceil(R / BR)] fp32, of BR rows: KL; then by head d/d beta, d/d w_j, d/d b_j
     dq,  # out: [B, R, HI, DI]
     dw,  # out: [B, R, HI]
@@ -53,7 +53,6 @@ def grad_queries_kernel(
     row_start,
     num_rows,
     scale,
-    gradient_scale,  # of dq and dw: [1] fp32, or None for 1
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -69,7 +68,6 @@ def grad_queries_kernel(
     WEIGHT_BIAS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
 ):
     """One program takes BM rows and one head, and loops over the keys of the rows. The program of the first head also
     adds up the KL. The grid is (HI, tiles, B), or (1, tiles, B) if gradients are not wanted."""
@@ -94,7 +92,7 @@ def grad_queries_kernel(
     exists = group < num_rows
     partial_sums += b.to(tl.int64) * num_groups + row_of(group, row_start, STRETCH, SPACING) // BR
 
-    if WITH_VALUE and head == 0:
+    if head == 0:
         kl = tl.zeros([BM], tl.float32)
         for segment in range(first // SEGMENT, last // SEGMENT + 1):
             kl += tl.load(kl_parts + segment * tl.num_programs(2).to(tl.int64) * padded_rows + row_offsets)
@@ -138,9 +136,6 @@ def grad_queries_kernel(
         tl.store(partial_sums, sum_of_groups(weight * grad_a, valid, BR), mask=exists)
         tl.store(partial_sums + HI * plane, sum_of_groups(grad_w, valid, BR), mask=exists)
         tl.store(partial_sums + 2 * HI * plane, sum_of_groups(factor * grad_z, valid, BR), mask=exists)
-        if gradient_scale is not None:
-            grad_w *= tl.load(gradient_scale)
-            factor *= tl.load(gradient_scale)
         place = row_index * HI + head
         tl.store(dw + place, grad_w.to(dw.dtype.element_ty), mask=valid)
         d = tl.arange(0, BLOCK_D)
@@ -179,7 +174,6 @@ def grad_keys_kernel(
     row_start,
     num_rows,
     scale,
-    gradient_scale,  # [1] fp32, or None for 1
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -232,8 +226,6 @@ def grad_keys_kernel(
         b = b // num_tiles
 
     factor = tl.load(beta) * (scale / G_SCALE)
-    if gradient_scale is not None:
-        factor *= tl.load(gradient_scale)
     keys = load_keys(k_idx + b * L * DI, entries, L, DI, BLOCK_D)
     keys_t = tl.trans(keys)
     total = tl.zeros([BN, BLOCK_D], tl.float32)
@@ -264,7 +256,6 @@ def totals_kernel(
     d_weight_bias,  # out: [HI]
     d_score_bias,  # out: [HI]
     size,
-    gradient_scale,  # of these three; [1] fp32, or None for 1
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -277,10 +268,7 @@ def totals_kernel(
         part = tl.load(partial_sums + row.to(tl.int64) * size + place, mask=place < size, other=0.0)
         sums += part.to(tl.float64)
     summed = tl.sum(sums)
-    if total is not None:
-        tl.store(total, summed.to(tl.float32), mask=row == 0)
-    if gradient_scale is not None:
-        summed *= tl.load(gradient_scale)
+    tl.store(total, summed.to(tl.float32), mask=row == 0)
     which, head = (row + HI - 1) // HI, (row + HI - 1) % HI
     if d_beta is not None:
         tl.store(d_beta + head, summed, mask=which == 1)

@@ -91,9 +91,8 @@ COLUMNS = 64
 class Outputs:
     """Holds the results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
-    kl_rows: torch.Tensor | None
-    """KL of each row, [B, R] fp32, NaN for rows that are not sampled. None if the KL is not computed, which does not
-    change the gradients."""
+    kl_rows: torch.Tensor
+    """KL of each row, [B, R] fp32, NaN for rows that are not sampled."""
 
     partial_sums: torch.Tensor
     """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: the KL, then the gradients of beta, w_j and b_j for each head j.
@@ -109,9 +108,6 @@ class Outputs:
     """If True, kernels add to dk, which the caller initialises to 0. If False, there is one chunk, which writes all of
     dk."""
 
-    gradient_scale: torch.Tensor | None = None
-    """Factor of dq, dk and dw, but not of `partial_sums`: fp32 with one element; None means 1."""
-
 
 SUMMED_ROWS = 16
 """Neighbouring rows whose sums are one element of `partial_sums`."""
@@ -121,16 +117,13 @@ def new_outputs(
     inputs: Inputs,
     blocks: Blocks,
     *,
-    with_value: bool = True,
     with_gradients: bool,
     sampled: bool,
     one_chunk: bool,
-    gradient_scale: torch.Tensor | None = None,
 ) -> Outputs:
     """Allocate the results.
 
     Args:
-        with_value: whether to compute the KL
         sampled: some rows may not be computed; their gradients are 0
         one_chunk: all rows are in one chunk
     """
@@ -154,12 +147,11 @@ def new_outputs(
         programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
         parts = count_key_parts(programs, heads, count_multiprocessors(device))
         dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
-    kl_rows = None
-    if with_value and sampled:
+    if sampled:
         kl_rows = torch.full((batch, rows), float("nan"), device=device)
-    elif with_value:
+    else:
         kl_rows = torch.empty(batch, rows, dtype=fp32, device=device)
-    return Outputs(kl_rows, sums, dq, dk, dw, not one_chunk, gradient_scale)
+    return Outputs(kl_rows, sums, dq, dk, dw, not one_chunk)
 
 
 def zeros_together(
@@ -215,7 +207,7 @@ def run_chunk(
     """Run all kernels for the rows of a chunk.
 
     Args:
-        target: fp32 or fp16 [B, parts, rows, columns], last dimension contiguous
+        target: fp32 or fp16 [B, rows, columns], last dimension contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.score_warps, blocks.grad_warps) < FP32_WARPS:
@@ -265,11 +257,7 @@ def chunk_launches(
     launches: dict[str, Callable[[], object]] = {}
     if not sums_given:
         launches["stats"] = _launch(score_pass_kernel, grid, arguments, FIRST=True, **blocks.score)
-    # With at most 128 registers two programs share a multiprocessor. The KL needs more registers.
-    registers = None if outputs.kl_rows is not None else 128
-    launches["scores"] = _launch(
-        score_pass_kernel, grid, arguments, FIRST=False, **blocks.score, maxnreg=registers
-    )
+    launches["scores"] = _launch(score_pass_kernel, grid, arguments, FIRST=False, **blocks.score)
     row_grid = (heads if with_gradients else 1, tiles, batch)
     launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
     if outputs.dk is not None and lists is None:
@@ -326,12 +314,11 @@ def _arguments(
     )
     given = {name: getattr(inputs, name) for name in names} | {"target": target}
     given |= {name: getattr(outputs, name) for name in ("kl_rows", "partial_sums", "dq", "dk", "dw")}
-    strides = zip(("b", "part", "row"), target.stride()[:3], strict=True)
     return {
         # q_idx replaces a tensor that does not exist; the kernel does not touch it.
         **{name: inputs.q_idx if tensor is None else tensor for name, tensor in given.items()},
-        **{f"target_stride_{name}": stride for name, stride in strides},
-        "gradient_scale": outputs.gradient_scale,
+        "target_stride_b": target.stride(0),
+        "target_stride_row": target.stride(1),
         "R": inputs.q_idx.shape[1],
         "L": inputs.k_idx.shape[1],
         "columns": inputs.columns,
@@ -340,8 +327,6 @@ def _arguments(
         "row_start": chunk.start,
         "num_rows": chunk.count,
         "scale": dim**-0.5,
-        "PARTS": target.shape[1],
-        "TARGET_IN_BLOCKS": target.ndim == 5,
         "HI": heads,
         "DI": dim,
         "BLOCK_D": padded_size(inputs.q_idx),
@@ -358,18 +343,17 @@ def _arguments(
         "HAS_STARTS": inputs.document_starts is not None,
         "ADDS": outputs.adds_keys,
         "WITH_GRADIENTS": outputs.dq is not None,
-        "WITH_VALUE": outputs.kl_rows is not None,
     }
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows. All gradients are multiplied by `gradient_scale`.
+    """Holds sums over all rows.
 
     A gradient is None if it is not wanted. The gradient of a bias is also None if the indexer does not have this bias.
     """
 
-    kl: torch.Tensor | None
-    """0-d fp32; None without `kl_rows`"""
+    kl: torch.Tensor
+    """0-d fp32."""
     d_beta: torch.Tensor | None
     """[HI] fp64, the part of each head."""
     d_weight_bias: torch.Tensor | None
@@ -382,14 +366,12 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
     rows, size = outputs.partial_sums.shape[0], outputs.partial_sums[0].numel()
     biases = (inputs.weight_bias, inputs.score_bias)
     result = Totals(
-        None if outputs.kl_rows is None else inputs.q_idx.new_empty((), dtype=torch.float32),
+        inputs.q_idx.new_empty((), dtype=torch.float32),
         inputs.q_idx.new_empty(heads, dtype=torch.float64) if with_gradients else None,
         *(torch.empty_like(bias) if with_gradients and bias is not None else None for bias in biases),
     )
     block = min(triton.next_power_of_2(size), 2048)
-    totals_kernel[(rows,)](
-        outputs.partial_sums, *result, size, outputs.gradient_scale, HI=heads, BLOCK=block, num_warps=4
-    )
+    totals_kernel[(rows,)](outputs.partial_sums, *result, size, HI=heads, BLOCK=block, num_warps=4)
     return result
 
 

@@ -14,8 +14,6 @@ gradients do not change if a constant is added to all scores of a row.
 import triton
 import triton.language as tl
 
-from gsa_kernels.hopper.target_blocks import KEY, block_places, tile_of_blocks
-
 SIGMOID = tl.constexpr(0)
 TANH = tl.constexpr(1)
 """Computes sigmoid by one hardware instruction instead of exp and a division."""
@@ -222,46 +220,15 @@ def attended_entries(word, valid):
 
 
 @triton.jit
-def target_places(
-    target, b, tile, stride_b, stride_row, BM: tl.constexpr, BN: tl.constexpr, IN_BLOCKS: tl.constexpr
-):
-    """Return pointers to the target of a tile of rows at key 0: [BM], or as `block_places` if IN_BLOCKS."""
-    target += b.to(tl.int64) * stride_b
-    if IN_BLOCKS:
-        places = target + (tile * (BM // 32)).to(tl.int64) * stride_row + block_places(BM, BN, stride_row)
-    else:
-        places = target + (tile * BM).to(tl.int64) * stride_row + tl.arange(0, BM) * stride_row
-    return places
-
-
-@triton.jit
-def load_target(
-    places,
-    part_stride,
-    rows,
-    key,
-    L,
-    attended,
-    BN: tl.constexpr,
-    PARTS: tl.constexpr,
-    IN_BLOCKS: tl.constexpr,
-):
-    """Load the target probabilities [BM, BN] of the BN keys that begin with `key`. If the target is stored in parts,
-    add the parts in the dtype of the parts.
+def load_target(target_rows, rows, key, L, attended, BN: tl.constexpr):
+    """Load the target probabilities [BM, BN] of the BN keys that begin with `key`.
 
     Outside the attended set, the contents of the memory are unspecified, and the result is 0.
+
+    Args:
+        target_rows: pointers to the rows' target at key 0, [BM]
     """
-    if IN_BLOCKS:
-        places += key * KEY
-        p = tl.load(places)
-        for part in tl.static_range(1, PARTS):
-            p += tl.load(places + part * part_stride)
-        p = tile_of_blocks(p, rows.shape[0], BN)
-    else:
-        cols = key + tl.arange(0, BN)
-        inside = (rows >= 0)[:, None] & (cols < L)[None, :]
-        columns = places[:, None] + cols[None, :]
-        p = tl.load(columns, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            p += tl.load(columns + part * part_stride, mask=inside, other=0.0)
+    cols = key + tl.arange(0, BN)
+    inside = (rows >= 0)[:, None] & (cols < L)[None, :]
+    p = tl.load(target_rows[:, None] + cols[None, :], mask=inside, other=0.0)
     return tl.where(attended, p.to(tl.float32), 0.0)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from gsa_kernels.indexer.score_inputs import score_inputs
+from gsa_kernels.loss import op as loss_op
+from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig, RopeScalingConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels
@@ -63,6 +65,26 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(
         runs = one_step(gsa, phase, fused, cuts=cuts)
         take_over_of_neighbours(whole, runs)
         assert_same_step(runs, whole)
+
+
+@pytest.mark.slow
+def test_the_loss_takes_the_sums_that_selection_and_attention_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of each run of queries gets them, with a learned temperature, a window and recomputation."""
+    for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
+        monkeypatch.setattr(query_sample, name, value)
+    blocks = Blocks(32, 32, 4, 32, 4, segment=32)
+    seen: list[Inputs] = []
+    monkeypatch.setattr(loss_op, "choose_blocks", lambda inputs: (seen.append(inputs), blocks)[1])
+    gsa = {"indexer_temperature": "learned", "local_window": 3}
+    whole = one_step(gsa, SPARSE, fused=False, heads=8)
+    runs = one_step(gsa, SPARSE, fused=True, recompute="selective", cuts=(0, 7, 24), heads=8)
+    assert sorted(inputs.q_idx.shape[1] for inputs in seen) == [7, 17]
+    for inputs in seen:
+        assert inputs.log_sum is not None
+        assert inputs.log_sum.shape == inputs.q_idx.shape[:2]
+        assert inputs.target_sum == 8
+    take_over_of_neighbours(whole, runs)
+    assert_same_step(runs, whole)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (9, 16), (1, 16), (1, 14), (1, 130)])
