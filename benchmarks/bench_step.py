@@ -7,8 +7,8 @@ Each config runs its last phase on random tokens with initial weights, one docum
 `key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
 field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
 `baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries. Step times are medians
-over unlogged steps. Each config takes turns with the first config, step by step, because the clock of a device changes
-with its temperature. For each pair of neighbouring steps the config's time is divided by the first config's. `ratio` is
+over turns of three unlogged steps. Each config takes turns with the first config, because the clock of a device changes
+with its temperature. For each pair of neighbouring turns the config's time is divided by the first config's. `ratio` is
 the median of these quotients, with its standard error. The table by part shows the kernel time of one profiled step in
 ms per sequence. `idle` is the time without any kernel.
 
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
     parser.add_argument("--warm-up-seconds", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10, help="turns of three steps")
     parser.add_argument("--no-profile", action="store_true")
     step_sweep.add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")

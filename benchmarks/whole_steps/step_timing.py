@@ -77,6 +77,9 @@ class Row:
     """ms per sequence."""
 
 
+STEPS_OF_A_TURN = 3
+
+
 @dataclass
 class Subject:
     name: str
@@ -91,10 +94,12 @@ class Subject:
         self.batches = random_batches(self.bench.config, self.bench.parallel)
 
     def step_seconds(self) -> float:
+        """Return the mean time of STEPS_OF_A_TURN steps. As in training, the host does not wait between them."""
         began = time.perf_counter()
-        self.bench.step(self.batches)
+        for _ in range(STEPS_OF_A_TURN):
+            self.bench.step(self.batches)
         torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / STEPS_OF_A_TURN
 
     def host_seconds(self) -> float:
         """Return the time that the host needs to launch a step. The device may continue after that."""
@@ -111,10 +116,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Turns:
-    """Limits how many steps two models take in turns."""
+    """Limits how often two models take turns."""
 
     warm_up_seconds: float
-    steps: int
+    turns: int
     """Largest number."""
     seconds: float = float("inf")
     """Time after which no further turn begins, after at least `FEWEST_TURNS`."""
@@ -132,7 +137,7 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
             one.step_seconds()
     began = time.perf_counter()
     rounds: list[list[float]] = []
-    while len(rounds) < turns.steps:
+    while len(rounds) < turns.turns:
         rounds.append([one.step_seconds() for one in taking_turns])
         if len(rounds) >= FEWEST_TURNS and time.perf_counter() - began > turns.seconds:
             break
