@@ -26,6 +26,8 @@ from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.devices import shared_memory
 from gsa_kernels.fused.adamw.op import squared_updates
 from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
+from gsa_kernels.fused.fp8.op import fused_magnitudes, fused_quantize
+from gsa_kernels.fused.fp8.reference import E4M3, E5M2
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.fused.rms_norm.op import fused_rms_norm
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
@@ -41,6 +43,7 @@ from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selectio
 from gsa_train.config import load_config
 from gsa_train.config.gsa import SCORES
 from gsa_train.config.sections import Config
+from gsa_train.model.mcore.linears import FP8_CAPABILITY
 
 CONFIGS = harness.ROOT / "configs"
 BY_TRITON: Any = {"implementation": "triton"}
@@ -144,6 +147,14 @@ def run_fused(config: Config) -> None:
     add_column_sums(zeros(ROWS, model.hidden_size), fp32)
 
 
+def quantize(config: Config) -> None:
+    """Quantize to FP8 what linear layers multiply: input and weight, and a gradient. SwiGLU finds magnitudes."""
+    backward(fused_swiglu(zeros(ROWS, 2 * config.model.ffn_hidden_size), for_fp8=True))
+    x, w = zeros(ROWS, config.model.hidden_size), zeros(ROWS, config.model.hidden_size)
+    fused_quantize([x, w], fused_magnitudes(x, w), E4M3, (True, True))
+    fused_quantize([x], fused_magnitudes(x), E5M2, (True,))
+
+
 @torch.no_grad()
 def decode(config: Config, batch: int) -> None:
     """Run the kernels that decode one token per sequence."""
@@ -189,6 +200,8 @@ def launch_all(pattern: str) -> None:
         for documents in (None, torch.zeros(1, ROWS, dtype=torch.int32)):
             attend(config, documents)
         run_fused(config)
+        if torch.cuda.get_device_capability() >= FP8_CAPABILITY:
+            quantize(config)
         for batch in (1, 8):
             decode(config, batch)
 

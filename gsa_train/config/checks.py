@@ -38,7 +38,7 @@ from gsa_train.config.parallel import (
 )
 from gsa_train.config.phases import PhaseConfig, check_decay, check_kept_optimizer
 from gsa_train.config.sections import Config
-from gsa_train.config.train import check_graphs, check_muon, check_qk_clip
+from gsa_train.config.train import check_fp8, check_graphs, check_muon, check_qk_clip
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -99,6 +99,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_graphs(config, replicas),
         *check_muon(config),
         *check_qk_clip(config),
+        *check_fp8(config),
         *check_layout(config, world_size),
         *check_moe(config, world_size),
         *check_batch_ramp(config),

@@ -42,6 +42,7 @@ OTHER_NAMES = {
     "train.global_batch_size": "total_batch_size",
     "train.batch_ramp.0.global_batch_size": "rampup_batch_size batch_size_warmup",
     "train.precision": "bf16 dtype mixed_precision_param",
+    "train.linear_layers": "linear_precision fp8 fp8_recipe float8",
     "train.weight_average_decay": "ema_decay ema_beta",
     "train.grad_clip": "clip_grad max_norm gradient_clipping",
     "train.adam_epsilon": "adam_eps",

@@ -54,7 +54,8 @@ class TrainConfig:
     """With recompute=full, number of layers that are recomputed together."""
     linear_layers: str = "megatron"
     """What computes the matrix products of attention and feed-forward layers. `megatron`: megatron-core's layers in
-    the working precision."""
+    the working precision. `fp8`: products in FP8 with one scale per matrix, on GPUs of compute capability 8.9 or more.
+    Weights, optimizer and checkpoints stay the same. Experts are excluded."""
     objective: str = "cross_entropy"
     """Loss of a token in training. Validation always scores the cross-entropy."""
     optimizer: str = "adamw"
@@ -126,6 +127,36 @@ def check_qk_clip(config: Config) -> Iterator[str]:
     if dense not in ("auto", "triton"):
         wrong = f"gsa.dense_attention = {dense} does not return the log-sum-exp"
         yield config.problem(field, wrong, "set that to auto")
+
+
+def check_fp8(config: Config) -> Iterator[str]:
+    """Yield what excludes linear layers in FP8."""
+    model, train, parallel = config.model, config.train, config.parallel
+    if train.linear_layers != "fp8" or min(parallel.tensor, parallel.context) < 1:
+        return
+    reasons = []
+    if train.precision == "fp32":
+        reasons.append(("train.precision = fp32, and the other operations need bf16", "set that to auto"))
+    if config.moe.experts > 0:
+        reasons.append((f"moe.experts = {config.moe.experts} have no products in FP8", "set that to 0"))
+    query = model.num_heads // parallel.tensor * model.head_dim
+    key_value = model.num_kv_heads // parallel.tensor * model.head_dim
+    tokens = train.micro_batch_size * train.seq_len_tokens // parallel.context
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        "model.num_heads x head_dim / parallel.tensor": query,
+        "model.(num_heads + 2 num_kv_heads) x head_dim / parallel.tensor": query + 2 * key_value,
+        "model.ffn_hidden_size / parallel.tensor": model.ffn_hidden_size // parallel.tensor,
+        "train.micro_batch_size x seq_len_tokens / parallel.context": tokens,
+    }
+    for name, size in sizes.items():
+        if size % limits.FP8_MULTIPLE:
+            below = size // limits.FP8_MULTIPLE * limits.FP8_MULTIPLE
+            choice = f"{below} or {below + limits.FP8_MULTIPLE}" if below else f"{limits.FP8_MULTIPLE}"
+            wrong = f"{name} = {size} is not a multiple of {limits.FP8_MULTIPLE}"
+            reasons.append((wrong, f"make that {choice}"))
+    for wrong, remedy in reasons:
+        yield config.problem("train.linear_layers", wrong, f"{remedy}, or train.linear_layers to megatron")
 
 
 def check_graphs(config: Config, replicas: int) -> Iterator[str]:

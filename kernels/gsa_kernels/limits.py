@@ -188,3 +188,7 @@ def next_power_of_2(number: int) -> int:
 def ceil_div(number: int, divisor: int) -> int:
     """Return number / divisor, rounded up. On the host this is faster than triton.cdiv."""
     return -(-number // divisor)
+
+
+FP8_MULTIPLE = 16
+"""cuBLAS's products in FP8 need sizes that are multiples of this."""

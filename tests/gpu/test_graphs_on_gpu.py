@@ -92,6 +92,7 @@ CASES = {
     "overlapped reduction": ("gsa_1.7b", (*BUDGETS, ACROSS, OVERLAP)),
     "as in the paper": ("paper_gsa_1.7b", BUDGETS),
     "standard": ("standard_1.7b", ("gsa.dense_attention=triton",)),
+    "FP8": ("standard_1.7b", ("gsa.dense_attention=triton", "train.linear_layers=fp8")),
     "experts, balanced by loads": ("gsa_moe_15b_a2b", EXPERTS),
     "experts, balanced by biases": ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),
 }

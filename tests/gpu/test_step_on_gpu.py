@@ -93,7 +93,7 @@ def worst_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         ("gsa_1.7b", -1, ()),
         ("gsa_1.7b", 0, ()),
         ("gsa_1.7b", -1, ("gsa.indexer_loss_row_fraction=0.5", "train.recompute=full")),
-        ("standard_1.7b", -1, ()),
+        ("standard_1.7b", -1, ("train.linear_layers=fp8",)),
         ("gsa_1.7b", -1, ("train.optimizer=muon",)),
         ("gated_only_1.7b", -1, ("train.fused_ops=none",)),
     ],

@@ -30,6 +30,13 @@ train.seq_len_tokens=257 ; parallel.tensor=2 -> train.seq_len_tokens = 257 | par
 model.num_layers=9 ; parallel.pipeline=2 -> model.num_layers = 9 | parallel.pipeline = 2 | 8 or 10
 parallel.grad_reduce_dtype=bf16 ; train.precision=fp32 ->
     parallel.grad_reduce_dtype = bf16 | train.precision = fp32 | set it to fp32
+train.linear_layers=fp8 ; train.precision=fp32 -> train.linear_layers = fp8 | train.precision = fp32 | set that to auto
+train.linear_layers=fp8 ; EXPERTS -> train.linear_layers = fp8 | moe.experts = 8 | train.linear_layers to megatron
+train.linear_layers=fp8 ; model.hidden_size=120 -> train.linear_layers = fp8 | model.hidden_size = 120 | 112 or 128
+train.linear_layers=fp8 ; model.head_dim=36 ; parallel.tensor=2 -> x head_dim / parallel.tensor = 72 | 64 or 80
+train.linear_layers=fp8 ; model.ffn_hidden_size=176 ; parallel.tensor=2 ->
+    model.ffn_hidden_size / parallel.tensor = 88 | 80 or 96
+train.linear_layers=fp8 ; train.seq_len_tokens=248 -> x seq_len_tokens / parallel.context = 248 | 240 or 256
 parallel.virtual_pipeline=2 -> parallel.virtual_pipeline = 2 | parallel.pipeline = 1 | set it to 1
 parallel.pipeline=2 ; parallel.virtual_pipeline=3 ->
     model.num_layers = 8 | pipeline = 2 x parallel.virtual_pipeline = 3 | 6 or 12

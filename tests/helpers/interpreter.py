@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -33,6 +34,7 @@ from helpers.interpreted_operators import (
 )
 
 ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
+FP8 = {core.float8e4nv: torch.float8_e4m3fn, core.float8e5: torch.float8_e5m2}
 PLAIN = frozenset(
     {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 )
@@ -233,6 +235,9 @@ def _calculate_bf16() -> None:
         values, wanted = _in_fp32(source).data, to_type.scalar
         if wanted.name == "bf16":
             return _rounded(values.astype(np.float32))
+        if wanted in FP8:  # Triton's interpreter loses carries into the exponent, and NaN.
+            rounded = torch.from_numpy(np.atleast_1d(values)).to(FP8[wanted]).view(torch.uint8)
+            return interpreter.TensorHandle(rounded.numpy().reshape(values.shape), wanted)
         return interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(wanted)), wanted)
 
     def cast_between_floats(self: Any, source: Any, to_type: Any, rounding_mode: Any) -> Any:

@@ -35,6 +35,7 @@ from triton.runtime import interpreter
 
 from gsa_kernels import operations_triton
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
+from gsa_kernels.fused.fp8.op import fused_magnitudes, fused_quantize
 from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
@@ -47,7 +48,7 @@ from gsa_train import step
 from gsa_train.config import Config, load_config
 from gsa_train.distributed import cpu_backend
 from gsa_train.distributed.parallel import init_parallel, leave_layout
-from gsa_train.model.mcore import build, moe_layer
+from gsa_train.model.mcore import build, fp8_linears, moe_layer
 from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
 from gsa_train.model.mcore.build import build_model
@@ -183,6 +184,10 @@ def _implementation(config: Config, device: torch.device) -> str:
     return "triton" if config.gsa.attention_impl == "auto" else config.gsa.attention_impl
 
 
+def _product_of_tensor_cores(a: Any, b: Any, a_unit: Any, b_unit: Any, dtype: Any, fast: bool = False) -> Any:
+    return a.new_empty(len(a), len(b), dtype=dtype)
+
+
 @contextmanager
 def _as_on_a_gpu(config: Config) -> Iterator[None]:
     most = 32 * (config.gsa.k_base + config.gsa.local_window)
@@ -192,6 +197,9 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
         for target, name, other in (
             (interpreter.InterpretedFunction, "run", lambda self, *args, **kwargs: None),
             (mcore_config, "uses_fused_ops", lambda config, device: config.train.fused_ops != "none"),
+            (mcore_config, "unsupported_by_device", lambda train, device: []),
+            (fp8_linears, "operations", lambda on_gpu: (fused_magnitudes, fused_quantize)),
+            (fp8_linears, "product", _product_of_tensor_cores),
             (build, "attention_implementation", _implementation),
             (build, "initialize_weights", lambda chunk, config, parallel: None),
             # Everything is on the device, in its precision.

@@ -60,6 +60,8 @@ def test_the_time_follows_from_a_given_mfu():
     config = load()
     device = "NVIDIA A100-SXM4-80GB"
     lines = section(describe(config, 8, device, mfu=0.5), f"Time on 8 x {device}")
+    in_fp8 = describe(load(["train.linear_layers=fp8"]), 8, device, mfu=0.5)
+    assert section(in_fp8, f"Time on 8 x {device}") == lines  # MFU is relative to bf16's peak
     assert lines[1] == "  MFU 50% of 312 TFLOP/s (bf16): as given"
     assert lines[2].split() == ["phase", "tokens/s", "hours", "GPU-days"]
     rows = table_of(lines[3:])

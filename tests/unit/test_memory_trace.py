@@ -61,6 +61,13 @@ interleaved, inner stage, recomputed | GSA 2/4 SPARSE |
     PP_4 parallel.virtual_pipeline=2 model.num_layers=8 train.recompute=full SHORT EIGHT
 norms of Q and K, average | GSA 0/2 SPARSE | model.qk_norm=on PP_2 train.weight_average_decay=0.9
 standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
+standard, FP8 | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.linear_layers=fp8
+FP8, recompute full | STANDARD 0/1 SPARSE | train.linear_layers=fp8 FEW_WORDS train.recompute=full
+FP8, small vocabulary | STANDARD 0/1 SPARSE | train.linear_layers=fp8 FEW_WORDS
+FP8, small vocabulary, tensor 4 | STANDARD 0/4 SPARSE | train.linear_layers=fp8 FEW_WORDS TP_4
+FP8 | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.linear_layers=fp8
+FP8, tensor 4 with sequence parallelism | GSA 0/4 SPARSE | ONE_MICRO_BATCH TP_4 train.linear_layers=fp8
+FP8, standard, tensor 4 with sequence parallelism | STANDARD 0/4 SPARSE | ONE_MICRO_BATCH TP_4 train.linear_layers=fp8
 operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
 operations one by one, z-loss | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none train.z_loss_coeff=1e-4
 experts | GSA 0/1 SPARSE | EXPERTS

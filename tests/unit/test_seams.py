@@ -23,10 +23,10 @@ def test_a_gate_that_the_layer_does_not_know_is_named(monkeypatch: pytest.Monkey
 
 
 def test_a_name_that_no_table_has_is_a_line_that_lists_the_names() -> None:
-    train = {"optimizer": "lion", "objective": "focal", "linear_layers": "fp8"}
+    train = {"optimizer": "lion", "objective": "focal", "linear_layers": "fp4"}
     config = tiny_config([dataclasses.replace(SPARSE, decay="step")], train=train)
     assert unknown_choices(config) == [
-        "train.linear_layers = fp8: no such name; give one of megatron",
+        "train.linear_layers = fp4: no such name; give one of fp8, megatron",
         "train.objective = focal: no such name; give one of cross_entropy",
         "train.optimizer = lion: no such name; give one of adamw, muon",
         "phases.0.decay = step: no such name; give one of cosine, linear, constant, inverse_sqrt, wsd",

@@ -13,7 +13,7 @@ from gsa_train.config.load import chosen
 from gsa_train.config.parallel import chunk_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
-from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers, megatron
+from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers, megatron, unsupported_by_device
 
 
 @dataclass
@@ -64,6 +64,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         DeviceError: the device does not support a configured precision or kernel.
     """
     model, train = config.model, config.train
+    if problems := unsupported_by_device(train, parallel.device):
+        raise DeviceError(*problems)
     dtype = compute_dtype(config, parallel.device)
     fused_ops = uses_fused_ops(config, parallel.device)
     reduces_in_bf16 = config.parallel.grad_reduce_dtype == "bf16"

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gsa_train.config import TrainConfig
+from gsa_train.config.load import problem_line
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,8 @@ class LinearLayers:
     """Interface of megatron-core's ColumnParallelLinear: QKV, first layer of the feed-forward network."""
     row: type
     """Interface of megatron-core's RowParallelLinear: attention's output projection, second feed-forward layer."""
+    in_fp8: bool = False
+    """SwiGLU then finds the largest magnitudes of what it writes."""
 
 
 def megatron(train: TrainConfig) -> LinearLayers:
@@ -27,4 +34,28 @@ def megatron(train: TrainConfig) -> LinearLayers:
     return LinearLayers(ColumnParallelLinear, RowParallelLinear)
 
 
-LINEAR_LAYERS: dict[str, Callable[[TrainConfig], LinearLayers]] = {"megatron": megatron}
+def fp8(train: TrainConfig) -> LinearLayers:
+    from gsa_train.model.mcore.fp8_linears import Fp8ColumnLinear, Fp8RowLinear
+
+    return LinearLayers(Fp8ColumnLinear, Fp8RowLinear, in_fp8=True)
+
+
+LINEAR_LAYERS: dict[str, Callable[[TrainConfig], LinearLayers]] = {"fp8": fp8, "megatron": megatron}
+
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with FP8 products: Ada. Hopper has 9.0."""
+
+
+def unsupported_by_device(train: TrainConfig, device: torch.device) -> list[str]:
+    """Return a line if this device lacks products in FP8. The reference on CPUs is only for tests."""
+    import torch
+
+    if train.linear_layers != "fp8":
+        return []
+    wrong = "there is no CUDA device"
+    if device.type == "cuda":
+        if (capability := torch.cuda.get_device_capability(device)) >= FP8_CAPABILITY:
+            return []
+        has = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        wrong = f"{has}, and FP8 needs 8.9 or more"
+    return [problem_line("train.linear_layers", "fp8", wrong, "set it to megatron")]

@@ -13,4 +13,4 @@ class FusedSwiGLU(MegatronModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[L, B, 2 F] -> [L, B, F]"""
-        return fused_swiglu(x)
+        return fused_swiglu(x, self.config.linears.in_fp8)

@@ -70,6 +70,13 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
         kept["normed input, gathered [L, B, d]"] = sizes.gathered
     else:
         kept["normed input [L / shards, B, d]"] = sizes.stream
+    if sizes.fp8:  # Attention and the layers below keep the inputs in bf16, too.
+        gathers = sizes.shards > 1 and sizes.gates_gather
+        copies = sizes.tokens * sizes.hidden / (1 if gathers else sizes.shards)
+        if not (sizes.gates or sizes.projection_gate or gsa.attention == "sparse"):
+            del kept["normed input [L / shards, B, d]"]
+        kept["inputs of linear_qkv and linear_proj in FP8"] = copies + sizes.tokens * sizes.query
+        kept["their weights in FP8 [d, 2 q + 2 kv]"] = 2 * sizes.hidden * (sizes.query + sizes.key_value)
     kept |= _gate_variants(config, sizes)
     if config.model.sandwich_norm:
         kept["attention's result, normed, and 1 / rms, fp32 [L / shards, B]"] = sizes.stream + rms
@@ -142,10 +149,12 @@ def _feed_forward(config: Config, sizes: Sizes, mixture: bool) -> Tensors:
 
 def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
     kept = {
-        "normed input [L / shards, B, d]": sizes.stream,
+        "normed input [L / shards, B, d]": sizes.linear_input(sizes.hidden) / sizes.shards,
         "both halves of SwiGLU's input [L, B, 2 f]": sizes.bytes(2 * sizes.ffn),
-        "SwiGLU's output [L, B, f]": sizes.bytes(sizes.ffn),
+        "SwiGLU's output [L, B, f]": sizes.linear_input(sizes.ffn),
     }
+    if sizes.fp8:
+        kept["weights in FP8 [d, 3 f]"] = 3 * sizes.hidden * sizes.ffn
     if config.train.fused_ops == "none":
         kept["SiLU and the other factor, 2 x [L, B, f]"] = sizes.bytes(2 * sizes.ffn)
     return kept

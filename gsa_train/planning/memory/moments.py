@@ -41,18 +41,25 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
     stream, ffn, hidden = sizes.stream, sizes.bytes(sizes.ffn), sizes.bytes(sizes.hidden)
     # If the product itself adds a weight's gradient to its buffer, autograd still gets a placeholder of the same size.
     weight = sizes.value * sizes.ffn * sizes.hidden
-    kept_by_swiglu = (5 if config.train.fused_ops == "none" else 3) * ffn
+    output = sizes.linear_input(sizes.ffn)
+    kept_by_swiglu = (4 if config.train.fused_ops == "none" else 2) * ffn + output
+    if sizes.fp8:  # Gradient of the output and its transpose, and the weight's gradient in fp32.
+        weight += 4 * sizes.ffn * sizes.hidden
+        in_fp8 = {"W_2": 2 * sizes.tokens * sizes.hidden, "W_1": 2 * sizes.tokens * 2 * sizes.ffn}
+        in_fp8["W_1"] += sizes.gathered / sizes.value  # the gathered input
+    else:
+        in_fp8 = {"W_2": 0.0, "W_1": 0.0}
     part = stream if sizes.shards > 1 else 0.0
     return {
         # Gradients of the layer's output [L / shards, B, d], of the gathered output [L, B, d], of SwiGLU's output [L,
         # B, f] and of W_2 [d, f].
-        "W_2's backward": stream + sizes.gathered + ffn + weight,
+        "W_2's backward": stream + sizes.gathered + ffn + weight + in_fp8["W_2"],
         # Gradients of the layer's output, of SwiGLU's output and of its input [L, B, 2 f]. SwiGLU's output itself is
         # freed.
-        "SwiGLU's backward": stream + ffn + 2 * ffn - ffn,
+        "SwiGLU's backward": stream + ffn + 2 * ffn - output,
         # Gradients of the layer's output, of SwiGLU's input, of the normed input [L, B, d] and its shard [L / shards,
         # B, d], and of W_1 [2 f, d]. All that SwiGLU kept is freed.
-        "W_1's backward": stream + 2 * ffn + hidden + part + 2 * weight - kept_by_swiglu,
+        "W_1's backward": stream + 2 * ffn + hidden + part + 2 * weight + in_fp8["W_1"] - kept_by_swiglu,
     }
 
 

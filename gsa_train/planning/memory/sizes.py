@@ -27,6 +27,8 @@ from gsa_train.config.kernel_checks import unsupported_by_kernels
 class Sizes:
     value: int
     """Bytes of an activation."""
+    fp8: bool
+    """Linear layers keep their inputs in FP8, a byte per element."""
     tokens: int
     """B L."""
     all_tokens: int
@@ -64,6 +66,10 @@ class Sizes:
     def bytes(self, columns: float) -> float:
         return self.value * self.tokens * columns
 
+    def linear_input(self, columns: float) -> float:
+        """Bytes that a linear layer keeps of its input [L, B, columns], if nothing else keeps it."""
+        return (1 if self.fp8 else self.value) * self.tokens * columns
+
     @property
     def stream(self) -> float:
         """Bytes of the residual stream [L / shards, B, d]. The gradient of the stream and the output of a norm have the
@@ -92,6 +98,7 @@ def sizes_of(config: Config) -> Sizes:
     own_heads = gsa.gate_sharing == "head_specific"
     return Sizes(
         value=4 if train.precision == "fp32" else 2,
+        fp8=train.linear_layers == "fp8",
         tokens=tokens,
         all_tokens=all_tokens,
         shards=parallel.tensor if parallel.sequence else 1,

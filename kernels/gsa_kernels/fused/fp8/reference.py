@@ -1,0 +1,73 @@
+"""Defines products of FP8 matrices with one scale per matrix (tensorwise)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+"""Formats of inputs and weights, and of gradients."""
+SMALLEST = 1e-30
+"""The largest magnitude counts as at least this, so that a matrix of zeros has a finite scale."""
+
+
+class Quantized(NamedTuple):
+    """Holds an FP8 matrix [M, K]. It approximates `rows * unit`."""
+
+    rows: torch.Tensor
+    """[M, K], contiguous"""
+    columns: torch.Tensor | None
+    """The transpose [K, M], contiguous; None if not requested"""
+    unit: torch.Tensor
+    """Scale, fp32, 0-d"""
+
+
+def attached(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Attach an fp32 tensor [count] to x and return it. What writes x also writes magnitudes of x there, with the
+    largest among them."""
+    largest = torch.empty(count, dtype=torch.float32, device=x.device)
+    x.fp8_magnitudes = largest, x._version  # type: ignore[attr-defined] # our attribute
+    return largest
+
+
+def with_same_largest(x: torch.Tensor) -> torch.Tensor:
+    """Return what `attached` attached to x, or x itself, also if x was changed since."""
+    found = getattr(x, "fp8_magnitudes", None)
+    return found[0] if found is not None and found[1] == x._version else x
+
+
+def magnitudes(*tensors: torch.Tensor) -> torch.Tensor:
+    """Return candidates for the largest magnitude of each tensor, int32 [tensors, any number].
+
+    A candidate has the bits of an fp32 number >= 0. As integers, these bits have the order of the numbers, and NaN is
+    larger than infinity. So a maximum, also over ranks, keeps NaN.
+    """
+    return torch.stack([(x.float().view(torch.int32) & 0x7FFFFFFF).max()[None] for x in tensors])
+
+
+def quantize(
+    matrices: Sequence[torch.Tensor], bits: torch.Tensor, dtype: torch.dtype, turns: Sequence[bool]
+) -> list[Quantized]:
+    """Round each matrix [M, K] to FP8, scaled so that its largest magnitude becomes the format's largest number.
+
+    If a matrix contains NaN or infinity, its product is NaN everywhere.
+
+    Args:
+        bits: result of `magnitudes`
+        turns: for each matrix, whether to return the transpose, too
+    """
+    limit, found = torch.finfo(dtype).max, []
+    for x, amax, turn in zip(
+        matrices, bits.amax(1).view(torch.float32).clamp(min=SMALLEST), turns, strict=True
+    ):
+        rows = (x.float() * (torch.full_like(amax, limit) / amax)).to(dtype)
+        found.append(Quantized(rows.contiguous(), rows.t().contiguous() if turn else None, amax / limit))
+    return found
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, a_unit: torch.Tensor, b_unit: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute a [M, K] @ b [N, K]^T * a_unit * b_unit in fp32 (fp64 if `dtype` is) and round it."""
+    accumulator = torch.promote_types(torch.float32, dtype)
+    return ((a.to(accumulator) @ b.to(accumulator).t()) * (a_unit * b_unit)).to(dtype)
