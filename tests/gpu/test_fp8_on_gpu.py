@@ -49,7 +49,7 @@ def test_large_matrices_have_the_bits_of_the_definition(dtype: torch.dtype) -> N
     matrices = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     for pair in (matrices[:2], matrices[2:], matrices[:1]):
         turns = tuple(True for _ in pair)
-        found, defined = (op(pair) for op in (fused_magnitudes, reference.magnitudes))
+        found, defined = (op(*pair) for op in (fused_magnitudes, reference.magnitudes))
         assert torch.equal(found.amax(1), defined.amax(1))
         ours, theirs = (op(pair, found, dtype, turns) for op in (fused_quantize, reference.quantize))
         for one, other in zip(ours, theirs, strict=True):
@@ -95,4 +95,6 @@ def test_training_follows_bf16_and_repeats_its_bits(name: str) -> None:
     assert all(torch.equal(weight, same[key]) for key, weight in weights.items())
     assert in_fp8 != in_bf16
     assert in_fp8[-1] < in_fp8[0] - 1
-    assert in_fp8 == pytest.approx(in_bf16, rel=0.02)
+    assert in_fp8[0] == pytest.approx(in_bf16[0], rel=2e-3)
+    # AdamW's first updates have the sign of the gradient, so rounding a small gradient can turn an update around.
+    assert in_fp8 == pytest.approx(in_bf16, abs=0.3)

@@ -56,11 +56,13 @@ def quantize(
         bits: result of `magnitudes`
         turns: for each matrix, whether to return the transpose, too
     """
-    limit, found = torch.finfo(dtype).max, []
-    for x, amax, turn in zip(
-        matrices, bits.amax(1).view(torch.float32).clamp(min=SMALLEST), turns, strict=True
-    ):
-        rows = (x.float() * (torch.full_like(amax, limit) / amax)).to(dtype)
+    found = []
+    for x, largest, turn in zip(matrices, bits.amax(1), turns, strict=True):
+        amax = largest.view(torch.float32).clamp(min=SMALLEST)
+        limit = torch.full_like(
+            amax, torch.finfo(dtype).max
+        )  # a number's inverse would be rounded before the product
+        rows = (x.float() * (limit / amax)).to(dtype)
         found.append(Quantized(rows.contiguous(), rows.t().contiguous() if turn else None, amax / limit))
     return found
 
